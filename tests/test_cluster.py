@@ -1,0 +1,218 @@
+"""TF_CONFIG: what is accepted, and one clear message for what is not."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tfpara import cluster
+
+TWO = {"chief": ["10.0.0.1:4000"], "worker": ["10.0.0.2:4000", "node-3:4000"]}
+
+
+def environ(config):
+    return {"TF_CONFIG": config if isinstance(config, str) else json.dumps(config)}
+
+
+def config(spec=TWO, task_type="worker", index=0):
+    return {"cluster": spec, "task": {"type": task_type, "index": index}}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        environ(""),
+        environ(" \n"),
+        environ({}),
+        environ({"cluster": {}}),
+        environ({"cluster": {"worker": []}, "task": {"type": "worker", "index": 0}}),
+        environ({"task": {"type": "chief", "index": 0}, "environment": "cloud"}),
+    ],
+)
+def test_one_process_without_a_cluster(env):
+    alone = cluster.read(env)
+    assert alone == cluster.Cluster((), "worker", 0)
+    assert (alone.num_workers, alone.rank, alone.is_chief, alone.address) == (1, 0, True, "")
+    assert alone.describe(0) == "chief"
+    assert cluster.unreachable(alone, 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("task_type", "index", "rank", "address"),
+    [
+        ("chief", 0, 0, "10.0.0.1:4000"),
+        ("worker", 0, 1, "10.0.0.2:4000"),
+        ("worker", 1, 2, "node-3:4000"),
+    ],
+)
+def test_ranks_count_the_chief_first(task_type, index, rank, address):
+    read = cluster.read(environ(config(TWO, task_type, index)))
+    assert read.addresses == ("10.0.0.1:4000", "10.0.0.2:4000", "node-3:4000")
+    assert (read.num_workers, read.rank, read.is_chief) == (3, rank, rank == 0)
+    assert read.address == address
+    assert (read.task_type, read.task_index) == (task_type, index)
+
+
+def test_worker_0_is_the_chief_of_a_cluster_of_workers():
+    spec = {"worker": ["[::1]:4000", "[fe80::2]:4000"]}
+    first, second = (cluster.read(environ(config(spec, "worker", index))) for index in (0, 1))
+    assert (first.rank, first.is_chief, first.address) == (0, True, "[::1]:4000")
+    assert (second.rank, second.is_chief, second.address) == (1, False, "[fe80::2]:4000")
+    assert [second.describe(rank) for rank in (0, 1)] == [
+        "chief ([::1]:4000)",
+        "worker 1 ([fe80::2]:4000)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env_config", "words"),
+    [
+        ("{'cluster': 1}", ["not JSON", "'cluster'", "unset it"]),
+        ("{", ["not JSON"]),
+        ("[" * 100_000, ["not JSON"]),
+        ("[]", ["JSON object", "[]"]),
+        ('{"task": {}, "task": {}}', ["'task'", "twice"]),
+        ({"cluster": ["a:1"]}, ["'cluster'", "JSON object", "['a:1']"]),
+        ({"cluster": TWO}, ["no 'task'", '"index": 0']),
+        ({"cluster": TWO, "task": "worker"}, ["'task'", "JSON object", "'worker'"]),
+        ({"cluster": TWO, "task": {"type": "worker"}}, ["no 'index'"]),
+        ({"cluster": TWO, "task": {"index": 0}}, ["no 'type'"]),
+        (config(index=2), ["task worker 2", "2 worker address(es)"]),
+        (config(index=-1), ["task worker -1"]),
+        (config(index="0"), ["'0'", "integer", "unquoted"]),
+        (config(index=1.0), ["1.0", "integer"]),
+        (config(index=True), ["True", "integer"]),
+        (config(index=None), ["None", "integer"]),
+        (config(task_type="chief", index=1), ["task chief 1", "1 chief address(es)"]),
+        (config({"worker": ["a:1"]}, "chief"), ["task chief 0", "0 chief address(es)"]),
+        ({"task": {"type": "worker", "index": 1}}, ["task worker 1", "0 worker"]),
+        (config(task_type="trainer"), ["task type 'trainer'", "'chief'"]),
+        (config(task_type=["worker"]), ["task type ['worker']"]),
+        (config(task_type="evaluator"), ["'evaluator'", "no separate evaluator"]),
+        (config({**TWO, "evaluator": ["a:1"]}), ["cluster job 'evaluator'", "remove"]),
+        (config({**TWO, "ps": ["a:1"]}), ["'ps'", "no parameter servers", "AsyncStrategy"]),
+        (config(task_type="ps"), ["'ps'", "no parameter servers"]),
+        (config({"master": ["a:1"]}), ["'master'", "write 'chief'"]),
+        (config({"Worker": ["a:1"]}), ["'Worker'", "'worker'"]),
+        (config({"chief": ["a:1", "b:1"]}), ["2 addresses", "one chief"]),
+        (config({"worker": "a:1"}), ["'a:1'", "list"]),
+        (config({"worker": {"0": "a:1"}}), ["{'0': 'a:1'}", "list"]),
+        (config({"worker": [4000]}), ["4000", "not a string"]),
+        (config({"worker": ["node1"]}), ["'node1'", "no port", "host:port"]),
+        (config({"worker": ["node1:"]}), ["port ''"]),
+        (config({"worker": ["node1:0"]}), ["port '0'", "65535"]),
+        (config({"worker": ["node1:65536"]}), ["port '65536'"]),
+        (config({"worker": ["node1:٤"]}), ["port '٤'"]),
+        (config({"worker": ["node1:" + "9" * 9999]}), ["port '999", "..."]),
+        (config({"worker": [":4000"]}), ["host ''"]),
+        (config({"worker": ["grpc://node1:4000"]}), ["scheme"]),
+        (config({"worker": ["no de:4000"]}), ["host 'no de'"]),
+        (config({"worker": ["10.0.0.256:4000"]}), ["'10.0.0.256'", "not an IP address"]),
+        (config({"worker": ["::1:4000"]}), ["square brackets", "'[::1]:4000'"]),
+        (config({"worker": ["[node1]:4000"]}), ["'[node1]'", "not an IP address"]),
+        (config({"worker": ["0.0.0.0:4000"]}), ["all interfaces"]),
+        (config({"worker": ["[::]:4000"]}), ["all interfaces"]),
+        (config({"worker": ["a:1", "b:1", "A:1"]}), ["'A:1'", "worker 0 and worker 2"]),
+        (config({"chief": ["a:1"], "worker": ["a:1"]}), ["chief 0 and worker 0"]),
+    ],
+)
+def test_a_fault_is_one_short_message(env_config, words):
+    with pytest.raises(cluster.ClusterError) as caught:
+        cluster.read(environ(env_config))
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert "TF_CONFIG" in message
+    assert "\n" not in message and len(message) < 600
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+ADDRESS = JSON | st.builds("{}:{}".format, st.text(max_size=5), st.integers(-1, 70000))
+JOB = st.sampled_from(["chief", "worker", "ps", "evaluator"]) | st.text(max_size=5)
+NEARLY_RIGHT = st.fixed_dictionaries(
+    {},
+    optional={
+        "cluster": st.dictionaries(JOB, JSON | st.lists(ADDRESS, max_size=3), max_size=3),
+        "task": JSON | st.fixed_dictionaries({}, optional={"type": JOB | JSON, "index": JSON}),
+    },
+)
+
+
+@given(st.text() | (JSON | NEARLY_RIGHT).map(json.dumps))
+@example("1" * 5000)
+@example('{"task": {"type": "worker", "index": 1e999}}')
+@example('"\ud800"')
+def test_any_text_is_a_cluster_or_one_error(text):
+    try:
+        read = cluster.read({"TF_CONFIG": text})
+    except cluster.ClusterError as error:
+        assert str(error).isprintable()
+    else:
+        assert 0 <= read.rank < read.num_workers
+        assert read.address == (read.addresses[read.rank] if read.addresses else "")
+
+
+HOST = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z0-9]", fullmatch=True) | st.ip_addresses(v=4).filter(
+    lambda ip: not ip.is_unspecified
+).map(str)
+
+
+@given(
+    st.lists(st.builds("{}:{}".format, HOST, st.integers(1, 65535)), min_size=1, unique=True),
+    st.booleans(),
+    st.data(),
+)
+def test_every_cluster_survives_tf_config(addresses, has_chief_job, data):
+    rank = data.draw(st.integers(0, len(addresses) - 1))
+    task_type = "chief" if has_chief_job and rank == 0 else "worker"
+    index = rank - (has_chief_job and task_type == "worker")
+    made = cluster.Cluster(tuple(addresses), task_type, index, has_chief_job)
+    assert made.rank == rank
+    assert cluster.read({"TF_CONFIG": made.tf_config()}) == made
+
+
+def test_unreachable_lists_peers_that_do_not_listen():
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # reserved, but nobody listens
+        up, down = (f"127.0.0.1:{s.getsockname()[1]}" for s in (listening, bound))
+        own = "127.0.0.1:1"
+        made = cluster.Cluster((own, up, down, "name.invalid:4000"), "chief", 0, True)
+        assert cluster.unreachable(made, 10.0) == [
+            f"worker 2 ({down})",
+            "worker 3 (name.invalid:4000)",
+        ]
+        seen_by_2 = made._replace(task_type="worker", task_index=1)
+        assert cluster.unreachable(seen_by_2, 10.0) == [
+            f"chief ({own})",
+            "worker 3 (name.invalid:4000)",
+        ]
+
+
+def test_unreachable_waits_for_all_peers_at_once():
+    """A listener with a full backlog answers nothing, as a host that drops packets does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        made = cluster.Cluster(("a:1", *[address] * 40), "chief", 0, True)
+        start = time.monotonic()
+        assert len(cluster.unreachable(made, 0.5)) == 40
+        assert time.monotonic() - start < 40 * 0.5  # one after the other would take this long
+        for filler in fillers:
+            filler.close()
+
+
+def test_tensorflow_is_not_imported():
+    code = "import sys; from tfpara import cluster; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
