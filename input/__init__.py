@@ -1,0 +1,1 @@
+"""Speech features and frame labels: synthesis, storage, partition into blocks, tf.data."""

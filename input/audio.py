@@ -1,0 +1,55 @@
+"""Sample rate conversion and additive noise."""
+
+import numpy as np
+
+
+def resample(samples: np.ndarray, source_rate: int, target_rate: int) -> np.ndarray:
+    """Changes the sample rate, with the SoX resampler at high quality.
+
+    Args:
+      samples: int16 or float [num_samples].
+      source_rate: samples per second of the input.
+      target_rate: samples per second of the result.
+
+    Returns:
+      float32 [about num_samples * target_rate / source_rate], on the scale of the input.
+
+    Raises:
+      ValueError: soxr is not installed.
+    """
+    try:
+        import soxr  # noqa: PLC0415  (needed to prepare a corpus, not to train on it)
+    except ImportError as error:
+        raise ValueError(
+            "sample rate conversion needs soxr, which is not installed. Install it with:"
+            " pip install soxr"
+        ) from error
+    # As float: for integers soxr would dither its output.
+    return soxr.resample(samples.astype(np.float32), source_rate, target_rate, quality="HQ")
+
+
+def coloured_noise(num_samples: int, exponent: float, generator: np.random.Generator) -> np.ndarray:
+    """Gaussian noise of unit power whose power spectrum falls as 1 / frequency ** exponent.
+
+    Args:
+      num_samples: length.
+      exponent: 0 is white, 1 pink, 2 brown noise.
+      generator: where the randomness comes from.
+
+    Returns:
+      float64 [num_samples].
+    """
+    white = np.fft.rfft(generator.standard_normal(num_samples))
+    frequency = np.maximum(np.arange(len(white)), 1.0)
+    noise = np.fft.irfft(white * frequency ** (-exponent / 2), num_samples)
+    return noise / np.sqrt(np.mean(noise**2))
+
+
+def add_noise(samples: np.ndarray, noise: np.ndarray, snr: float) -> np.ndarray:
+    """Adds noise of unit power at a signal-to-noise ratio in dB over the whole of `samples`.
+
+    Returns:
+      float64 [num_samples].
+    """
+    power = np.mean(np.square(samples, dtype=np.float64))
+    return samples + noise * np.sqrt(power / 10 ** (snr / 10))
