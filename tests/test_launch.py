@@ -1,0 +1,418 @@
+"""The launcher, with real processes."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tfpara import cluster, launch_output
+
+DEADLINE = 30.0  # seconds; reached only by a hang
+LAUNCH = (sys.executable, "-m", "tfpara.launch")
+FOREVER = "import signal\nwhile True: signal.pause()\n"
+RANK = "from tfpara import cluster\nrank = cluster.read().rank\n"
+
+
+def default_signals():
+    """Undoes what a background shell ignores, for the launcher leaves ignored signals so."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class Launched:
+    """A running launcher whose stdout is read as it comes."""
+
+    def __init__(self, *arguments, **options):
+        self.process = subprocess.Popen(
+            [*LAUNCH, *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            **{"stdout": subprocess.PIPE, "preexec_fn": default_signals, **options},
+        )
+        self.seen = b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.terminate()
+        self.process.communicate(timeout=DEADLINE)
+
+    def read_until(self, *words):
+        """Reads stdout until it holds all words."""
+        deadline = time.monotonic() + DEADLINE
+        while not all(word.encode() in self.seen for word in words):
+            left = deadline - time.monotonic()
+            if not select.select([self.process.stdout], [], [], max(0, left))[0]:
+                pytest.fail(f"no {words} in {self.seen!r}")
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                pytest.fail(f"no {words} in {self.seen!r}: {self.process.stderr.read()!r}")
+            self.seen += chunk
+
+    def finish(self):
+        """Returns (exit code, stdout, stderr)."""
+        out, err = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, (self.seen + out).decode(), err.decode()
+
+
+def launch(*arguments, **options):
+    with Launched(*arguments, **options) as launched:
+        return launched.finish()
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+class Lifeline:
+    """A named pipe that processes hold open; its end says that all of them are gone."""
+
+    def __init__(self, path):
+        os.mkfifo(path)
+        self.hold = f"import os; lifeline = os.open({str(path)!r}, os.O_WRONLY)\n"
+        self.hold += "os.set_inheritable(lifeline, True)\n"
+        self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def wait_for_end(self):
+        if not select.select([self._reader], [], [], DEADLINE)[0]:
+            pytest.fail("a process is still alive")
+        assert os.read(self._reader, 1) == b""
+
+
+@pytest.fixture
+def lifeline(tmp_path):
+    return Lifeline(tmp_path / "lifeline")
+
+
+def test_workers_read_their_cluster(script):
+    path = script(RANK + "import os, sys; print(os.environ['TF_CONFIG'], *sys.argv[1:])\n")
+    code, out, err = launch("-n", 3, path, "--epochs=2", "-n", "7")
+    assert code == 0
+    assert re.fullmatch(r"tfpara-launch: all 3 workers done after \d+\.\d s\n", err)
+    clusters = []
+    for name in ("chief", "worker 1", "worker 2"):
+        (line,) = re.findall(rf"^\[{name}\] (.*) --epochs=2 -n 7$", out, re.MULTILINE)
+        clusters.append(cluster.read({"TF_CONFIG": line}))
+    assert [each.rank for each in clusters] == [0, 1, 2]
+    assert [each.task_type for each in clusters] == ["chief", "worker", "worker"]
+    assert len({each.addresses for each in clusters}) == 1
+    assert len(set(clusters[0].addresses)) == 3
+    assert all(address.startswith("127.0.0.1:") for address in clusters[0].addresses)
+
+
+def test_ports_from_a_base_and_an_ipv6_host():
+    show = "import os; print(os.environ['TF_CONFIG'])"
+    base = 10000 + os.getpid() % 20000
+    try:
+        with socket.create_server(("::1", base), family=socket.AF_INET6):
+            pass
+        host, shown = "::1", "[::1]"
+    except OSError:  # a machine without IPv6
+        host = shown = "127.0.0.1"
+    arguments = ("-n", 2, f"--host={host}", f"--port={base}", "--no-prefix", "--", "python", "-c")
+    code, out, _ = launch(*arguments, show)
+    assert code == 0
+    spec = json.loads(out.splitlines()[0])["cluster"]
+    assert spec == {"chief": [f"{shown}:{base}"], "worker": [f"{shown}:{base + 1}"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given_omp", "wanted"),
+    [((), None, None), ((), "5", "5"), (("--threads=3",), "5", "3")],
+)
+def test_threads_are_shared_out(arguments, given_omp, wanted):
+    names = ["OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"]
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    if given_omp:
+        env["OMP_NUM_THREADS"] = given_omp
+    show = f"import os; print([os.environ[name] for name in {names}])"
+    _, out, _ = launch("-n", 2, *arguments, "--", "python", "-c", show, env=env)
+    share = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    rest = "3" if arguments else share
+    assert out.splitlines()[0].split("] ", 1)[1] == str([wanted or share, rest, rest])
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "how"),
+    [
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("sys.exit('sorry')", 1, "exit code 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", 134, "killed by SIGABRT"),
+    ],
+)
+def test_a_failure_ends_all_and_gives_its_code(script, lifeline, end, code, how):
+    path = script(f"import os, signal, sys\n{RANK}{lifeline.hold}if rank == 1: {end}\n" + FOREVER)
+    returned, _, err = launch("-n", 3, path)
+    assert returned == code
+    assert f"tfpara-launch: worker 1 failed first: {how}; all workers ended after" in err
+    lifeline.wait_for_end()
+
+
+def test_the_first_failure_wins_and_others_may_still_speak(script):
+    """The chief fails with its own error once it sees that the failed worker has been reaped."""
+    path = script(
+        RANK
+        + """
+import os, sys, time
+if rank == 1:
+    open(sys.argv[1], "w").write(str(os.getpid()))
+    os._exit(3)
+pid = int(open(sys.argv[1]).read())
+deadline = time.monotonic() + 30
+while time.monotonic() < deadline:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        sys.exit("peer is gone")
+    time.sleep(0.01)
+"""
+    )
+    pid_file = path.with_name("pid")
+    os.mkfifo(pid_file)
+    code, _, err = launch("-n", 2, "--grace=1000", path, pid_file)
+    assert code == 3
+    assert "[chief] peer is gone\n" in err
+    assert "worker 1 failed first: exit code 3;" in err
+
+
+def test_sigterm_is_followed_by_sigkill(script, lifeline):
+    path = script(
+        lifeline.hold
+        + RANK
+        + """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: print("refused"))
+if rank == 1:
+    open(sys.argv[1], "w").close()
+    while True: signal.pause()
+open(sys.argv[1]).close()
+sys.exit(9)
+"""
+    )
+    ready = path.with_name("ready")
+    os.mkfifo(ready)
+    code, out, _ = launch("-n", 2, "--grace=0.5", path, ready)
+    assert code == 9
+    assert "[worker 1] refused\n" in out
+    lifeline.wait_for_end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_passed_on(script, lifeline, number):
+    handled = f"signal.signal({int(number)}, lambda *_: (print('saved'), sys.exit(0)))\n"
+    path = script("import sys, signal\n" + handled + lifeline.hold + "print('ready')\n" + FOREVER)
+    with Launched("-n", 2, "--grace=1000", path) as launched:
+        launched.read_until("[chief] ready", "[worker 1] ready")
+        launched.process.send_signal(number)
+        code, out, err = launched.finish()
+    assert code == 0
+    assert "[chief] saved\n" in out and "[worker 1] saved\n" in out
+    assert f"tfpara-launch: got {number.name}; all 2 workers done" in err
+    lifeline.wait_for_end()
+
+
+def test_a_worker_ended_by_a_signal_passed_on(script):
+    path = script(f"print('ready')\n{FOREVER}")
+    with Launched("-n", 2, path) as launched:
+        launched.read_until("[chief] ready", "[worker 1] ready")
+        launched.process.send_signal(signal.SIGTERM)
+        code, _, err = launched.finish()
+    assert code == 128 + signal.SIGTERM
+    assert re.search(r"got SIGTERM; (chief|worker 1) failed first: killed by SIGTERM", err)
+
+
+def test_a_second_signal_kills_at_once(script, lifeline):
+    refuse = "import signal\nsignal.signal(signal.SIGINT, lambda *_: print('refused'))\n"
+    path = script(refuse + lifeline.hold + "print('ready')\n" + FOREVER)
+    with Launched("-n", 2, "--grace=1000", path) as launched:
+        launched.read_until("[chief] ready", "[worker 1] ready")
+        launched.process.send_signal(signal.SIGINT)
+        launched.read_until("[chief] refused", "[worker 1] refused")
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.finish()[0] == 128 + signal.SIGKILL
+    lifeline.wait_for_end()
+
+
+def test_an_ignored_signal_stays_ignored(script):
+    def nohup():
+        default_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    show = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)\n"
+    path = script(show + FOREVER)
+    with Launched("-n", 1, path, preexec_fn=nohup) as launched:
+        launched.read_until("[chief] True")
+        launched.process.send_signal(signal.SIGHUP)
+        launched.process.send_signal(signal.SIGTERM)
+        code, _, err = launched.finish()
+    assert code == 128 + signal.SIGTERM
+    assert "got SIGTERM; chief failed first" in err
+
+
+GRANDCHILD = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {FOREVER!r}], close_fds=False)
+"""
+
+
+def test_a_killed_launcher_leaves_nobody(script, lifeline):
+    path = script(lifeline.hold + GRANDCHILD + "print('ready')\n" + FOREVER)
+    with Launched("-n", 2, path) as launched:
+        launched.read_until("[chief] ready", "[worker 1] ready")
+        launched.process.kill()
+        assert launched.process.wait(DEADLINE) == -signal.SIGKILL
+        lifeline.wait_for_end()
+
+
+def test_a_workers_children_end_with_it(script, lifeline):
+    path = script(lifeline.hold + GRANDCHILD)
+    assert launch("-n", 2, path)[0] == 0
+    lifeline.wait_for_end()
+
+
+def test_output_is_prefixed_by_line_and_by_stream(script):
+    path = script(
+        RANK
+        + r"""
+import sys
+print("one\n\ntwo\r\nno end", end="")
+print("trouble", file=sys.stderr)
+"""
+    )
+    _, out, err = launch("-n", 2, path)
+    for name in ("chief", "worker 1"):
+        lines = [line for line in out.split("\n") if line.startswith(f"[{name}]")]
+        assert lines == [f"[{name}] {text}" for text in ("one", "", "two", "no end")]
+        assert f"[{name}] trouble\n" in err
+
+
+def test_a_progress_bar_on_a_pipe_leaves_its_last_state(script):
+    path = script(r"print('10%\r50%\r100%'); print('\ra\rb\r', end='')")
+    assert launch("-n", 1, path)[1] == "[chief] 100%\n[chief] b\n"
+
+
+def test_a_very_long_line_arrives_whole_without_prefix(script):
+    path = script("print('x' * 200_000)")
+    assert launch("-n", 1, "--no-prefix", path)[1].replace("\n", "") == "x" * 200_000
+
+
+def test_log_files_hold_what_workers_wrote(script, tmp_path):
+    path = script(RANK + r"import sys; print(rank, end='\r\n'); print('e', file=sys.stderr)")
+    log_dir = tmp_path / "new" / "logs"
+    assert launch("-n", 2, f"--log_dir={log_dir}", path)[0] == 0
+    assert sorted(file.name for file in log_dir.iterdir()) == ["chief.log", "worker-1.log"]
+    for rank, name in enumerate(["chief.log", "worker-1.log"]):
+        assert sorted((log_dir / name).read_bytes().splitlines(True)) == sorted(
+            [b"%d\r\n" % rank, b"e\n"]
+        )
+
+
+def test_only_the_chief_has_a_terminal(script):
+    path = script(RANK + r"import sys; print(rank, sys.stdout.isatty(), end='\r5%\r10%\n')")
+    terminal, launchers_end = pty.openpty()
+    with Launched("-n", 2, path, stdout=launchers_end, env={**os.environ, "NO_COLOR": "1"}) as run:
+        os.close(launchers_end)
+        seen = b""
+        try:
+            while chunk := os.read(terminal, 4096):
+                seen += chunk
+        except OSError:  # the end of a terminal
+            pass
+        assert run.process.wait(DEADLINE) == 0
+    assert b"[chief] 0 True\r[chief] 5%\r[chief] 10%\r\n" in seen
+    assert b"[worker 1] 10%\r\n" in seen
+
+
+def test_a_line_is_written_above_the_progress_bar():
+    out, err = io.BytesIO(), io.BytesIO()
+    console = launch_output.Console(out, err)
+    console.progress(0, "chief", b"start\n1/3")
+    console.progress(0, "chief", b" ==")
+    console.line(1, "worker 1", b"hello", to_stderr=False)
+    console.progress(0, "chief", b"\b\b\r2/3\n")
+    console.line(1, "worker 1", b"oh", to_stderr=True)
+    assert out.getvalue() == (
+        b"[chief] start\n[chief] 1/3 ==\r\x1b[K[worker 1] hello\n[chief] 1/3 ==\b\b\r[chief] 2/3\n"
+    )
+    assert err.getvalue() == b"[worker 1] oh\n"
+
+
+def test_a_closed_stdout_ends_the_workers(script, lifeline):
+    path = script(lifeline.hold + "while True: print('more')\n")
+    with Launched("-n", 2, path) as launched:
+        launched.read_until("[chief] more", "[worker 1] more")
+        launched.process.stdout.close()
+        assert launched.process.wait(DEADLINE) == 128 + signal.SIGTERM
+        err = launched.process.stderr.read().decode()
+        launched.process.stdout = None
+    assert re.fullmatch(r"tfpara-launch: got SIGPIPE; [^\n]* killed by SIGTERM[^\n]*\n", err)
+    lifeline.wait_for_end()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ["no command"]),
+        (("-n", 2, "--"), ["no command"]),
+        (("-n", 0, "a.py"), ["'0'", "whole number", "1"]),
+        (("-n", "two", "a.py"), ["'two'"]),
+        (("--grace=nan", "a.py"), ["'nan'", "seconds"]),
+        (("--port=70000", "a.py"), ["'70000'", "65535"]),
+        (("-n", 2, "no/such.py"), ["'no/such.py'", "does not exist"]),
+        (("-n", 2, "--", "no-such-program"), ["'no-such-program'", "PATH"]),
+        (("-n", 2, "--", "/"), ["'/'", "may not be executed"]),
+        (("--host=192.0.2.1", "--", "python", "-V"), ["192.0.2.1", "not an address of this"]),
+        (("--host=name.invalid", "--", "python", "-V"), ["name.invalid", "not an address of"]),
+        (("-n", 9, "--port=65530", "--", "python", "-V"), ["65535", "Lower --port"]),
+        (("--workers-typo=3", "a.py"), ["--workers-typo=3"]),
+    ],
+)
+def test_what_cannot_be_started_is_one_message_and_exit_code_2(arguments, words):
+    code, out, err = launch(*arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    message = err.splitlines()[-1]
+    assert message.startswith("tfpara-launch: ")
+    assert [word for word in words if word not in message] == []
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = launch(f"--port={port}", "--", "python", "-V")
+    assert code == 2
+    assert f"port {port} on 127.0.0.1 is in use" in err
+
+
+def test_a_program_that_does_not_start_leaves_nobody(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF but not quite")
+    program.chmod(0o755)
+    code, _, err = launch("-n", 2, "--", program)
+    assert code == 2
+    assert "Exec format error" in err and len(err.splitlines()) == 1
+
+
+def test_help_names_units_and_defaults():
+    code, out, _ = launch("--help")
+    assert code == 0
+    for word in ("SECONDS", "default: 127.0.0.1", "default: 10", "2 s", "Exit code"):
+        assert word in out

@@ -1,0 +1,212 @@
+"""Starts the workers of a cluster on this machine: `tfpara-launch -n 2 -- python -m scripts.train`.
+
+Every worker gets a free port and a TF_CONFIG, its output a prefix. When one fails, the others are
+ended and its exit code is returned. No worker outlives the launcher, however that ends. Only the
+standard library is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import itertools
+import math
+import os
+import random
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tfpara import cluster, launch_output, launch_workers
+
+# Below the range from which Linux takes the ports of outgoing connections, so that none of those
+# takes a port between our look and the worker's use of it.
+_PORTS = range(10000, 32768)
+_THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+_EPILOG = f"""
+The first worker is the chief. TF_CONFIG is replaced. stdin is empty.
+COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
+
+When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to report errors of their
+own. Then they get SIGTERM, and SIGKILL after --grace. SIGINT, SIGTERM and SIGHUP are passed on;
+SIGKILL follows after --grace, or at once on a second signal.
+
+Exit code: 0 if all workers returned 0; else that of the worker that failed first, or 128 + N if
+signal N ended it; 2 if nothing could be started.
+
+Examples:
+  tfpara-launch -n 2 -- python -m scripts.train --rule=bmuf
+  tfpara-launch -n 4 --threads 1 script.py --epochs=3
+"""
+
+
+class LaunchError(ValueError):
+    """The workers cannot be started. The message says why."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the launcher; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        command = _command(options.command)
+        environments = _environments(options)
+        if options.log_dir is not None:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        console = launch_output.Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
+        return launch_workers.Launcher(console, options.log_dir, options.grace).run(
+            command, environments
+        )
+    except (LaunchError, OSError) as error:
+        print(f"tfpara-launch: {error}", file=sys.stderr)
+        return 2
+
+
+def _command(words: Sequence[str]) -> list[str]:
+    """The program to run and its arguments."""
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    if not words:
+        raise LaunchError(
+            "no command. Write it last: tfpara-launch -n 2 -- python -m scripts.train"
+        )
+    program = words[0]
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise LaunchError(
+                f"script {program!r} does not exist in {os.getcwd()}. Check the path."
+            )
+        return [sys.executable, *words]
+    if program in ("python", "python3"):
+        return [sys.executable, *words[1:]]
+    if shutil.which(program) is None:
+        raise LaunchError(
+            f"program {program!r} was not found in PATH, or may not be executed. "
+            "Check its name and its permissions."
+        )
+    return words
+
+
+def _environments(options: argparse.Namespace) -> list[dict[str, str]]:
+    """One environment per worker, by rank."""
+    count = options.workers
+    host = options.host.strip("[]")
+    shown = f"[{host}]" if ":" in host else host
+    addresses = tuple(f"{shown}:{port}" for port in _ports(host, options.port, count))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
+    asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
+    common = {"PYTHONUNBUFFERED": "1", **default, **os.environ, **asked}
+    tasks = [("chief", 0), *(("worker", index) for index in range(count - 1))]
+    clusters = (cluster.Cluster(addresses, *task, has_chief_job=True) for task in tasks)
+    return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
+
+
+def _ports(host: str, base: int, count: int) -> list[int]:
+    if not base:
+        free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(host, port))
+        return list(itertools.islice(free, count))
+    if base + count - 1 > 65535:
+        raise LaunchError(
+            f"--port={base} and {count} workers need ports above 65535. Lower --port."
+        )
+    for port in range(base, base + count):
+        if not _is_free(host, port):
+            raise LaunchError(f"port {port} on {host} is in use. Change --port={base}, or omit it.")
+    return list(range(base, base + count))
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise LaunchError(
+                f"--host={host} is not an address of this machine ({error.strerror}). "
+                "Workers are started here only; the default is 127.0.0.1."
+            ) from None
+        return False
+    return True
+
+
+def _number(
+    kind: Callable[[str], float], low: float, high: float, unit: str
+) -> Callable[..., float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {unit} from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tfpara-launch",
+        usage="%(prog)s [options] [--] COMMAND [ARGUMENT ...]",
+        description="Start the workers of a cluster on this machine and wait for them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    whole = functools.partial(_number, int, unit="a whole number")
+    add(
+        "-n",
+        "--workers",
+        type=whole(1, 10000),
+        default=1,
+        metavar="N",
+        help="number of workers, the chief included (default: 1)",
+    )
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address of this machine on which the workers listen (default: 127.0.0.1)",
+    )
+    add(
+        "--port",
+        type=whole(0, 65535),
+        default=0,
+        help="port of the chief; workers use the next ones (default: 0, any free ports)",
+    )
+    add(
+        "--threads",
+        type=whole(1, 10000),
+        default=0,
+        metavar="T",
+        help="CPU threads per worker, in OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS and "
+        "TF_NUM_INTEROP_THREADS (default: what these say, else cores / N, at least 1)",
+    )
+    add(
+        "--grace",
+        type=_number(float, 0, 86400, "a number of seconds"),
+        default=10.0,
+        metavar="SECONDS",
+        help="time between asking workers to end and SIGKILL (default: 10)",
+    )
+    add(
+        "--prefix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="start each line of output with [chief], [worker 1], ... (default: yes)",
+    )
+    add(
+        "--log_dir",
+        type=Path,
+        metavar="DIR",
+        help="also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...",
+    )
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
