@@ -1,0 +1,37 @@
+"""tfpara: Keras models trained in parallel, with a synchronisation every few minibatches.
+
+The names below load TensorFlow when they are first used, so that `tfpara.cluster` and
+`tfpara.launch` can check and start a cluster without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from tfpara.version import __version__
+
+_LOCATION = {
+    "BMUF": "tfpara.algorithms",
+    "BSP": "tfpara.algorithms",
+    "EASGD": "tfpara.algorithms",
+    "EMA": "tfpara.algorithms",
+    "MA": "tfpara.algorithms",
+    "FingerprintError": "tfpara.fingerprint",
+    "PeriodicSyncStrategy": "tfpara.strategy",
+    "SyncStatistics": "tfpara.synchronizer",
+}
+_MODULES = ("callbacks", "cluster", "export", "launch")
+
+__all__ = ["__version__", *_LOCATION, *_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    if name in _LOCATION:
+        return getattr(importlib.import_module(_LOCATION[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"tfpara.{name}")
+    raise AttributeError(f"module 'tfpara' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

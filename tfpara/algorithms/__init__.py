@@ -1,0 +1,24 @@
+"""Synchronisation rules and averages: pure functions over flat arrays.
+
+Every rule is a frozen dataclass with three pure methods, written with plain arithmetic only, so
+that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow tensors (clusters):
+
+* ``init(weights) -> state``: the state (a NamedTuple of arrays) of a run that starts at `weights`;
+* ``update(state, average, num_replicas) -> state``: the global step, given the sample-weighted
+  mean of the local models;
+* ``restart(local, before, after) -> weights``: the weights a replica goes on from, given its local
+  weights and the state before and after the global step.
+
+``resolve(num_replicas)`` fills in defaults that depend on the number of replicas and refuses
+hyper-parameters that are unstable for it.
+"""
+
+from tfpara.algorithms.averages import EMA, MA
+from tfpara.algorithms.bmuf import BMUF
+from tfpara.algorithms.bsp import BSP
+from tfpara.algorithms.easgd import EASGD
+
+RULES = (BSP, BMUF, EASGD)
+AVERAGES = (EMA, MA)
+
+__all__ = ["AVERAGES", "BMUF", "BSP", "EASGD", "EMA", "MA", "RULES"]

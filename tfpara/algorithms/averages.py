@@ -1,0 +1,112 @@
+"""Non-interfering averages of the global model: never broadcast, never fed back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    """min(a, b) in plain arithmetic, for NumPy and TensorFlow scalars alike."""
+    return 0.5 * (a + b - abs(a - b))
+
+
+class AverageState(NamedTuple):
+    """`average`: the running value. `count`: syncs seen (float). `bias`: weight still on zero."""
+
+    average: Any
+    count: Any
+    bias: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class EMA:
+    """Exponential moving average of the global model after each sync.
+
+        Ŵ_t = β_t Ŵ_{t−1} + (1 − β_t) W_t,   Ŵ_0 = W_0
+
+    Equal to the shadow variables of `tf.train.ExponentialMovingAverage` updated once a sync.
+
+    Args:
+        decay: β, 0 < β < 1.
+        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the syncs before this one, as TensorFlow
+            does when it is given a counter; young averages then follow the model faster.
+        zero_debias: True: Ŵ starts from 0 and is divided by the weight that the models seen so far
+            have in it, instead of starting from W_0.
+
+    Raises:
+        ValueError: β outside (0, 1).
+
+    Source: "Exponential moving average model in parallel speech recognition training" (paper 000
+    of the project), section 2.2.
+
+    Example:
+        >>> ema = EMA(0.75)
+        >>> ema.value(ema.update(ema.init(4.0), 8.0))
+        5.0
+    """
+
+    decay: float
+    num_updates: bool = False
+    zero_debias: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.decay < 1.0:
+            raise ValueError(
+                f"decay={self.decay!r} is outside (0, 1). Typical values are 0.9 to 0.999 per sync."
+            )
+
+    def init(self, weights: Any) -> AverageState:
+        """State before the first sync of a run that starts at the flat vector `weights`."""
+        start = weights * 0.0 if self.zero_debias else weights
+        return AverageState(average=start, count=0.0, bias=1.0)
+
+    def update(self, state: AverageState, global_model: Any) -> AverageState:
+        """Takes in the global model after a sync."""
+        decay = self.decay
+        if self.num_updates:
+            warm = (1.0 + state.count) / (10.0 + state.count)
+            decay = _minimum(decay, warm)
+        return AverageState(
+            average=state.average + (1.0 - decay) * (global_model - state.average),
+            count=state.count + 1.0,
+            bias=state.bias * decay,
+        )
+
+    def value(self, state: AverageState) -> Any:
+        """The averaged model, as a flat vector (zeros before the first sync with `zero_debias`)."""
+        if not self.zero_debias:
+            return state.average
+        return state.average / -_minimum(state.bias - 1.0, -1e-30)
+
+
+@dataclasses.dataclass(frozen=True)
+class MA:
+    """Equal-weight moving average of the global models after each sync.
+
+        W̄_t = (1/t) Σ_{k=1..t} W_k
+
+    Before the first sync it is the initial model. Source: paper 000, section 2.2.
+
+    Example:
+        >>> ma = MA()
+        >>> ma.value(ma.update(ma.update(ma.init(100.0), 2.0), 4.0))
+        3.0
+    """
+
+    def init(self, weights: Any) -> AverageState:
+        """State before the first sync of a run that starts at the flat vector `weights`."""
+        return AverageState(average=weights, count=0.0, bias=1.0)
+
+    def update(self, state: AverageState, global_model: Any) -> AverageState:
+        """Takes in the global model after a sync."""
+        count = state.count + 1.0
+        return AverageState(
+            average=state.average + (global_model - state.average) / count,
+            count=count,
+            bias=state.bias * 0.0,
+        )
+
+    def value(self, state: AverageState) -> Any:
+        """The averaged model, as a flat vector."""
+        return state.average

@@ -1,0 +1,50 @@
+"""Bulk synchronous parallel training: model averaging."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+class BSPState(NamedTuple):
+    """`global_model`: the mean of the local models at the last sync, W."""
+
+    global_model: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BSP:
+    """Model averaging: every replica goes on from the mean of the local models.
+
+        W = w_i = w̄ = Σ_i (n_i / Σ_j n_j) w_i
+
+    with n_i the samples that replica i processed since the last sync.
+
+    Source: Li et al., "Empirical Evaluation of Parallel Training Algorithms on Acoustic
+    Modeling" (2017), eq. 1.
+
+    Example:
+        >>> rule = BSP()
+        >>> state = rule.update(rule.init(0.0), average=2.0, num_replicas=4)
+        >>> rule.restart(local=3.0, before=None, after=state)
+        2.0
+    """
+
+    def resolve(self, num_replicas: int) -> BSP:
+        """Returns this rule: nothing in it depends on the number of replicas."""
+        del num_replicas
+        return self
+
+    def init(self, weights: Any) -> BSPState:
+        """State of a run that starts at the flat vector `weights`."""
+        return BSPState(global_model=weights)
+
+    def update(self, state: BSPState, average: Any, num_replicas: int) -> BSPState:
+        """The global step: the average becomes the global model."""
+        del state, num_replicas
+        return BSPState(global_model=average)
+
+    def restart(self, local: Any, before: BSPState | None, after: BSPState) -> Any:
+        """The weights that a replica goes on from: the global model."""
+        del local, before
+        return after.global_model

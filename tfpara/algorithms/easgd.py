@@ -1,0 +1,81 @@
+"""Synchronous elastic averaging SGD."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+class EASGDState(NamedTuple):
+    """`global_model`: the centre W that the local models are tied to."""
+
+    global_model: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class EASGD:
+    """Elastic averaging: local models and centre pull on each other; neither is overwritten.
+
+        w_i ← w_i − α(w_i − W);  W ← W + α Σ_i (w_i − W)
+
+    both from the values before the sync (Σ_i (w_i − W) is N(w̄ − W); where the splits are uneven
+    w̄ is the sample-weighted mean).
+
+    Stability: the mean of the replicas and the centre close their distance by the factor
+    1 − α(N+1) at each sync, so α must be below 2/(N+1); below 1/(N+1) they do not overshoot.
+
+    Args:
+        elasticity: α, 0 ≤ α < 2/(N+1). None: 0.9/N. 0 leaves the replicas independent.
+
+    Raises:
+        ValueError: at construction if α is negative or not below 1 (the bound for one replica), at
+            `resolve` if it is unstable for the number of replicas.
+
+    Source: Li et al. (2017), eq. 8; Zhang, Choromanska & LeCun, "Deep learning with elastic
+    averaging SGD" (2015).
+
+    Example:
+        >>> rule = EASGD(elasticity=0.25)
+        >>> before = rule.init(0.0)
+        >>> after = rule.update(before, average=2.0, num_replicas=2)
+        >>> after.global_model, rule.restart(4.0, before, after)
+        (1.0, 3.0)
+    """
+
+    elasticity: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.elasticity is not None and not 0.0 <= self.elasticity < 1.0:
+            raise ValueError(
+                f"elasticity={self.elasticity!r} is outside [0, 1), the stable range of a single "
+                "replica. The usual value is 0.9/N; None chooses it."
+            )
+
+    def resolve(self, num_replicas: int) -> EASGD:
+        """This rule with the default α filled in, and checked against the stability bound."""
+        if self.elasticity is None:
+            return dataclasses.replace(self, elasticity=0.9 / num_replicas)
+        bound = 2.0 / (num_replicas + 1)
+        if self.elasticity >= bound:
+            raise ValueError(
+                f"elasticity={self.elasticity!r} is unstable with {num_replicas} replicas: it must "
+                f"be below 2/(N+1) = {bound:.4g}. The usual value is 0.9/N = "
+                f"{0.9 / num_replicas:.4g}."
+            )
+        return self
+
+    def init(self, weights: Any) -> EASGDState:
+        """State of a run that starts at the flat vector `weights`."""
+        return EASGDState(global_model=weights)
+
+    def update(self, state: EASGDState, average: Any, num_replicas: int) -> EASGDState:
+        """The centre's step."""
+        gain = self.resolve(num_replicas).elasticity * num_replicas
+        return EASGDState(state.global_model + gain * (average - state.global_model))
+
+    def restart(self, local: Any, before: EASGDState, after: EASGDState) -> Any:
+        """The replica's step, towards the centre as it was before the sync."""
+        del after
+        if self.elasticity is None:
+            raise ValueError("Call resolve(num_replicas) first: elasticity is still None.")
+        return local - self.elasticity * (local - before.global_model)

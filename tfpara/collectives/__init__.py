@@ -1,0 +1,17 @@
+"""Collective operations on flat buffers between workers, and between the devices of one worker.
+
+A backend offers the operations of `Collectives`. Buffers are one-dimensional tensors; an operation
+is known by its `name`, which every worker must use for the same operation on the same shapes.
+"""
+
+from tfpara.collectives.in_process import Loopback, broadcast_to_devices, sum_on_first_device
+from tfpara.collectives.interface import Collectives
+from tfpara.collectives.ring import TensorFlowCollectives
+
+__all__ = [
+    "Collectives",
+    "Loopback",
+    "TensorFlowCollectives",
+    "broadcast_to_devices",
+    "sum_on_first_device",
+]

@@ -1,0 +1,31 @@
+"""The interface that every collectives backend has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import tensorflow as tf
+
+
+class Collectives(Protocol):
+    """Operations that every worker of a group takes part in; usable eagerly and in graphs.
+
+    All of them raise the `tf.errors` of the backend: `UnavailableError` where a peer has died,
+    `DeadlineExceededError` where one was silent for longer than the timeout.
+    """
+
+    size: int
+    rank: int
+
+    def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""
+
+    def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""
+
+    def broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        """The buffer of rank 0."""
+
+    def barrier(self, name: str) -> None:
+        """Returns once every worker has called it."""
