@@ -18,7 +18,7 @@ def resample(samples: np.ndarray, source_rate: int, target_rate: int) -> np.ndar
       ValueError: soxr is not installed.
     """
     try:
-        import soxr  # noqa: PLC0415  (needed to prepare a corpus, not to train on it)
+        import soxr  # needed to prepare a corpus, not to train on it
     except ImportError as error:
         raise ValueError(
             "sample rate conversion needs soxr, which is not installed. Install it with:"

@@ -44,7 +44,7 @@ def log_mel(samples: np.ndarray) -> np.ndarray:
 
 def _online_fbank() -> Any:
     try:
-        import kaldi_native_fbank  # noqa: PLC0415  (needed to prepare a corpus, not to train on it)
+        import kaldi_native_fbank  # needed to prepare a corpus, not to train on it
     except ImportError as error:
         raise ValueError(
             "filterbank features need kaldi-native-fbank, which is not installed."

@@ -15,7 +15,7 @@ import functools
 import os
 import shutil
 import tempfile
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class Synthesiser:
         self._callback = _Callback(self._receive)  # kept here: the library holds only a pointer
         self._library.espeak_SetSynthCallback(self._callback)
 
-    def __enter__(self) -> "Synthesiser":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -207,7 +207,7 @@ def variants() -> tuple[str, ...]:
 
 def _paths() -> tuple[str, str]:
     try:
-        import espeakng_loader  # noqa: PLC0415  (optional, GPL-3)
+        import espeakng_loader  # optional, GPL-3
     except ImportError as error:
         raise SynthesisError(
             "speech synthesis needs eSpeak NG, which is not installed."

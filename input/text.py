@@ -36,7 +36,7 @@ def read(path: str) -> str:
 
 def default() -> str:
     """About half a megabyte of English: `pydoc_data.topics`, in a fixed order."""
-    from pydoc_data import topics  # noqa: PLC0415  (large, and only wanted here)
+    from pydoc_data import topics  # large, and only wanted here
 
     return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
 

@@ -1,0 +1,130 @@
+"""The partition of an epoch: M blocks, N splits of each, tau minibatches to a split.
+
+Papers 000 and 003 (BMUF): the data are cut into M non-overlapping blocks, a block
+into N splits, one for each worker. Here with every frame of an epoch used exactly once:
+
+1. The utterances are put in an order drawn for (seed, epoch), which gives each frame a *position*.
+2. Positions are cut into *windows* of W frames, W = `shuffle_frames` rounded up to a multiple of
+   the minibatch, and permuted within each window by a generator seeded by (seed, epoch, window).
+3. The resulting sequence is cut into minibatches k = 0, 1, ...: none crosses two windows, and only
+   the very last one of the epoch may be short.
+4. Block m holds minibatches [m N tau, (m + 1) N tau); replica i's split of it is those with
+   k mod N = i.
+
+Steps 1 to 3 do not depend on N: runs on different numbers of replicas read the same sequence of
+minibatches. At the end, replicas differ by one minibatch at most, and those that have one less are
+the last ones. Pure functions of NumPy; nothing here reads a file.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Partition(NamedTuple):
+    """How an epoch's frames are divided. Make it with `partition`, which validates.
+
+    `window` is in frames; `sync_period` in minibatches of one replica.
+    """
+
+    num_frames: int
+    minibatch: int
+    num_replicas: int
+    sync_period: int
+    window: int
+
+    @property
+    def num_minibatches(self) -> int:
+        """Minibatches of the epoch, over all replicas."""
+        return -(-self.num_frames // self.minibatch)
+
+    @property
+    def num_windows(self) -> int:
+        return -(-self.num_frames // self.window)
+
+    @property
+    def num_blocks(self) -> int:
+        """M, the number of syncs in the epoch; the last block may be incomplete."""
+        return -(-self.num_minibatches // (self.num_replicas * self.sync_period))
+
+    @property
+    def num_steps(self) -> int:
+        """Minibatches of replica 0, of which no other replica has more."""
+        return len(self.minibatches(0))
+
+    def minibatches(self, replica: int) -> range:
+        """Numbers k of the minibatches of one replica, in order."""
+        if not 0 <= replica < self.num_replicas:
+            raise ValueError(f"replica must lie in [0, {self.num_replicas}). Received: {replica}")
+        return range(replica, self.num_minibatches, self.num_replicas)
+
+    def split(self, block: int, replica: int) -> range:
+        """Numbers k of the at most tau minibatches of one replica in one block."""
+        first = block * self.sync_period
+        return self.minibatches(replica)[first : first + self.sync_period]
+
+    def frames(self, minibatch: int) -> range:
+        """Indices of one minibatch in the epoch's (shuffled) sequence of frames."""
+        start = minibatch * self.minibatch
+        return range(start, min(start + self.minibatch, self.num_frames))
+
+    def window_frames(self, window: int) -> range:
+        """Positions of one window."""
+        start = window * self.window
+        return range(start, min(start + self.window, self.num_frames))
+
+    def window_minibatches(self, window: int) -> range:
+        """Numbers k of the minibatches that one window holds."""
+        frames = self.window_frames(window)
+        return range(frames.start // self.minibatch, -(-frames.stop // self.minibatch))
+
+
+def partition(
+    num_frames: int,
+    *,
+    minibatch: int,
+    num_replicas: int,
+    sync_period: int,
+    shuffle_frames: int,
+) -> Partition:
+    """The division of `num_frames` frames.
+
+    Args:
+      num_frames: frames of the epoch.
+      minibatch: frames of a minibatch.
+      num_replicas: N.
+      sync_period: tau, minibatches of one replica between two syncs.
+      shuffle_frames: frames that are permuted together, rounded up to a multiple of `minibatch`.
+
+    Raises:
+      ValueError: one of them is not an integer of at least 1.
+    """
+    for name, value in (
+        ("num_frames", num_frames),
+        ("minibatch", minibatch),
+        ("num_replicas", num_replicas),
+        ("sync_period", sync_period),
+        ("shuffle_frames", shuffle_frames),
+    ):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1. Received: {value!r}")
+    window = -(-shuffle_frames // minibatch) * minibatch
+    return Partition(
+        int(num_frames), int(minibatch), int(num_replicas), int(sync_period), int(window)
+    )
+
+
+def utterance_order(num_utterances: int, seed: int, epoch: int) -> np.ndarray:
+    """int64 [num_utterances]: the utterances in the order of one epoch."""
+    return _generator(seed, epoch, 0).permutation(num_utterances)
+
+
+def frame_order(plan: Partition, window: int, seed: int, epoch: int) -> np.ndarray:
+    """int64: the positions of one window in the order in which its minibatches take them."""
+    frames = plan.window_frames(window)
+    return frames.start + _generator(seed, epoch, 1, window).permutation(len(frames))
+
+
+def _generator(seed: int, *key: int) -> np.random.Generator:
+    # A spawn key, unlike a longer seed, keeps (1, 0) and (1, 0, 0) apart.
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

@@ -1,0 +1,225 @@
+"""Minibatches of one worker's replicas, read from a corpus by tf.data.
+
+The division of an epoch is that of `input.blocks`: a function of (seed, epoch, N) alone, so that
+workers agree on it without speaking. A worker reads window by window the utterances that overlap
+it, and splices and normalises only the frames of its own minibatches. Memory holds
+about three windows of unspliced frames (`shuffle_frames` * 484 bytes each), whatever the corpus.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from input import blocks, features, index
+from input.blocks import Partition
+from input.index import CorpusIndex
+
+SHUFFLE_FRAMES = 65536  # frames that are shuffled together; 11 minutes of speech
+
+
+def minibatches(
+    corpus: CorpusIndex,
+    split: str,
+    *,
+    num_replicas: int,
+    replica_ids: Sequence[int],
+    minibatch: int,
+    sync_period: int,
+    epoch: int,
+    seed: int,
+    context: int = 5,
+    shuffle_frames: int = SHUFFLE_FRAMES,
+    shuffle: bool = True,
+) -> tf.data.Dataset:
+    """The minibatches of an epoch that belong to this worker's replicas.
+
+    In the order in which they are used: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
+    step 1 of replica_ids[0], ... Every frame is in exactly one minibatch of one replica. Only the
+    very last minibatch of the epoch is short; the replicas that have none in the last step are the
+    last ones, so that dealing the elements out in turn gives each replica its own.
+
+    Args:
+      corpus: from `index.read`.
+      split: "train", "validation" or "test".
+      num_replicas: N, the number of replicas of all workers.
+      replica_ids: this worker's replicas, ascending.
+      minibatch: frames of a minibatch of one replica.
+      sync_period: tau, minibatches between two syncs.
+      epoch: number of the epoch, from 0.
+      seed: with `epoch`, decides the order.
+      context: frames of splice on each side.
+      shuffle_frames: frames that are permuted together, rounded up to a multiple of `minibatch`.
+      shuffle: False keeps the order of the corpus, for evaluation.
+
+    Returns:
+      A dataset of (float32 [b, feature_dim * (2 * context + 1)], int32 [b]), b <= minibatch.
+      Reading a damaged utterance raises tf.errors.InvalidArgumentError that names it.
+
+    Raises:
+      ValueError: an argument is out of range, or the split has no frames.
+    """
+    plan = partition(
+        corpus,
+        split,
+        num_replicas=num_replicas,
+        minibatch=minibatch,
+        sync_period=sync_period,
+        shuffle_frames=shuffle_frames,
+    )
+    _check(plan, replica_ids, epoch, seed)
+    order = (seed, epoch) if shuffle else None
+    reader = _WindowReader(corpus, split, plan, list(replica_ids), order)
+    offsets = features.context_offsets(context, context)
+    windows = tf.data.Dataset.range(plan.num_windows).map(
+        lambda window: reader(window, corpus.feature_dim), num_parallel_calls=1
+    )
+    prepared = windows.map(
+        lambda frames, *rest: (features.normalise(frames, corpus.mean, corpus.stddev), *rest),
+        num_parallel_calls=1,
+    ).prefetch(1)
+    return prepared.flat_map(
+        lambda *window: _window_minibatches(*window, minibatch, offsets)
+    ).prefetch(2 * len(replica_ids))
+
+
+def partition(
+    corpus: CorpusIndex,
+    split: str,
+    *,
+    num_replicas: int,
+    minibatch: int,
+    sync_period: int,
+    shuffle_frames: int = SHUFFLE_FRAMES,
+) -> Partition:
+    """How `minibatches` divides an epoch of `split`; see `Partition` for what it can count.
+
+    `num_steps` is the steps of an epoch, `num_blocks` its syncs, and `len(minibatches(i))` the
+    minibatches of replica i.
+    """
+    num_frames = corpus.num_frames(split)
+    if num_frames == 0:
+        raise ValueError(f"split {split!r} of {corpus.directory} has no frames")
+    return blocks.partition(
+        num_frames,
+        minibatch=minibatch,
+        num_replicas=num_replicas,
+        sync_period=sync_period,
+        shuffle_frames=shuffle_frames,
+    )
+
+
+def _check(plan: Partition, replica_ids: Sequence[int], epoch: int, seed: int) -> None:
+    ids = list(replica_ids)
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= plan.num_replicas:
+        raise ValueError(
+            f"replica_ids must be ascending and in [0, {plan.num_replicas}), at least one."
+            f" Received: {ids}"
+        )
+    for name, value in (("epoch", epoch), ("seed", seed)):
+        if value < 0:
+            raise ValueError(f"{name} must be 0 or more. Received: {value}")
+
+
+def _window_minibatches(
+    frames: tf.Tensor,
+    labels: tf.Tensor,
+    positions: tf.Tensor,
+    first: tf.Tensor,
+    last: tf.Tensor,
+    minibatch: int,
+    offsets: np.ndarray,
+) -> tf.data.Dataset:
+    """Cuts one window's positions into minibatches, with context inside [first, last]."""
+    width = frames.shape[1] * len(offsets)
+
+    def gather(
+        positions: tf.Tensor, first: tf.Tensor, last: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        indices = positions[:, None] + offsets[None, :]
+        indices = tf.clip_by_value(indices, first[:, None], last[:, None])
+        return (
+            tf.reshape(tf.gather(frames, indices), [-1, width]),
+            tf.gather(labels, positions),
+        )
+
+    chosen = tf.data.Dataset.from_tensor_slices((positions, first, last))
+    return chosen.batch(minibatch).map(gather)
+
+
+class _WindowReader:
+    """Reads windows of a partition as NumPy arrays, for `tf.numpy_function`.
+
+    Args:
+      order: (seed, epoch) of the shuffle; None keeps the order of the corpus.
+    """
+
+    def __init__(
+        self,
+        corpus: CorpusIndex,
+        split: str,
+        plan: Partition,
+        replica_ids: list[int],
+        order: tuple[int, int] | None,
+    ) -> None:
+        self._corpus = corpus
+        self._split = corpus.split(split)
+        self._plan = plan
+        self._replica_ids = replica_ids
+        self._order = order
+        count = len(self._split)
+        self._utterances = (
+            np.arange(count) if order is None else blocks.utterance_order(count, *order)
+        )
+        self._ends = np.cumsum(self._split.frames[self._utterances])
+
+    def __call__(self, window: tf.Tensor, feature_dim: int) -> tuple[tf.Tensor, ...]:
+        """frames [F, feature_dim], labels [F] and positions, first, last [P] of one window.
+
+        Positions count from the first frame that was read; `first` and `last` are the bounds of
+        their utterances.
+        """
+        types = [tf.float32] + 4 * [tf.int32]
+        frames, *rest = tf.numpy_function(self.read, [window], types)
+        frames.set_shape([None, feature_dim])
+        for tensor in rest:
+            tensor.set_shape([None])
+        return frames, *rest
+
+    def read(self, window: int) -> tuple[np.ndarray, ...]:
+        whole = self._plan.window_frames(int(window))
+        begin = int(np.searchsorted(self._ends, whole.start, side="right"))
+        end = int(np.searchsorted(self._ends, whole.stop - 1, side="right")) + 1
+        with index.open_shards(self._split) as files:
+            read = [
+                index.read_utterance(self._corpus, self._split, files, int(utterance))
+                for utterance in self._utterances[begin:end]
+            ]
+        origin = self._ends[begin] - len(read[0][1])
+        ends = self._ends[begin:end] - origin
+        positions = self._positions(int(window)) - origin
+        utterance = np.searchsorted(ends, positions, side="right")
+        starts = np.concatenate([[0], ends[:-1]])
+        return (
+            np.concatenate([frames for frames, _ in read]),
+            np.concatenate([labels for _, labels in read]),
+            *(
+                values.astype(np.int32)
+                for values in (positions, starts[utterance], ends[utterance] - 1)
+            ),
+        )
+
+    def _positions(self, window: int) -> np.ndarray:
+        """Positions that this worker's minibatches in a window take, in the order of use."""
+        whole = self._plan.window_frames(window)
+        if self._order is None:
+            sequence = np.arange(whole.start, whole.stop)
+        else:
+            sequence = blocks.frame_order(self._plan, window, *self._order)
+        mine = [
+            sequence[frames.start - whole.start : frames.stop - whole.start]
+            for k in self._plan.window_minibatches(window)
+            if k % self._plan.num_replicas in self._replica_ids
+            for frames in [self._plan.frames(k)]
+        ]
+        return np.concatenate(mine) if mine else np.zeros(0, np.int64)

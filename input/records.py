@@ -1,0 +1,104 @@
+"""Utterances as records of a TFRecord file, written in order and read at random.
+
+A record is a `tf.train.Example` of four byte strings: `features` (little-endian float32
+[frames, feature_dim]), `labels` (little-endian int32 [frames]), `id` and `speaker` (UTF-8). Any
+TFRecord reader can read the file in order. Here the index says where each record lies and what
+its CRC-32 is, so that one can be read alone and every error names its file, offset and utterance.
+"""
+
+import os
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+_HEADER, _FOOTER = 12, 4  # bytes: length and its checksum; checksum of the data
+
+
+class CorpusError(ValueError):
+    """A corpus that is missing, damaged or does not fit."""
+
+
+class Place(NamedTuple):
+    """Where an utterance lies, and what should be found there."""
+
+    path: str
+    offset: int  # bytes from the start of the file
+    length: int  # bytes of the whole record
+    crc32: int  # of the whole record
+    frames: int
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, utterance {self.id} at byte {self.offset}"
+
+
+def encode(features: np.ndarray, labels: np.ndarray, utterance: str, speaker: str) -> bytes:
+    """The serialised example of one utterance: features [frames, dim] and labels [frames]."""
+    values = {
+        "features": features.astype("<f4").tobytes(),
+        "labels": labels.astype("<i4").tobytes(),
+        "id": utterance.encode(),
+        "speaker": speaker.encode(),
+    }
+    example = tf.train.Example()
+    for name, value in values.items():
+        example.features.feature[name].bytes_list.value.append(value)
+    return example.SerializeToString(deterministic=True)
+
+
+def record_length(data: bytes) -> int:
+    """Bytes that `data` takes in a TFRecord file."""
+    return _HEADER + len(data) + _FOOTER
+
+
+def read(file: int, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reads and checks one utterance.
+
+    Args:
+      file: descriptor of the file at `place.path`.
+      place: where it lies.
+      feature_dim: expected width of a frame.
+
+    Returns:
+      features float32 [frames, feature_dim] and labels int32 [frames].
+
+    Raises:
+      CorpusError: the record is cut short, damaged, of another width or length, or not finite.
+    """
+    record = os.pread(file, place.length, place.offset)
+    if len(record) < place.length:
+        raise CorpusError(
+            f"{place}: the file ends after {len(record)} of the record's {place.length} bytes."
+            " Prepare the corpus again"
+        )
+    if zlib.crc32(record) != place.crc32:
+        raise CorpusError(
+            f"{place}: the record is damaged (its CRC-32 is not the one in the index)."
+            " Prepare the corpus again"
+        )
+    return decode(record[_HEADER:-_FOOTER], place, feature_dim)
+
+
+def decode(data: bytes, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """`encode` backwards, checked against the index. Raises CorpusError as `read` does."""
+    example = tf.train.Example.FromString(data).features.feature
+    (name,) = example["id"].bytes_list.value
+    if name.decode() != place.id:
+        raise CorpusError(f"{place}: the record is that of utterance {name.decode()}")
+    labels = np.frombuffer(example["labels"].bytes_list.value[0], "<i4")
+    features = np.frombuffer(example["features"].bytes_list.value[0], "<f4")
+    if len(labels) != place.frames:
+        raise CorpusError(
+            f"{place}: it has labels for {len(labels)} frames where the index says {place.frames}"
+        )
+    if features.size != place.frames * feature_dim:
+        raise CorpusError(
+            f"{place}: its frames are {features.size / place.frames:g} wide where the index says"
+            f" {feature_dim}. Prepare the corpus again"
+        )
+    if not np.isfinite(features).all():
+        frame = int(np.argmin(np.isfinite(features))) // feature_dim
+        raise CorpusError(f"{place}: its features have NaN or Inf, first in frame {frame}")
+    return features.reshape(place.frames, feature_dim), labels

@@ -1,0 +1,165 @@
+"""Writes a corpus directory: shards and index, visible only when complete."""
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import tensorflow as tf
+
+from input import index, records
+from input.records import CorpusError
+
+_MIN_STDDEV = 1e-5
+
+
+def exists(directory: str, options: dict[str, Any]) -> bool:
+    """Whether `directory` already is a corpus made with `options`.
+
+    Raises:
+      CorpusError: it exists and is something else, which is not overwritten.
+    """
+    path = Path(directory)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return False
+    try:
+        found = index.read(directory).options
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorpusError(
+            f"{directory} exists and is not a whole corpus; it is not overwritten. Remove it, or"
+            " choose another directory"
+        ) from error
+    differing = sorted(
+        name for name in found.keys() | options.keys() if found.get(name) != options.get(name)
+    )
+    if differing:
+        changes = ", ".join(
+            f"{name} ({found.get(name)!r} there, {options.get(name)!r} now)" for name in differing
+        )
+        raise CorpusError(
+            f"{directory} holds a corpus made with other options: {changes}. It is not overwritten."
+            " Remove it, or choose another directory"
+        )
+    return True
+
+
+class CorpusWriter:
+    """Writes utterances, split by split, into a hidden directory that is renamed at the end.
+
+    A context manager: leaving it normally makes the corpus visible at `directory`; leaving it by
+    an exception removes what was written.
+
+    Args:
+      directory: where the corpus will be.
+      options: what it is made with, a JSON value that `exists` compares.
+      class_names: names of the classes that labels count.
+    """
+
+    def __init__(self, directory: str, options: dict[str, Any], class_names: list[str]) -> None:
+        self._directory = Path(os.path.abspath(directory))
+        self._options = options
+        self._class_names = class_names
+        self._splits: dict[str, dict[str, Any]] = {}
+        self._sums: list[Any] = [0.0, 0.0, 0.0]  # count, sum, sum of squares of training frames
+        self._file: tf.io.TFRecordWriter | None = None
+
+    def __enter__(self) -> Self:
+        self._directory.parent.mkdir(parents=True, exist_ok=True)
+        self._hidden = Path(
+            tempfile.mkdtemp(prefix=f".{self._directory.name}.", dir=self._directory.parent)
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        try:
+            self._close_shard()
+            if kind is None:
+                self._publish()
+        finally:
+            shutil.rmtree(self._hidden, ignore_errors=True)
+
+    def start_split(self, split: str, num_shards: float, num_utterances: int) -> None:
+        """Starts a split of `num_utterances`, to be divided between at least one shard each."""
+        self._close_shard()
+        num_shards = int(min(max(num_shards, 1), num_utterances))
+        columns: dict[str, list[Any]] = {name: [] for name in index.COLUMNS}
+        self._split = {"shards": [], "utterances": columns}
+        self._splits[split] = self._split
+        self._names = [
+            f"{split}-{number:05d}-of-{num_shards:05d}.tfrecord" for number in range(num_shards)
+        ]
+        self._starts = [number * num_utterances // num_shards for number in range(num_shards)]
+        self._is_train = split == "train"
+
+    def add(self, features: np.ndarray, labels: np.ndarray, utterance: str, speaker: str) -> None:
+        """Writes one utterance: features float32 [frames, dim], labels int32 [frames]."""
+        columns = self._split["utterances"]
+        number = len(self._split["shards"])
+        if number < len(self._names) and len(columns["id"]) == self._starts[number]:
+            self._open_shard(self._names[number])
+        data = records.encode(features, labels, utterance, speaker)
+        self._file.write(data)
+        shard = self._split["shards"][-1]
+        values = {
+            "shard": len(self._split["shards"]) - 1,
+            "offset": shard["bytes"],
+            "length": records.record_length(data),
+            "frames": len(labels),
+            "id": utterance,
+            "speaker": speaker,
+        }
+        for name, value in values.items():
+            columns[name].append(value)
+        shard["bytes"] += values["length"]
+        self._dim = features.shape[1]
+        if self._is_train:
+            wide = features.astype(np.float64)
+            sums = [np.full(self._dim, float(len(wide))), wide.sum(0), np.square(wide).sum(0)]
+            self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
+
+    def _open_shard(self, name: str) -> None:
+        self._close_shard()
+        self._split["shards"].append({"name": name, "bytes": 0})
+        self._file = tf.io.TFRecordWriter(str(self._hidden / name))
+
+    def _close_shard(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._add_checksums(self._split, len(self._split["shards"]) - 1)
+
+    def _add_checksums(self, split: dict[str, Any], shard: int) -> None:
+        """CRC-32 of every record of a shard as it lies in the file, framing included."""
+        columns = split["utterances"]
+        with open(self._hidden / split["shards"][shard]["name"], "rb") as file:
+            for length in columns["length"][len(columns["crc32"]) :]:
+                columns["crc32"].append(zlib.crc32(file.read(length)))
+            os.fsync(file.fileno())
+
+    def _publish(self) -> None:
+        count, total, squares = self._sums
+        mean = total / count
+        stddev = np.sqrt(np.maximum(squares / count - mean**2, _MIN_STDDEV**2))
+        content = {
+            "version": index.VERSION,
+            "feature_dim": self._dim,
+            "class_names": self._class_names,
+            "mean": mean.tolist(),
+            "stddev": stddev.tolist(),
+            "options": self._options,
+            "splits": self._splits,
+        }
+        with open(self._hidden / index.FILE_NAME, "w", encoding="utf-8") as file:
+            json.dump(content, file, ensure_ascii=False, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        self._hidden.chmod(0o755)  # mkdtemp keeps it to its owner
+        try:
+            os.rename(self._hidden, self._directory)
+        except OSError:
+            if not exists(str(self._directory), self._options):  # another process was faster
+                raise

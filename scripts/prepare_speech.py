@@ -1,0 +1,126 @@
+"""Makes a corpus of synthetic speech with a phone-state label for every frame.
+
+python -m scripts.prepare_speech --out=corpus --train_minutes=60
+"""
+
+import os
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+
+from absl import app, flags
+from tqdm import tqdm
+
+from input import corpus, features, text
+from input.index import SPLITS, CorpusIndex
+
+_DEFAULTS = corpus.Options()
+
+_OUT = flags.DEFINE_string("out", None, "directory of the corpus to make", required=True)
+_TEXT = flags.DEFINE_string(
+    "text", None, "UTF-8 file of English sentences to read aloud; Python's documentation if not set"
+)
+_SEED = flags.DEFINE_integer("seed", _DEFAULTS.seed, "seed of everything that is drawn, >= 0")
+_MINUTES = {
+    split: flags.DEFINE_float(
+        f"{split}_minutes", _DEFAULTS.minutes(split), f"speech of the {split} split, in minutes"
+    )
+    for split in SPLITS
+}
+_SPEAKERS = {
+    split: flags.DEFINE_integer(
+        f"{split}_speakers", _DEFAULTS.speakers(split), f"number of speakers of the {split} split"
+    )
+    for split in SPLITS
+}
+_VOICES = flags.DEFINE_list(
+    "voices", list(_DEFAULTS.voices), "eSpeak NG voices to draw from, such as en-us,en-gb-x-rp"
+)
+_MIN_SNR = flags.DEFINE_float("min_snr", _DEFAULTS.min_snr, "lowest signal-to-noise ratio, in dB")
+_MAX_SNR = flags.DEFINE_float("max_snr", _DEFAULTS.max_snr, "highest signal-to-noise ratio, in dB")
+_EXPONENT = flags.DEFINE_float(
+    "max_noise_exponent",
+    _DEFAULTS.max_noise_exponent,
+    "the noise's power falls as 1/frequency^x, x drawn between 0 (white) and this",
+)
+_SHARD = flags.DEFINE_float(
+    "shard_megabytes", _DEFAULTS.shard_megabytes, "largest size of a shard, about, in megabytes"
+)
+
+
+class _Bars:
+    """A progress bar for each stage, in seconds of speech."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._stage = ""
+        self._bar: tqdm | None = None
+
+    def __call__(self, stage: str, seconds: float) -> None:
+        if self._bar is None or self._stage != stage:
+            self.close()
+            self._stage = stage
+            self._bar = tqdm(
+                desc=stage,
+                total=round(self._seconds),
+                bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s of speech"
+                " [{elapsed}<{remaining}]",
+            )
+        self._bar.total = max(self._bar.total, self._bar.n + seconds)  # the last one may overrun
+        self._bar.update(seconds)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def main(argv: list[str]) -> int:
+    try:
+        if len(argv) > 1:
+            raise ValueError(f"unexpected arguments {argv[1:]}. Flags are written --name=value")
+        started = time.monotonic()
+        options = _options()
+        source = text.read(_TEXT.value) if _TEXT.value else None
+        bars = _Bars(60 * sum(options.minutes(split) for split in SPLITS))
+        try:
+            made, reused = corpus.prepare(_OUT.value, options, source, bars)
+        finally:
+            bars.close()
+    except (ValueError, OSError) as error:
+        print(f"prepare_speech: {error}", file=sys.stderr)
+        return 1
+    print(summary(made, reused, time.monotonic() - started))
+    return 0
+
+
+def _options() -> corpus.Options:
+    return corpus.Options(
+        **{f"{split}_minutes": flag.value for split, flag in _MINUTES.items()},
+        **{f"{split}_speakers": flag.value for split, flag in _SPEAKERS.items()},
+        voices=tuple(_VOICES.value),
+        min_snr=_MIN_SNR.value,
+        max_snr=_MAX_SNR.value,
+        max_noise_exponent=_EXPONENT.value,
+        shard_megabytes=_SHARD.value,
+        seed=_SEED.value,
+    )
+
+
+def summary(made: CorpusIndex, reused: bool, seconds: float) -> str:
+    """One line on what the corpus holds."""
+    splits = made.splits.values()
+    frames = sum(int(split.frames.sum()) for split in splits)
+    return (
+        f"{'reused' if reused else 'made'} {made.directory}:"
+        f" {frames * features.FRAME_SHIFT / 60:.1f} minutes,"
+        f" {sum(map(len, splits))} utterances,"
+        f" {len({name for split in splits for name in split.speaker})} speakers,"
+        f" {made.num_classes} classes,"
+        f" {sum(len(split.shards) for split in splits)} shards,"
+        f" {seconds:.1f} seconds"
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)
