@@ -1,0 +1,1 @@
+"""Plain Keras models of speech frames; distribution is no concern of theirs."""

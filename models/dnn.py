@@ -1,0 +1,63 @@
+"""The fully connected acoustic model of the BMUF and averaging papers."""
+
+from __future__ import annotations
+
+import keras
+
+
+def dnn(
+    input_dim: int,
+    num_classes: int,
+    *,
+    layers: int = 6,
+    width: int = 1024,
+    activation: str = "relu",
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> keras.Model:
+    """A DNN from spliced frames to logits: `layers` hidden Dense layers, then a linear one.
+
+    Args:
+        input_dim: width of a spliced frame, 1320 for 11 frames of 120.
+        num_classes: tied states to tell apart.
+        layers: hidden layers; 0 gives a linear classifier.
+        width: units of each hidden layer.
+        activation: Keras' name of the hidden activation, e.g. "relu" or "sigmoid".
+        dropout: share of hidden units dropped in training, in [0, 1).
+        seed: seed of the initial weights and of dropout; None draws one.
+
+    Returns:
+        A model from float32 [batch, input_dim] to float32 logits [batch, num_classes].
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: Li et al. (2017), section 4: 1320-6×1024-5723, 12.5 million parameters.
+    """
+    sizes = {"input_dim": (input_dim, 1), "num_classes": (num_classes, 2), "width": (width, 1)}
+    for name, (value, least) in {**sizes, "layers": (layers, 0)}.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}. Received: {name}={value!r}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must lie in [0, 1). Received: dropout={dropout!r}")
+    # He's scaling keeps the variance through ReLU layers; Glorot's suits the saturating ones.
+    kind = keras.initializers.HeNormal if "elu" in activation else keras.initializers.GlorotUniform
+    seeds = [None if seed is None else seed * 1000 + layer for layer in range(2 * layers + 1)]
+    inputs = keras.Input((input_dim,), name="frames")
+    hidden = inputs
+    for layer in range(layers):
+        hidden = keras.layers.Dense(
+            width,
+            activation=activation,
+            kernel_initializer=kind(seeds[layer]),
+            name=f"hidden{layer + 1}",
+        )(hidden)
+        if dropout:
+            hidden = keras.layers.Dropout(dropout, seed=seeds[layers + layer])(hidden)
+    logits = keras.layers.Dense(
+        num_classes,
+        kernel_initializer=keras.initializers.GlorotUniform(seeds[-1]),
+        dtype="float32",  # also under mixed precision: the loss needs its range
+        name="logits",
+    )(hidden)
+    return keras.Model(inputs, logits, name="dnn")

@@ -1,0 +1,66 @@
+# Sourced by demo.sh and test.sh: a virtual environment that is made once and then reused.
+# Needs only Python 3.11 or 3.12, with pip and venv.
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
+
+# The Python to make environments with: $PYTHON, or the first that fits.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.11 python3 python3.12 python}; do
+    if "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+        2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 or 3.12 with the venv module found. Install one (on Debian: python3 python3-venv), or name it: PYTHON=/path/to/python $0"
+}
+
+# ensure_venv DIR STACK EXTRAS: makes DIR hold the dependencies of '.[EXTRAS]', as pinned in
+# requirements/STACK.txt. What they are is hashed into DIR/stamp, written last: with the same hash
+# there, nothing is installed. Run from the root of the checkout.
+ensure_venv() {
+  local venv=$1 stack=$2 extras=$3 stamp python
+  stamp="$(cat setup.py "requirements/$stack.txt" scripts/venv.sh | sha256sum | cut -c1-16) $extras"
+  if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/stamp" 2>/dev/null)" = "$stamp" ] \
+      && "$venv/bin/python" -c pass; then
+    say "Reusing $venv (stack $stack)"
+    return
+  fi
+  if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
+    fail "$venv exists and is not a virtual environment. Remove it, or choose another directory."
+  fi
+  python=$(find_python) || exit 1
+  say "Making $venv with $("$python" --version) (stack $stack); the first time takes some minutes"
+  "$python" -m venv --clear "$venv"
+  say "Installing the dependencies: $extras"
+  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
+    -c "requirements/$stack.txt" setuptools wheel
+  build_wheel "$venv"
+  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
+    -c "requirements/$stack.txt" "$WHEEL[$extras]"
+  "$venv/bin/python" -m pip uninstall --quiet --yes tfpara
+  printf '%s\n' "$stamp" > "$venv/stamp"
+}
+
+# build_wheel VENV: builds the wheel from a copy of what it consists of, so that nothing an earlier
+# build left behind gets into it; its path is in WHEEL.
+build_wheel() {
+  local venv=$1 tree="$1/wheel"
+  rm -rf "$tree"
+  mkdir -p "$tree/source"
+  cp -r setup.py pyproject.toml tfpara "$tree/source"
+  if [ -e README.md ]; then cp README.md "$tree/source"; fi
+  "$venv/bin/python" -m pip wheel --disable-pip-version-check --quiet --no-deps \
+    --no-build-isolation --wheel-dir "$tree" "$tree/source"
+  WHEEL=$(echo "$tree"/tfpara-*.whl)
+}
+
+# install_wheel VENV: builds the wheel and installs it in place of the one there.
+install_wheel() {
+  build_wheel "$1"
+  "$1/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --no-index \
+    --force-reinstall "$WHEEL"
+  say "Installed $(basename "$WHEEL")"
+}

@@ -1,0 +1,30 @@
+"""Packaging of tfpara. The recipes (`models`, `input`, `scripts`) run from a checkout instead."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+_version: dict[str, str] = {}
+exec((ROOT / "tfpara" / "version.py").read_text(), _version)
+_readme = ROOT / "README.md"
+
+setup(
+    name="tfpara",
+    version=_version["__version__"],
+    description="Keras models trained in parallel, synchronised every few minibatches",
+    long_description=_readme.read_text() if _readme.exists() else "",
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["tfpara", "tfpara.*"]),
+    python_requires=">=3.10",
+    install_requires=["tensorflow>=2.17", "keras>=3.5", "numpy", "absl-py"],
+    extras_require={
+        # eSpeak NG, which espeakng-loader carries, is GPL-3: never a dependency of the library.
+        "speech": ["espeakng-loader", "kaldi-native-fbank", "soxr", "tqdm"],
+        "io": ["tensorflow-io"],
+        "horovod": ["horovod"],
+        "plot": ["matplotlib"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+    },
+    entry_points={"console_scripts": ["tfpara-launch = tfpara.launch:main"]},
+)

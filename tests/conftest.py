@@ -1,0 +1,23 @@
+"""What holds for all tests."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+
+import pytest
+
+import tfpara
+
+# Helpers that the tests of a directory share.
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Under `scripts/test.sh` the installed wheel is tested, not the source tree."""
+    installed = Path(sysconfig.get_path("purelib"))
+    found = Path(tfpara.__file__)
+    if os.environ.get("TFPARA_TEST_INSTALLED") and installed not in found.parents:
+        pytest.exit(f"tfpara comes from {found}, not from the wheel in {installed}", 3)
