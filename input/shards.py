@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -67,7 +67,7 @@ class CorpusWriter:
         self._sums: list[Any] = [0.0, 0.0, 0.0]  # count, sum, sum of squares of training frames
         self._file: tf.io.TFRecordWriter | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "CorpusWriter":
         self._directory.parent.mkdir(parents=True, exist_ok=True)
         self._hidden = Path(
             tempfile.mkdtemp(prefix=f".{self._directory.name}.", dir=self._directory.parent)

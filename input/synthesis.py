@@ -15,7 +15,7 @@ import functools
 import os
 import shutil
 import tempfile
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class Synthesiser:
         self._callback = _Callback(self._receive)  # kept here: the library holds only a pointer
         self._library.espeak_SetSynthCallback(self._callback)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Synthesiser":
         return self
 
     def __exit__(self, *exception: object) -> None:
