@@ -21,3 +21,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     found = Path(tfpara.__file__)
     if os.environ.get("TFPARA_TEST_INSTALLED") and installed not in found.parents:
         pytest.exit(f"tfpara comes from {found}, not from the wheel in {installed}", 3)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _logical_devices() -> None:
+    """Four logical CPU devices in the test process, and few threads."""
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(4)]
+    )
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)

@@ -106,7 +106,11 @@ class Synchronizer:
         self._slot_layout = _layout(averaged_slots, bucket_bytes)
         self._averaged_slots = averaged_slots
         self._make_variables(make_variable)
-        self._sync = tf.function(self._sync_step, autograph=False)
+        # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the loop's
+        # iteration too, and would not meet that of a worker which is elsewhere in its loop.
+        self._sync = tf.function(
+            self._sync_step, autograph=False, experimental_attributes={"_noinline": True}
+        )
 
     def _make_variables(self, make: Callable[[Any, str], tf.Variable]) -> None:
         with tf.device(self._lead):

@@ -1,0 +1,213 @@
+"""The rules and averages as pure functions: trajectories by hand, identities, invariants."""
+
+import doctest
+import importlib
+import pkgutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import tfpara.algorithms
+from tfpara.algorithms import BMUF, BSP, EASGD, EMA, MA, RULES
+
+models = hnp.arrays(np.float64, 5, elements=st.floats(-10, 10, width=32))
+trajectories = st.lists(models, min_size=2, max_size=6)
+etas = st.floats(0.0, 0.95)
+
+
+def follow(rule, start, averages, num_replicas=2):
+    """The global models and broadcast points of a rule that sees these averages."""
+    rule = rule.resolve(num_replicas)
+    state = rule.init(start)
+    out = []
+    for average in averages:
+        before, state = state, rule.update(state, average, num_replicas)
+        out.append((state.global_model, rule.restart(average, before, state)))
+    return out
+
+
+@pytest.mark.parametrize(
+    "module", [m.name for m in pkgutil.iter_modules(tfpara.algorithms.__path__)]
+)
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(importlib.import_module(f"tfpara.algorithms.{module}"))
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+def test_classical_bmuf_by_hand():
+    # Δ: 1 → 0.5·1 + (3−1) = 2.5 → 1.25 + (3−3.5) = 0.75
+    got = follow(BMUF(0.5, nesterov=False), 0.0, [1.0, 3.0, 3.0])
+    assert got == [(1.0, 1.0), (3.5, 3.5), (4.25, 4.25)]
+
+
+def test_nesterov_bmuf_by_hand():
+    # B0 = 0; Δ = 1, W = 1, B = 1.5; G = 3 − 1.5, Δ = 2, W = 3, B = 4.
+    assert follow(BMUF(0.5), 0.0, [1.0, 3.0]) == [(1.0, 1.5), (3.0, 4.0)]
+
+
+def test_cntk_and_fairseq_by_hand():
+    # CNTK, N = 2: Δ = (1−½)·2·1 = 1, W = 0 + 1 + ½ = 1.5; Δ = ½ + 1·(3 − 1.5) = 2, W = 4.5.
+    assert follow(BMUF(0.5, compat="cntk"), 0.0, [1.0, 3.0]) == [(1.5, 1.5), (4.5, 4.5)]
+    # fairseq without look-ahead: Δ = 1, W = 1; Δ = ½ + 2, W = 3.5.
+    got = follow(BMUF(0.5, compat="fairseq", nesterov=False), 0.0, [1.0, 3.0], num_replicas=4)
+    assert got == [(1.0, 1.0), (3.5, 3.5)]
+
+
+def test_easgd_by_hand():
+    rule = EASGD(0.25)
+    before = rule.init(np.float64(1.0))
+    local = np.array([3.0, 7.0])
+    after = rule.update(before, local.mean(), 2)
+    assert after.global_model == 1.0 + 0.25 * (2 + 6)
+    np.testing.assert_array_equal(rule.restart(local, before, after), [2.5, 5.5])
+
+
+def test_default_block_momentum_is_one_minus_one_over_n():
+    assert [BMUF().resolve(n).block_momentum for n in (1, 2, 4, 8)] == [0.0, 0.5, 0.75, 0.875]
+
+
+@given(models, trajectories, st.integers(1, 16), st.booleans())
+def test_bmuf_without_momentum_is_bsp(start, averages, n, nesterov):
+    got = follow(BMUF(0.0, nesterov=nesterov), start, averages, n)
+    expected = follow(BSP(), start, averages, n)
+    np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-12)
+
+
+@given(models, trajectories, etas, st.floats(0.1, 2.0))
+def test_nesterov_bmuf_is_sgd_nesterov_on_pseudo_gradients(start, averages, eta, zeta):
+    # SGD-Nesterov: b ← ηb + g;  p ← p − ζ(g + ηb). Here p is the point that is broadcast.
+    p, b = start.copy(), np.zeros_like(start)
+    points = []
+    for average in averages:
+        g = p - average
+        b = eta * b + g
+        p = p - zeta * (g + eta * b)
+        points.append(p)
+    got = [broadcast for _, broadcast in follow(BMUF(eta, zeta), start, averages)]
+    np.testing.assert_allclose(got, points, atol=1e-8)
+
+
+def test_nesterov_bmuf_is_keras_sgd_nesterov():
+    start, averages = np.float32([1, -2]), [np.float32([2, 0]), np.float32([0, 1])]
+    variable = keras.Variable(start)
+    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    outer.build([variable])
+    for average, (_, broadcast) in zip(
+        averages, follow(BMUF(0.9, 0.7), start, averages), strict=True
+    ):
+        outer.apply([variable - average])
+        np.testing.assert_allclose(variable.numpy(), broadcast, rtol=1e-5)
+
+
+@given(models, trajectories, st.integers(1, 8))
+def test_easgd_without_elasticity_leaves_everything_alone(start, averages, n):
+    for average, (center, local) in zip(
+        averages, follow(EASGD(0.0), start, averages, n), strict=True
+    ):
+        np.testing.assert_array_equal(center, start)
+        np.testing.assert_array_equal(local, average)
+
+
+@given(st.integers(1, 32), st.floats(0.05, 0.99), st.integers(0, 2**31))
+@settings(deadline=None)
+def test_easgd_stability_bound_is_the_true_one(n, fraction, seed):
+    """Below the bound idle replicas come together; what is above is refused."""
+    bound = 2.0 / (n + 1)
+    rule = EASGD(min(fraction * bound, 0.99)).resolve(n)
+    local = np.random.default_rng(seed).normal(size=n)
+    state = rule.init(np.float64(0.0))
+    start = np.abs(local).max()
+    for _ in range(2000):
+        before, state = state, rule.update(state, local.mean(), n)
+        local = rule.restart(local, before, state)
+    assert np.abs(local - state.global_model).max() < 1e-3 * start
+    if bound < 1.0:
+        with pytest.raises(ValueError, match=f"{n} replicas"):
+            EASGD(bound).resolve(n)
+
+
+@given(models, trajectories, st.sampled_from(RULES))
+def test_rules_leave_a_common_model_alone(start, averages, kind):
+    """If no replica moves, nothing moves."""
+    for global_model, broadcast in follow(kind(), start, [start] * len(averages), 4):
+        np.testing.assert_allclose(global_model, start, atol=1e-9)
+        np.testing.assert_allclose(broadcast, start, atol=1e-9)
+
+
+@given(models, trajectories, models, st.sampled_from(RULES))
+def test_rules_commute_with_translation(start, averages, shift, kind):
+    plain = follow(kind(), start, averages, 3)
+    moved = follow(kind(), start + shift, [a + shift for a in averages], 3)
+    np.testing.assert_allclose(np.array(moved), np.array(plain) + shift, atol=1e-8)
+
+
+@pytest.mark.parametrize("num_updates", [False, True])
+def test_ema_equals_tensorflows(num_updates):
+    rng = np.random.default_rng(0)
+    trajectory = rng.normal(size=(30, 4)).astype("float32")
+    variable = tf.Variable(trajectory[0])
+    count = tf.Variable(0.0)
+    reference = tf.train.ExponentialMovingAverage(0.9, count if num_updates else None)
+    ema = EMA(0.9, num_updates=num_updates)
+    state = ema.init(trajectory[0])
+    reference.apply([variable])  # Creates the shadow; the value does not move.
+    for model in trajectory[1:]:
+        variable.assign(model)
+        reference.apply([variable])
+        count.assign_add(1.0)
+        state = ema.update(state, model)
+        np.testing.assert_allclose(
+            ema.value(state), reference.average(variable).numpy(), rtol=2e-5, atol=1e-6
+        )
+
+
+@given(trajectories, st.floats(0.05, 0.99))
+def test_zero_debiased_ema_is_a_weighted_mean_of_the_models_seen(averages, decay):
+    ema = EMA(decay, zero_debias=True)
+    state = ema.init(np.full(5, 123.0))
+    for model in averages:
+        state = ema.update(state, model)
+    weights = decay ** np.arange(len(averages))[::-1]
+    expected = np.average(averages, axis=0, weights=weights)
+    np.testing.assert_allclose(ema.value(state), expected, atol=1e-8)
+
+
+@given(trajectories)
+def test_ma_is_the_mean(averages):
+    ma = MA()
+    state = ma.init(np.full(5, 123.0))
+    for model in averages:
+        state = ma.update(state, model)
+    np.testing.assert_allclose(ma.value(state), np.mean(averages, 0), atol=1e-8)
+
+
+def test_averages_of_a_start_without_syncs():
+    assert EMA(0.5).value(EMA(0.5).init(3.0)) == 3.0
+    assert MA().value(MA().init(3.0)) == 3.0
+    assert EMA(0.5, zero_debias=True).value(EMA(0.5, zero_debias=True).init(3.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BMUF(1.0), r"block_momentum=1.0 is outside \[0, 1\)"),
+        (lambda: BMUF(-0.1), "block_momentum=-0.1"),
+        (lambda: BMUF(float("nan")), "block_momentum=nan"),
+        (lambda: BMUF(0.5, 0.0), "block_learning_rate=0.0 must be positive"),
+        (lambda: BMUF(compat="CNTK"), "compat='CNTK' is not one of"),
+        (lambda: EASGD(-0.1), "elasticity=-0.1"),
+        (lambda: EASGD(1.0), "elasticity=1.0"),
+        (lambda: EASGD(0.7).resolve(2), "unstable with 2 replicas"),
+        (lambda: EMA(1.0), r"decay=1.0 is outside \(0, 1\)"),
+        (lambda: EMA(0.0), "decay=0.0"),
+    ],
+)
+def test_bad_values_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,102 @@
+"""Starts the workers of a TF_CONFIG cluster on loopback as real processes, for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def tf_config(addresses: list[str], rank: int) -> str:
+    """TF_CONFIG of the worker `rank`; the first address is the chief's."""
+    cluster = {"chief": addresses[:1]}
+    if len(addresses) > 1:
+        cluster["worker"] = addresses[1:]
+    task = {"type": "chief", "index": 0} if rank == 0 else {"type": "worker", "index": rank - 1}
+    return json.dumps({"cluster": cluster, "task": task})
+
+
+@dataclasses.dataclass
+class Result:
+    """How a worker ended: its exit code and all that it printed."""
+
+    returncode: int
+    output: str
+
+
+class Workers:
+    """Running workers of one cluster; a context manager that leaves none behind."""
+
+    def __init__(self, program: str, options: list[dict], environ: list[dict] | None = None):
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(len(options))]
+        self.addresses = addresses
+        self.processes = []
+        for rank, option in enumerate(options):
+            env = os.environ | {
+                "TF_CONFIG": tf_config(addresses, rank),
+                "TF_CPP_MIN_LOG_LEVEL": "2",
+                "TF_NUM_INTRAOP_THREADS": "1",
+                "TF_NUM_INTEROP_THREADS": "2",
+                "OMP_NUM_THREADS": "1",
+            }
+            env |= (environ or [{}] * len(options))[rank]
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(HERE / "programs" / program), json.dumps(option)],
+                    env=env,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            process.stdout.close()
+
+    def results(self, timeout: float = 180) -> list[Result]:
+        """Waits for all workers."""
+        outputs = [process.communicate(timeout=timeout)[0] for process in self.processes]
+        return [
+            Result(process.returncode, output)
+            for process, output in zip(self.processes, outputs, strict=True)
+        ]
+
+
+def run(program: str, options: list[dict], timeout: float = 180, **kwargs) -> list[Result]:
+    """Runs a program of `programs/` on len(options) workers and waits for them."""
+    with Workers(program, options, **kwargs) as workers:
+        return workers.results(timeout)
+
+
+def run_all_well(program: str, options: list[dict], **kwargs) -> list[Result]:
+    """`run`, failing with the workers' output unless all exit with 0."""
+    results = run(program, options, **kwargs)
+    for rank, result in enumerate(results):
+        if result.returncode:
+            raise RuntimeError(f"worker {rank} exited with {result.returncode}:\n{result.output}")
+    return results

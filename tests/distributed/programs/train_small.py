@@ -1,0 +1,84 @@
+"""A worker that trains a small network on data it draws itself, and saves what came of it.
+
+Options (JSON): rule (Python expression), sync_period, local_devices, optimizer (expression), epochs,
+minibatches (a list for each replica of minibatch sizes), local_state, averages, steps_per_execution,
+out (npz path). Weights are initialised differently on each worker on purpose.
+"""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpara
+
+
+def batch(replica, step, size):
+    rng = np.random.default_rng([replica, step])
+    return rng.normal(size=(size, 6)).astype("float32"), rng.integers(0, 5, size).astype("int32")
+
+
+def main():
+    options = json.loads(sys.argv[1])
+    local = options["local_devices"]
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(local)]
+    )
+    strategy = tfpara.PeriodicSyncStrategy(
+        eval(options["rule"]),
+        sync_period=options["sync_period"],
+        averages=eval(options.get("averages", "None")),
+        local_state=options.get("local_state", "keep"),
+        devices=[f"CPU:{i}" for i in range(local)],
+        data_plan=options.get("data_plan"),
+        timeout_seconds=options.get("timeout_seconds", 60),
+        startup_timeout_seconds=options.get("startup_timeout_seconds", 60),
+    )
+    keras.utils.set_random_seed(strategy.worker_index)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(5)]
+        )
+        model.compile(
+            eval(options["optimizer"]),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=options.get("steps_per_execution", 1),
+        )
+    initial = model.get_weights()
+    sizes = [options["minibatches"][r] for r in strategy.local_replica_ids]
+    steps = max(len(s) for s in sizes)
+
+    def examples():
+        for step in range(steps):
+            for replica, of_replica in zip(strategy.local_replica_ids, sizes, strict=True):
+                yield batch(replica, step, of_replica[step] if step < len(of_replica) else 0)
+
+    spec = (tf.TensorSpec([None, 6], tf.float32), tf.TensorSpec([None], tf.int32))
+    data = strategy.distribute_datasets_from_function(
+        lambda _: tf.data.Dataset.from_generator(examples, output_signature=spec)
+    )
+    history = model.fit(data, epochs=options.get("epochs", 1), verbose=0).history
+    results = {f"initial_{i}": w for i, w in enumerate(initial)}
+    for which in ["global", *strategy.averages]:
+        with strategy.weights(model, which):
+            results |= {f"{which}_{i}": w for i, w in enumerate(model.get_weights())}
+    for i, variable in enumerate(model.trainable_variables):
+        for replica, component in zip(
+            strategy.local_replica_ids,
+            strategy.experimental_local_results(variable.value),
+            strict=True,
+        ):
+            results[f"replica{replica}_{i}"] = component.numpy()
+    results["loss"] = history["loss"][-1]
+    results["accuracy"] = history["accuracy"][-1]
+    results["evaluation"] = model.evaluate(data, verbose=0)
+    results["syncs"] = strategy.statistics().syncs
+    np.savez(options["out"], **results)
+
+
+if __name__ == "__main__":
+    main()

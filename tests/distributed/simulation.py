@@ -1,0 +1,136 @@
+"""What the cluster should compute, in NumPy alone: networks, momentum SGD and every rule.
+
+Written from the equations, in float64, without any code of tfpara.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def batch(replica: int, step: int, size: int):
+    """The same minibatches as programs/train_small.py draws."""
+    rng = np.random.default_rng([replica, step])
+    return rng.normal(size=(size, 6)).astype("float32"), rng.integers(0, 5, size).astype("int32")
+
+
+def gradients(weights, x, y):
+    """Cross-entropy gradients of the 6-7-5 tanh network."""
+    w1, b1, w2, b2 = weights
+    hidden = np.tanh(x @ w1 + b1)
+    logits = hidden @ w2 + b2
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(len(y)), y] -= 1
+    p /= len(y)
+    back = (p @ w2.T) * (1 - hidden**2)
+    return [x.T @ back, back.sum(0), hidden.T @ p, p.sum(0)]
+
+
+class Momentum:
+    """m ← μm − lr·g;  w ← w + m."""
+
+    def __init__(self, learning_rate, momentum):
+        self.learning_rate, self.momentum, self.buffers = learning_rate, momentum, None
+
+    def step(self, weights, grads):
+        if self.buffers is None:
+            self.reset(weights)
+        self.buffers = [
+            self.momentum * m - self.learning_rate * g
+            for m, g in zip(self.buffers, grads, strict=True)
+        ]
+        return [w + m for w, m in zip(weights, self.buffers, strict=True)]
+
+    def reset(self, weights):
+        self.buffers = [np.zeros_like(w) for w in weights]
+
+
+class Global:
+    """The rules. `sync` takes the flat local models and shares; it gives the new local models."""
+
+    def __init__(self, kind, start, replicas, **settings):
+        self.kind, self.settings, self.n = kind, settings, replicas
+        self.w, self.delta = start.copy(), np.zeros_like(start)
+        self.anchor = start.copy()
+        self.history = [start.copy()]
+
+    def sync(self, local, shares):
+        mean = sum(s * w for s, w in zip(shares, local, strict=True))
+        new = getattr(self, self.kind)(local, mean, **self.settings)
+        self.history.append(self.w.copy())
+        return new
+
+    def bsp(self, local, mean):
+        self.w = mean
+        return [mean.copy() for _ in local]
+
+    def classical(self, local, mean, eta, zeta=1.0):
+        self.delta = eta * self.delta + zeta * (mean - self.w)
+        self.w = self.w + self.delta
+        return [self.w.copy() for _ in local]
+
+    def nesterov(self, local, mean, eta, zeta=1.0):
+        self.delta = eta * self.delta + zeta * (mean - self.anchor)
+        self.w = self.w + self.delta
+        self.anchor = self.w + eta * self.delta
+        return [self.anchor.copy() for _ in local]
+
+    def lookahead_anchor(self, local, mean, eta, gain):
+        self.delta = eta * self.delta + gain * (mean - self.w)
+        self.w = self.w + self.delta
+        self.w = self.w + eta * self.delta
+        return [self.w.copy() for _ in local]
+
+    def elastic(self, local, mean, alpha):
+        new = [w - alpha * (w - self.w) for w in local]
+        self.w = self.w + alpha * self.n * (mean - self.w)
+        return new
+
+
+def flat(weights):
+    return np.concatenate([np.ravel(w) for w in weights])
+
+
+def unflat(vector, like):
+    out, at = [], 0
+    for w in like:
+        out.append(vector[at : at + w.size].reshape(w.shape))
+        at += w.size
+    return out
+
+
+def simulate(
+    kind, initial, minibatches, sync_period, optimizer, epochs=1, local_state="keep", **settings
+):
+    """Trains len(minibatches) replicas; returns (flat local models, Global)."""
+    initial = [np.asarray(w, np.float64) for w in initial]
+    replicas = len(minibatches)
+    local = [initial for _ in range(replicas)]
+    optimizers = [optimizer() for _ in range(replicas)]
+    center = Global(kind, flat(initial), replicas, **settings)
+    for _ in range(epochs):
+        for start in range(0, max(map(len, minibatches)), sync_period):
+            samples = [0] * replicas
+            for r, sizes in enumerate(minibatches):
+                for step, size in list(enumerate(sizes))[start : start + sync_period]:
+                    if size:
+                        grads = gradients(local[r], *batch(r, step, size))
+                        local[r] = optimizers[r].step(local[r], grads)
+                        samples[r] += size
+            if not sum(samples):
+                continue
+            shares = [s / sum(samples) for s in samples]
+            new = center.sync([flat(w) for w in local], shares)
+            local = [unflat(w, initial) for w in new]
+            if local_state == "reset":
+                for o, w in zip(optimizers, local, strict=True):
+                    o.reset(w)
+            elif local_state == "average":
+                means = [
+                    sum(s * o.buffers[i] for s, o in zip(shares, optimizers, strict=True))
+                    for i in range(len(initial))
+                ]
+                for o in optimizers:
+                    o.buffers = [m.copy() for m in means]
+    return [flat(w) for w in local], center
