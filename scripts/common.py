@@ -1,0 +1,180 @@
+"""What the programs share: a quiet TensorFlow, threads, devices, and errors of one line.
+
+Import it before TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors reach us as exceptions
+warnings.filterwarnings("ignore", category=UserWarning, module="keras")
+
+from absl import app, flags
+from absl import logging as absl_logging
+
+import tfpara.cluster
+
+_THREADS = flags.DEFINE_integer(
+    "threads",
+    0,
+    "CPU threads of TensorFlow in this process; 0: what TF_NUM_INTRAOP_THREADS says, else one per "
+    "core",
+    lower_bound=0,
+)
+_DEVICES = flags.DEFINE_integer(
+    "devices_per_worker",
+    0,
+    "replicas of this process on logical CPU devices; 0: one per GPU, or one on the CPU",
+    lower_bound=0,
+)
+_PEER_SECONDS = 3.0
+
+
+class Failure(Exception):
+    """Something that the user can put right. The message is all that is printed."""
+
+
+@contextlib.contextmanager
+def bad_input() -> Iterator[None]:
+    """Turns the errors of what checks its arguments and files into a `Failure`."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, KeyError) as error:
+        raise Failure(_one_line(error)) from error
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Parses the flags, runs `main`, and ends the process: with one line on stderr if it fails."""
+    app.run(lambda argv: sys.exit(_guarded(main)), flags_parser=_parse)
+
+
+def program() -> str:
+    """The name of the running program, such as "train"."""
+    return Path(sys.argv[0]).stem
+
+
+def resolved_flags() -> str:
+    """The present values of the program's flags, in the form of --flagfile."""
+    chosen = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    lines = sorted({flag.serialize() for flag in chosen} - {""})
+    return "".join(f"{line}\n" for line in lines)
+
+
+def setup_tensorflow() -> list[str] | None:
+    """Sets threads and devices as the flags say; returns this worker's devices for a strategy."""
+    import tensorflow as tf
+
+    tf.get_logger().setLevel(logging.ERROR)
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    if _THREADS.value:
+        tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
+        tf.config.threading.set_inter_op_parallelism_threads(_THREADS.value)
+    if not _DEVICES.value:
+        return None
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    logical = [tf.config.LogicalDeviceConfiguration()] * _DEVICES.value
+    tf.config.set_logical_device_configuration(cpu, logical)
+    return [f"CPU:{number}" for number in range(_DEVICES.value)]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON to a file that is there whole or not at all."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        rest = flags.FLAGS(argv)
+        if len(rest) > 1:
+            raise flags.Error(f"unexpected arguments {rest[1:]}. Flags are written --name=value")
+    except flags.Error as error:
+        _complain(_one_line(error))
+        sys.exit(2)
+    return rest
+
+
+def _guarded(main: Callable[[], None]) -> int:
+    try:
+        with bad_input():
+            tfpara.cluster.read()  # before TensorFlow, which would hang over a wrong one
+        main()
+    except Failure as error:
+        _complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except Exception as error:
+        message = _runtime_message(error)
+        if message is None:
+            raise
+        _complain(message)
+        _leave(1)
+    if tfpara.cluster.read().num_workers > 1:
+        _leave(0)
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once: TensorFlow's own end waits for other workers' heartbeats."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _runtime_message(error: Exception) -> str | None:
+    """One line for an error of a running cluster; None for what is a defect of the program."""
+    import tensorflow as tf
+
+    if not isinstance(error, tf.errors.OpError):
+        return None
+    text = str(error.message)
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        return _assertion(text)
+    cluster = tfpara.cluster.read()
+    gone = tfpara.cluster.unreachable(cluster, _PEER_SECONDS)
+    who = f"not reachable: {', '.join(gone)}" if gone else "all other workers still answer"
+    return f"a sync with the other workers failed ({who}). {_first_sentence(text)}"
+
+
+def _assertion(text: str) -> str:
+    """What a failed check inside the graph says, without TensorFlow's frame."""
+    start = text.find("assertion failed: [")
+    if start >= 0:
+        text = text[start + len("assertion failed: [") :].split("]\n")[0]
+    for mark in ("CorpusError: ", "ValueError: "):
+        if mark in text:
+            text = text.split(mark, 1)[1]
+    return _first_sentence(text)
+
+
+def _first_sentence(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[0].rstrip("]").strip() if lines else ""
+
+
+def _one_line(error: Exception) -> str:
+    text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+    return " ".join(str(text).split())
+
+
+def _complain(message: str) -> None:
+    sys.stdout.flush()
+    print(f"{program()}: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,235 @@
+"""The main job from end to end: speech is made, a DNN trained under every rule, the best exported.
+
+scripts/demo.sh        (or python -m scripts.demo)
+
+From one common initial model, an epoch of single-process SGD, it trains single SGD on one process
+and each rule on --workers processes, a thread each, for the same epochs with the same schedule.
+Then it prints a table, and leaves results.json, learning_curves.png, the runs and a SavedModel in
+--out. samples/s is that of training, from the end of each epoch's first step on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts import common  # isort: skip  # before TensorFlow
+
+from absl import flags
+
+from scripts import runs
+from scripts.data import held_out
+
+_OUT = flags.DEFINE_string("out", "runs/demo", "directory for corpus, runs and results")
+_TRAIN = flags.DEFINE_float("train_minutes", 40.0, "speech to train on, in minutes", 0.1)
+_HELD_OUT = flags.DEFINE_float(
+    "held_out_minutes", 5.0, "speech of each of validation and test, in minutes", 0.1
+)
+_WORKERS = flags.DEFINE_integer("workers", 2, "processes of each run with a rule", lower_bound=1)
+_PERIOD = flags.DEFINE_integer(
+    "sync_period", 20, "minibatches of each replica between two syncs", lower_bound=1
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 5, "after the common first one", lower_bound=1)
+_RATE = flags.DEFINE_float("learning_rate", 0.05, "at the start, per minibatch of 256 frames")
+_FINAL_RATE = flags.DEFINE_float("final_learning_rate", 0.002, "of the last epoch")
+_LAYERS = flags.DEFINE_integer("layers", 4, "hidden layers", lower_bound=0)
+_WIDTH = flags.DEFINE_integer("width", 512, "units of a hidden layer", lower_bound=1)
+
+
+class _Run(NamedTuple):
+    """A row of the table: `options` are flags of scripts.train."""
+
+    name: str
+    title: str
+    options: tuple[str, ...]
+
+
+_SINGLE = _Run("single", "single SGD", ("--rule=none",))
+_RUNS = (
+    _SINGLE,
+    _Run("bsp", "BSP", ("--rule=bsp",)),
+    # Kept momentum of 0.9 outlasts a short block, which the classical form does not stand.
+    _Run(
+        "bmuf-classical",
+        "classical BMUF, momentum reset",
+        ("--rule=bmuf", "--nonesterov", "--local_state=reset"),
+    ),
+    _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf",)),
+    _Run("easgd", "EASGD", ("--rule=easgd",)),
+)
+
+
+def main() -> None:
+    started = time.monotonic()
+    out = Path(_OUT.value)
+    with common.bad_input():
+        out.mkdir(parents=True, exist_ok=True)
+    corpus = out / "corpus"
+    _prepare(corpus)
+    initial = _Run("initial", "common first epoch, single SGD", ("--rule=none",))
+    first = [f"--learning_rate={_RATE.value}", "--epochs=1", "--seed=0"]
+    _train(initial, out, corpus, first)
+    rest = [
+        f"--init={out / 'initial' / 'model.weights.h5'}",
+        f"--epochs={_EPOCHS.value}",
+        f"--learning_rate={_RATE.value}",
+        f"--final_learning_rate={_FINAL_RATE.value}",
+        "--seed=1",
+    ]
+    for run in _RUNS:
+        _train(run, out, corpus, rest)
+    results = _results(out, corpus)
+    best = min(results, key=lambda result: result["frame_error_rate"])
+    export = out / "export"
+    _call(out, "export", ["scripts.export", f"--run_dir={out / best['name']}", f"--out={export}"])
+    common.write_json(out / "results.json", {"runs": results, "export": str(export)})
+    _plot(out)
+    _print_table(results)
+    print(f"Best on the test set: {best['name']}, exported to {export}")
+    print(
+        f"{out}/results.json, {out}/learning_curves.png; {time.monotonic() - started:.0f} s in all"
+    )
+
+
+def _prepare(corpus: Path) -> None:
+    minutes = _HELD_OUT.value
+    print(f"speech: {_TRAIN.value + 2 * minutes:g} minutes in {corpus} ...", flush=True)
+    lines = _call(
+        corpus.parent,
+        "corpus",
+        [
+            "scripts.prepare_speech",
+            f"--out={corpus}",
+            f"--train_minutes={_TRAIN.value}",
+            f"--validation_minutes={minutes}",
+            f"--test_minutes={minutes}",
+        ],
+    )
+    print(f"  {lines[-1]}", flush=True)
+
+
+def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
+    """Trains one run in processes of its own, a thread each."""
+    workers = _workers(run)
+    print(f"{run.title}, {workers} worker{'s' * (workers > 1)} ...", flush=True)
+    began = time.monotonic()
+    command = [
+        "scripts.train",
+        f"--corpus={corpus}",
+        f"--run_dir={out / run.name}",
+        f"--layers={_LAYERS.value}",
+        f"--width={_WIDTH.value}",
+        f"--sync_period={_PERIOD.value}",
+        *run.options,
+        *schedule,
+    ]
+    if workers > 1:
+        launcher = ["tfpara.launch", "-n", str(workers), "--threads", "1", "--", sys.executable]
+        command = [*launcher, "-m", *command]
+    _call(out, run.name, command)
+    history = _history(out, run.name)
+    print(
+        f"  validation frame error {_errors(history)[-1]:.2f} %, "
+        f"{history['summary']['samples_per_second']:.0f} samples/s, "
+        f"{time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+
+
+def _workers(run: _Run) -> int:
+    return 1 if "--rule=none" in run.options else _WORKERS.value
+
+
+def _call(out: Path, name: str, command: list[str]) -> list[str]:
+    """Runs `python -m COMMAND`; returns what it printed, which is also left in OUT/NAME.log."""
+    log = out / f"{name}.log"
+    one = dict.fromkeys(
+        ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"} | one
+    with log.open("w") as file:
+        code = subprocess.run(
+            [sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, env=environment
+        ).returncode
+    lines = log.read_text(errors="replace").splitlines()
+    if code:
+        raise common.Failure(
+            "\n".join([f"{name} ended with code {code}; {log} ends:", *lines[-8:]])
+        )
+    return lines or [""]
+
+
+def _history(out: Path, name: str) -> dict[str, Any]:
+    return json.loads((out / name / "history.json").read_text())
+
+
+def _errors(history: dict[str, Any]) -> list[float]:
+    """Validation frame error in % after each epoch."""
+    return [100 * (1 - log["validation_frame_accuracy"]) for log in history["epochs"]]
+
+
+def _results(out: Path, corpus: Path) -> list[dict[str, Any]]:
+    common.setup_tensorflow()
+    from input import index
+
+    test = index.read(corpus)
+    single = _history(out, _SINGLE.name)["summary"]["samples_per_second"]
+    results = []
+    for run in _RUNS:
+        model, description = runs.load(out / run.name)
+        runs.compile_for_scores(model)
+        dataset = held_out(test, "test", None, 1024, description["context"])
+        scores = runs.named_scores(model.evaluate(dataset, verbose=0, return_dict=True))
+        summary = _history(out, run.name)["summary"]
+        results.append(
+            {
+                "name": run.name,
+                "workers": summary["workers"],
+                "frame_error_rate": scores["frame_error_rate"],
+                "samples_per_second": summary["samples_per_second"],
+                "speedup": summary["samples_per_second"] / single,
+                "sync_fraction": summary["sync_fraction"],
+            }
+        )
+    return results
+
+
+def _print_table(results: list[dict[str, Any]]) -> None:
+    titles = {run.name: run.title for run in _RUNS}
+    width = max(map(len, titles.values()))
+    print(f"\n{'rule':{width}}  workers  test FER %  samples/s  speed-up  in sync %")
+    for r in results:
+        print(
+            f"{titles[r['name']]:{width}}  {r['workers']:7}  {r['frame_error_rate']:10.2f}  "
+            f"{r['samples_per_second']:9.0f}  {r['speedup']:8.2f}  {100 * r['sync_fraction']:9.1f}"
+        )
+    print()
+
+
+def _plot(out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    start = _errors(_history(out, "initial"))[-1:]
+    for run in _RUNS:
+        errors = start + _errors(_history(out, run.name))
+        axes.plot(range(1, len(errors) + 1), errors, marker="o", markersize=3, label=run.title)
+    axes.set(xlabel="epoch", ylabel="validation frame error rate (%)")
+    axes.set_title(f"{_WORKERS.value} workers, sync every {_PERIOD.value} minibatches")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "learning_curves.png", dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    common.run(main)

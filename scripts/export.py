@@ -1,0 +1,68 @@
+"""Exports a run as a SavedModel that takes log-mel frames.
+
+python -m scripts.export --run_dir=runs/bmuf --out=runs/bmuf/export
+saved_model_cli show --dir runs/bmuf/export --all
+
+The signature `serving_default` takes `frames`, float32 [num_frames, 40], the log-mel filterbank
+frames of one utterance, and gives `log_posteriors`, float32 [num_frames, num_classes], and
+`logits`. Deltas, normalisation and splice are inside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts import common  # isort: skip  # before TensorFlow
+
+import tensorflow as tf
+from absl import flags
+
+import tfpara
+from input import features, index
+from scripts import runs
+
+_RUN_DIR = flags.DEFINE_string(
+    "run_dir", None, "directory of a run of scripts.train", required=True
+)
+_OUT = flags.DEFINE_string("out", None, "directory of the SavedModel; RUN_DIR/export if not set")
+_CORPUS = flags.DEFINE_string(
+    "corpus", None, "directory of the corpus whose statistics normalise; that of the run if not set"
+)
+_WEIGHTS = flags.DEFINE_string("weights", "global", "global, or an average such as ema-0.99")
+flags.adopt_module_key_flags(common)
+
+
+def main() -> None:
+    with common.bad_input():
+        if tfpara.cluster.read().num_workers > 1:
+            raise ValueError("export runs in one process. Start it without the launcher.")
+        common.setup_tensorflow()
+        model, description = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)
+        corpus = index.read(_CORPUS.value or description["corpus"])
+        if corpus.fingerprint != description["corpus_fingerprint"]:
+            raise ValueError(
+                f"corpus {corpus.directory} is not the one that the run was trained on, so its "
+                "statistics do not fit. Name that one with --corpus."
+            )
+        context = description["context"]
+
+        def prepare(frames: tf.Tensor) -> tf.Tensor:
+            normal = features.normalise(features.add_deltas(frames), corpus.mean, corpus.stddev)
+            return features.splice(normal, context, context)
+
+        def outputs(logits: tf.Tensor) -> dict[str, tf.Tensor]:
+            return {"log_posteriors": tf.nn.log_softmax(logits), "logits": logits}
+
+        path = Path(_OUT.value or Path(_RUN_DIR.value) / "export")
+        tfpara.export.export(
+            model,
+            path,
+            signature=[tf.TensorSpec([None, features.NUM_MEL], tf.float32, name="frames")],
+            preprocessing=prepare,
+            postprocessing=outputs,
+        )
+    print(f"exported {_WEIGHTS.value} weights of {_RUN_DIR.value} to {path}")
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,145 @@
+"""Keras callbacks: scores on held-out data, and telemetry for TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpara.synchronizer import SyncStatistics
+
+
+class HeldOut(keras.callbacks.Callback):
+    """After each epoch, scores weights of the run on held-out data.
+
+    The results join the epoch's log on every worker, as `NAME_loss` and so on for each metric. Put
+    it before callbacks that read them.
+
+    Args:
+        dataset: held-out data, in any form that `model.evaluate` takes. With several workers, each
+            worker's own share.
+        which: the weights to score: "global", "local" or an average's name.
+        name: prefix of the results.
+    """
+
+    def __init__(self, dataset: Any, which: str = "global", name: str = "validation") -> None:
+        super().__init__()
+        self._dataset = dataset
+        self._which = which
+        self._name = name
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        strategy = self.model.distribute_strategy
+        with contextlib.ExitStack() as stack:
+            if hasattr(strategy, "weights"):
+                stack.enter_context(strategy.weights(self.model, self._which))
+            results = self.model.evaluate(self._dataset, verbose=0, return_dict=True)
+        if logs is not None:
+            logs.update({f"{self._name}_{key}": value for key, value in results.items()})
+
+
+class Telemetry(keras.callbacks.Callback):
+    """Measures the training and writes scalars that TensorBoard reads.
+
+    Adds to each epoch's log, on every worker:
+
+    * `samples_per_second`, of all replicas, from the end of the epoch's first step (which may
+      compile) to the end of its last sync, held-out scores left out;
+    * with a `PeriodicSyncStrategy`: `sync_ms`, mean time of a sync in milliseconds, waiting for
+      slower workers included; `sync_fraction`, the share of the time in syncs; `distance`, the
+      relative distance ‖w_i − w̄‖ / ‖w̄‖ of the replicas before the epoch's last sync.
+
+    The chief writes these and everything else in the epoch's log to `log_dir`. Put it first in the
+    list of callbacks, so that its clock stops before others work.
+
+    Args:
+        log_dir: directory of the event files. None: only the epoch's log.
+        samples_per_epoch: samples of an epoch, of all replicas. None: this worker's count times
+            the number of workers; needed without a `PeriodicSyncStrategy`.
+    """
+
+    # Keras may call the batch hook from a thread of its own.
+    async_safe = False
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str] | None = None, samples_per_epoch: int | None = None
+    ) -> None:
+        super().__init__()
+        self._log_dir = log_dir
+        self._samples_per_epoch = samples_per_epoch
+        self._writer: tf.summary.SummaryWriter | None = None
+        self._unwritten: tuple[int, dict[str, Any]] | None = None
+        self._first: _Mark | None = None
+        self._steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._write()
+        self._first = None
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._steps = batch + 1
+        if self._first is None:
+            self._first = self._mark()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is None or self._first is None:
+            return
+        logs.update(self._measured(self._first, self._mark()))
+        # Written later: by then the callbacks after this one have added theirs to the same log.
+        self._unwritten = (epoch, logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._write()
+
+    def _mark(self) -> _Mark:
+        strategy = self.model.distribute_strategy
+        found = strategy.statistics() if hasattr(strategy, "statistics") else None
+        return _Mark(time.perf_counter(), self._steps, found)
+
+    def _measured(self, first: _Mark, last: _Mark) -> dict[str, float]:
+        seconds = max(last.seconds - first.seconds, 1e-9)
+        strategy = self.model.distribute_strategy
+        before, after = first.statistics, last.statistics
+        rest = (self._steps - first.step) / max(self._steps, 1)  # share of the epoch measured
+        if self._samples_per_epoch is not None:
+            samples = rest * self._samples_per_epoch
+        elif before is not None and after is not None:
+            samples = (after.samples - before.samples) * strategy.num_workers
+        else:
+            return {}
+        measured = {"samples_per_second": samples / seconds} if samples else {}
+        if before is not None and after is not None:
+            waited = after.sync_seconds - before.sync_seconds
+            measured["sync_ms"] = 1000.0 * waited / max(after.syncs - before.syncs, 1)
+            measured["sync_fraction"] = waited / seconds
+            measured["distance"] = after.distance
+        return measured
+
+    def _write(self) -> None:
+        if self._unwritten is None:
+            return
+        epoch, logs = self._unwritten
+        self._unwritten = None
+        if self._log_dir is None or not getattr(self.model.distribute_strategy, "is_chief", True):
+            return
+        if self._writer is None:
+            # A writer is a resource: not one of the strategy's, even where fit runs in its scope.
+            with tf.init_scope():
+                self._writer = tf.summary.create_file_writer(os.fspath(self._log_dir))
+        with self._writer.as_default(step=epoch):
+            for name, value in logs.items():
+                tf.summary.scalar(name, value)
+        self._writer.flush()
+
+
+class _Mark(NamedTuple):
+    """A moment of training: the clock, steps of the epoch so far, the strategy's counts."""
+
+    seconds: float
+    step: int
+    statistics: SyncStatistics | None
