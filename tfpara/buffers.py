@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Elements `start` … `stop` of variable number `variable`, flattened."""
 
     variable: int
@@ -44,6 +44,17 @@ class Layout:
         """Length of each bucket, in elements."""
         return [sum(p.stop - p.start for p in bucket) for bucket in self._buckets]
 
+    def places(self, variable: int) -> list[tuple[int, int, Piece]]:
+        """Where a variable's pieces lie: (bucket, first element in it, piece)."""
+        found = []
+        for number, bucket in enumerate(self._buckets):
+            at = 0
+            for piece in bucket:
+                if piece.variable == variable:
+                    found.append((number, at, piece))
+                at += piece.stop - piece.start
+        return found
+
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Flat float32 buckets of the tensors (each of its variable's shape, any float type)."""
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
@@ -69,11 +80,11 @@ class Layout:
         return [tf.reshape(w, shape) for w, shape in zip(whole, self._shapes, strict=True)]
 
 
-def _fill(sizes: Sequence[int], capacity: int) -> list[list[_Piece]]:
+def _fill(sizes: Sequence[int], capacity: int) -> list[list[Piece]]:
     """Cuts the vector into buckets of nearly equal size, none above `capacity` elements."""
     total = sum(sizes)
     target = math.ceil(total / math.ceil(total / capacity)) if total else capacity
-    buckets: list[list[_Piece]] = []
+    buckets: list[list[Piece]] = []
     room = 0
     for variable, size in enumerate(sizes):
         start = 0
@@ -82,7 +93,7 @@ def _fill(sizes: Sequence[int], capacity: int) -> list[list[_Piece]]:
                 buckets.append([])
                 room = target
             stop = min(size, start + room)
-            buckets[-1].append(_Piece(variable, start, stop))
+            buckets[-1].append(Piece(variable, start, stop))
             room -= stop - start
             start = stop
     return buckets

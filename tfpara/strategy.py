@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -98,7 +99,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(self, _PeriodicSyncExtended(self, settings, devices))
         del startup_timeout_seconds, found
         extended = self.extended
-        extended.start({**settings.fingerprint(), **{f"data_plan.{k}": v for k, v in (data_plan or {}).items()}})
+        extended.start(
+            {
+                **settings.fingerprint(),
+                **{f"data_plan.{k}": v for k, v in (data_plan or {}).items()},
+            }
+        )
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -156,8 +162,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         extended = self.extended
         with self.scope():
             synchronizer = extended.synchronizer_for(fn)
-            if synchronizer is not None:
-                synchronizer.before_step()
             extended.optimizer_stepped = False
             outputs = super().run(_skip_empty(fn), args, kwargs, options)
             if not extended.optimizer_stepped:
@@ -167,7 +171,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                     synchronizer = extended.make_synchronizer(fn)
             locals_ = self.experimental_local_results((args, kwargs or {}))
             samples = [_batch_size(values) for values in locals_]
-            synchronizer.after_step([1 if n is None else n for n in samples])
+            with _after(locals_):
+                synchronizer.after_step([1 if n is None else n for n in samples])
             return outputs
 
     def track(self, model: keras.Model) -> None:
@@ -216,7 +221,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         every = [s.statistics() for s in self.extended.synchronizers.values()]
         if not every:
             return SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
-        return SyncStatistics(*(sum(c) for c in list(zip(*every, strict=True))[:-1]), every[-1].distance)
+        return SyncStatistics(
+            *(sum(c) for c in list(zip(*every, strict=True))[:-1]), every[-1].distance
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +264,6 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.tracked: keras.Model | None = None
         self.synchronizers: dict[int, Synchronizer] = {}
         self._models: list[keras.Model] = []
-        self._weight_ids: dict[int, int] = {}
         self._created = 0
         super().__init__(
             strategy,
@@ -311,6 +317,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         ]
         agree({"model": "; ".join(shapes)}, self.collectives, name)
         settings = self.settings
+        _warn_of_outlasting_momentum(settings, getattr(model, "optimizer", None))
         synchronizer = Synchronizer(
             variables,
             rule=settings.rule,
@@ -326,12 +333,13 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         )
         self.synchronizers[id(model)] = synchronizer
         self._models.append(model)  # Keeps the id in use.
-        self._weight_ids.update({id(v.value): id(model) for v in model.variables})
         return synchronizer
 
     def _replica_variables(self, model: keras.Model) -> ReplicaVariables:
         def components(variables: Sequence[keras.Variable]) -> list[tuple[tf.Variable, ...]]:
-            return [self._container_strategy().experimental_local_results(v.value) for v in variables]
+            return [
+                self._container_strategy().experimental_local_results(v.value) for v in variables
+            ]
 
         weights = model.trainable_variables
         state = [
@@ -375,11 +383,11 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         # Python code that sets a weight (load_weights, set_weights, assign) comes through here.
+        result = super()._update(var, fn, args, kwargs, group)
         if tf.executing_eagerly():
-            synchronizer = self.synchronizers.get(self._weight_ids.get(id(var), 0))
-            if synchronizer is not None:
-                synchronizer.mark_stale()
-        return super()._update(var, fn, args, kwargs, group)
+            for synchronizer in self.synchronizers.values():
+                synchronizer.was_set(var.values[0])
+        return result
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         # A metric variable that Python reads is that of all replicas; everything else (step outputs,
@@ -442,7 +450,9 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 # Every replica draws masks of its own: dropout is independent noise.
                 step = number if primary_var is None else replica_id
                 offset = tf.cast(step * 1_000_003, first.dtype)
-                first = first + tf.one_hot(0, first.shape[0], offset, tf.zeros_like(offset), dtype=first.dtype)
+                first = first + tf.one_hot(
+                    0, first.shape[0], offset, tf.zeros_like(offset), dtype=first.dtype
+                )
             return first
 
         return value
@@ -491,7 +501,8 @@ def _skip_empty(fn: Any) -> Any:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         count = _batch_size((args, kwargs))
         if count is None or isinstance(count, int):
-            return fn(*args, **kwargs)
+            with _after((args, kwargs)):
+                return fn(*args, **kwargs)
         if tf.executing_eagerly():
             return fn(*args, **kwargs) if int(count) else None
         outputs: list[Any] = []
@@ -508,6 +519,18 @@ def _skip_empty(fn: Any) -> Any:
         return tf.cond(count > 0, step, skip)
 
     return guarded
+
+
+def _after(structure: Any) -> contextlib.AbstractContextManager:
+    """Operations made inside run once the tensors of `structure` are there.
+
+    Without it a step whose data turn out to be at their end would already have counted itself, and
+    let an optimizer with weight decay write.
+    """
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    tensors = [t for t in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(t)]
+    return tf.control_dependencies(tensors)
 
 
 def _batch_size(structure: Any) -> int | tf.Tensor | None:
@@ -535,6 +558,26 @@ def _slots(optimizer: Any) -> list[tuple[keras.Variable, float]]:
         # Gradients under way and Keras' own moving average of the weights are not momentum.
         and not v.path.endswith(("gradient_accumulator", "average"))
     ]
+
+
+def _warn_of_outlasting_momentum(settings: _Settings, optimizer: Any) -> None:
+    """Classical block momentum and kept local momentum that remembers longer than a block."""
+    rule = settings.rule
+    if not isinstance(rule, algorithms.BMUF) or rule.nesterov or settings.local_state != "keep":
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    momentum = getattr(inner, "momentum", None) or getattr(inner, "beta_1", None) or 0.0
+    if not isinstance(momentum, int | float) or not 0.0 < momentum < 1.0:
+        return
+    memory = 1.0 / (1.0 - momentum)
+    if rule.block_momentum and memory > settings.sync_period:
+        warnings.warn(
+            f"the local optimizer's momentum {momentum:g} remembers about {memory:.0f} minibatches, "
+            f"longer than a block of sync_period={settings.sync_period}; kept across syncs under "
+            "classical block momentum it is counted twice, and training may diverge. Use "
+            'BMUF(nesterov=True), local_state="reset", or a longer sync_period.',
+            stacklevel=2,
+        )
 
 
 def _checked_rule(rule: Any) -> Any:

@@ -108,6 +108,8 @@ class Synchronizer:
         self._make_variables(make_variable)
         # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the loop's
         # iteration too, and would not meet that of a worker which is elsewhere in its loop.
+        self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
+        self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
         self._sync = tf.function(
             self._sync_step, autograph=False, experimental_attributes={"_noinline": True}
         )
@@ -130,8 +132,8 @@ class Synchronizer:
             anchors = self._state_layout.pack([v[0] for v in self._variables.state])
             self._state_anchor = [make(a, f"state_anchor_{k}") for k, a in enumerate(anchors)]
         with tf.device("CPU:0"):
-            self._stale = make(False, "stale")
-            self._signature = make(self._weights_signature(), "signature")
+            self._unsigned = make(True, "unsigned")
+            self._signature = make(tf.zeros([], tf.float64), "signature")
             self._pending_steps = make(tf.zeros([], tf.int64), "pending_steps")
             self._pending_samples = make(
                 tf.zeros([len(self._devices)], tf.float64), "pending_samples"
@@ -148,10 +150,6 @@ class Synchronizer:
     def num_elements(self) -> int:
         """Trainable weights of one replica."""
         return self._layout.num_elements
-
-    def before_step(self) -> None:
-        """Starts afresh from the present weights if the user has set them since the last step."""
-        tf.cond(self._stale, self._rebase, lambda: None)
 
     def after_step(self, samples: Sequence[tf.Tensor]) -> None:
         """Counts a minibatch of each local replica and syncs at the end of a block.
@@ -175,9 +173,29 @@ class Synchronizer:
         while not bool(self._sync(tf.constant(False))):
             pass
 
-    def mark_stale(self) -> None:
-        """Says that the weights were set from outside."""
-        self._stale.assign(True)
+    def was_set(self, component: tf.Variable) -> None:
+        """Notes that Python code has set a variable, on all devices alike.
+
+        A weight's new value becomes that of the global model, without momentum, and averages start
+        again from it.
+
+        Args:
+            component: the variable's component on the first device; unknown ones are ignored.
+        """
+        kind, index = self._index.get(id(component), ("", 0))
+        value = tf.reshape(tf.cast(component, tf.float32), [-1])
+        if kind == "state":
+            for bucket, at, piece in self._state_layout.places(index):
+                self._state_anchor[bucket][at : at + piece.stop - piece.start].assign(
+                    value[piece.start : piece.stop]
+                )
+        if kind == "weight":
+            for bucket, at, piece in self._layout.places(index):
+                part = value[piece.start : piece.stop]
+                _assign_part(self._rule_state[bucket], self._rule.init(part), at)
+                for name, average in self._averages.items():
+                    _assign_part(self._average_states[name][bucket], average.init(part), at)
+            self._unsigned.assign(True)
 
     def statistics(self) -> SyncStatistics:
         """What this worker has done so far."""
@@ -240,13 +258,14 @@ class Synchronizer:
         """The table of all replicas' reports, [N, columns], the same on every worker."""
         with tf.control_dependencies([after]):
             samples = self._pending_samples.read_value()
+        signature = self._global_signature()
         rows = []
         for replica in range(len(self._devices)):
             row = [
                 samples[replica],
                 tf.cast(running, tf.float64),
                 tf.cast(self._first_nonfinite(replica), tf.float64),
-                self._signature.read_value(),
+                signature,
             ]
             rows.append(tf.stack(row))
         table = self._collectives.all_gather(tf.stack(rows), f"{self._name}/report")
@@ -349,9 +368,7 @@ class Synchronizer:
         if self._local_state == "average":
             self._write_to_devices(self._slot_layout, slots, self._averaged_slots)
         elif self._local_state == "reset":
-            for slot, value in zip(
-                self._variables.slots, self._variables.slot_resets, strict=True
-            ):
+            for slot, value in zip(self._variables.slots, self._variables.slot_resets, strict=True):
                 for component in slot:
                     component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
         return tf.constant(1, tf.int64)
@@ -395,28 +412,21 @@ class Synchronizer:
         norm = tf.add_n([2.0 * tf.nn.l2_loss(m) for m in average])
         return tf.sqrt(tf.add_n(squares) / (len(local) * tf.maximum(norm, 1e-30)))
 
-    # -- starting afresh ---------------------------------------------------------------------
+    def _global_signature(self) -> tf.Tensor:
+        """A number that equal global models share and others almost surely do not.
 
-    def _rebase(self) -> None:
-        """Takes the present weights as the global model, forgetting momentum and averages."""
-        with tf.device(self._lead):
-            for bucket, weights in enumerate(self._packed(0)):
-                _assign(self._rule_state[bucket], self._rule.init(weights))
-                for name, average in self._averages.items():
-                    _assign(self._average_states[name][bucket], average.init(weights))
-            anchors = self._state_layout.pack([v[0] for v in self._variables.state])
-            for variable, anchor in zip(self._state_anchor, anchors, strict=True):
-                variable.assign(anchor)
-        self._signature.assign(self._weights_signature())
-        self._stale.assign(False)
+        Computed once for each model that was set from outside.
+        """
 
-    def _weights_signature(self) -> tf.Tensor:
-        """A number that equal weights share and other weights almost surely do not."""
-        sums = [
-            (1.0 + k) * tf.reduce_sum(tf.cast(bucket, tf.float64))
-            for k, bucket in enumerate(self._packed(0))
-        ]
-        return tf.add_n(sums)
+        def sign() -> tf.Tensor:
+            sums = [
+                (1.0 + k) * tf.reduce_sum(tf.cast(state.global_model, tf.float64))
+                for k, state in enumerate(self._rule_state)
+            ]
+            self._unsigned.assign(False)
+            return self._signature.assign(tf.add_n(sums), read_value=True)
+
+        return tf.cond(self._unsigned, sign, self._signature.read_value)
 
     def _packed(self, replica: int) -> list[tf.Tensor]:
         with tf.device(self._devices[replica]):
@@ -439,6 +449,15 @@ def _state_variables(state: Any, name: str, make: Callable[[Any, str], tf.Variab
 
 def _read(variables: Any) -> Any:
     return type(variables)(*(v.read_value() for v in variables))
+
+
+def _assign_part(variables: Any, values: Any, at: int) -> None:
+    """Assigns to `at` … of the flat variables; scalars as they are."""
+    for variable, value in zip(variables, values, strict=True):
+        if variable.shape.rank:
+            variable[at : at + value.shape[0]].assign(value)
+        else:
+            variable.assign(value)
 
 
 def _assign(variables: Any, values: Any) -> None:

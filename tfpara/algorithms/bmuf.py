@@ -72,7 +72,9 @@ class BMUF:
                 "without bound. Give 0 ≤ block_momentum < 1, or None for 1 - 1/N."
             )
         if not zeta > 0.0:
-            raise ValueError(f"block_learning_rate={zeta!r} must be positive. The usual value is 1.")
+            raise ValueError(
+                f"block_learning_rate={zeta!r} must be positive. The usual value is 1."
+            )
         if self.compat not in _COMPAT:
             raise ValueError(f"compat={self.compat!r} is not one of {_COMPAT}.")
 

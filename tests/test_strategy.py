@@ -1,0 +1,421 @@
+"""The strategy in one process of several logical CPU devices.
+
+The reference is N plain Keras models, each trained alone on its replica's minibatches, whose weights
+are averaged by hand every τ steps.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+
+DEVICES = ["CPU:0", "CPU:1"]
+STEPS, TAU, BATCH = 8, 3, 6
+
+
+def make_strategy(rule=None, sync_period=TAU, devices=DEVICES, **options):
+    return tfpara.PeriodicSyncStrategy(
+        rule or tfpara.BSP(), sync_period=sync_period, devices=devices, **options
+    )
+
+
+def dense_model():
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)]
+    )
+
+
+def batchnorm_model():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+def lstm_model():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Reshape((3, 2)),
+            keras.layers.LSTM(5),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+def embedding_model():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 5, tf.int32) % 11),
+            keras.layers.Embedding(11, 3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+def frozen_model():
+    model = dense_model()
+    model.layers[0].trainable = False
+    return model
+
+
+MODELS = {
+    "dense": (dense_model, lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
+    "clipped": (dense_model, lambda: keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=0.05)),
+    "global-clipped": (dense_model, lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.05)),
+    "accumulated": (
+        dense_model,
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    ),
+    "adamw": (dense_model, lambda: keras.optimizers.AdamW(0.01)),
+    "batchnorm": (batchnorm_model, lambda: keras.optimizers.SGD(0.1)),
+    "lstm": (lstm_model, lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
+    "embedding": (embedding_model, lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
+    "frozen": (frozen_model, lambda: keras.optimizers.SGD(0.1)),
+}
+
+
+def compiled(build, optimizer, **options):
+    model = build()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer(), loss, metrics=["accuracy"], **options)
+    return model
+
+
+def replica_batches(replica, steps=STEPS, batch=BATCH):
+    rng = np.random.default_rng(replica)
+    x = rng.normal(size=(steps, batch, 6)).astype("float32")
+    return x, rng.integers(0, 4, (steps, batch)).astype("int32")
+
+
+def distributed(strategy, steps=STEPS, batch=BATCH):
+    """Minibatch s of replica r is the s-th that replica_batches(r) gives."""
+    of_replicas = [replica_batches(r, steps, batch) for r in strategy.local_replica_ids]
+    x = np.stack([xs for xs, _ in of_replicas], 1).reshape(-1, batch, 6)
+    y = np.stack([ys for _, ys in of_replicas], 1).reshape(-1, batch)
+    return strategy.distribute_datasets_from_function(
+        lambda _: tf.data.Dataset.from_tensor_slices((x, y))
+    )
+
+
+def averaged_by_hand(build, optimizer, initial, replicas, tau=TAU, steps=STEPS):
+    """N plain Keras models; returns their common weights and the mean losses at each step."""
+    models = [compiled(build, optimizer) for _ in range(replicas)]
+    for model in models:
+        model.set_weights(initial)
+    for step in range(steps):
+        for replica, model in enumerate(models):
+            x, y = replica_batches(replica)
+            model.train_on_batch(x[step], y[step])
+        if (step + 1) % tau == 0 or step + 1 == steps:
+            mean = [np.mean(ws, 0) for ws in zip(*(m.get_weights() for m in models), strict=True)]
+            for model in models:
+                model.set_weights(mean)
+    return mean
+
+
+def components(strategy, model):
+    """The weights of each local replica."""
+    variables = [strategy.experimental_local_results(v.value) for v in model.weights]
+    return [[v[r].numpy() for v in variables] for r in range(len(variables[0]))]
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_plain_keras_models_averaged_by_hand(name, steps_per_execution):
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(*MODELS[name], steps_per_execution=steps_per_execution)
+    initial = model.get_weights()
+    model.fit(distributed(strategy), verbose=0)
+    expected = averaged_by_hand(*MODELS[name], initial, replicas=2)
+    for replica in components(strategy, model):
+        for got, want in zip(replica, expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-6)
+    assert strategy.statistics().steps == STEPS
+    assert strategy.statistics().syncs == 3
+
+
+def test_frozen_weights_do_not_move_by_a_bit():
+    strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2"])
+    with strategy.scope():
+        model = compiled(*MODELS["frozen"])
+    before = [w.copy() for w in model.layers[0].get_weights()]
+    model.fit(distributed(strategy), epochs=3, verbose=0)
+    for replica in components(strategy, model):
+        for got, want in zip(replica, before, strict=False):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_one_replica_is_plain_keras_bit_for_bit():
+    strategy = make_strategy(devices=["CPU:0"])
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    initial = model.get_weights()
+    history = model.fit(distributed(strategy), epochs=2, verbose=0).history
+    plain = compiled(*MODELS["dense"])
+    plain.set_weights(initial)
+    x, y = replica_batches(0)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    expected = plain.fit(data, epochs=2, verbose=0).history
+    assert history == expected
+    for got, want in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_bsp_at_every_step_with_plain_sgd_is_stock_gradient_averaging():
+    x = np.random.default_rng(1).normal(size=(48, 6)).astype("float32")
+    y = np.random.default_rng(2).integers(0, 4, 48)
+    results = []
+    weights = None
+    for strategy in (make_strategy(sync_period=1), tf.distribute.MirroredStrategy(DEVICES)):
+        with strategy.scope():
+            model = compiled(dense_model, lambda: keras.optimizers.SGD(0.3))
+        if weights is None:
+            weights = model.get_weights()
+        model.set_weights(weights)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
+        history = model.fit(data, epochs=3, verbose=0).history
+        results.append((model.get_weights(), history))
+    (ours, our_history), (stock, stock_history) = results
+    for got, want in zip(ours, stock, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(our_history["loss"], stock_history["loss"], rtol=1e-4)
+
+
+def test_easgd_without_elasticity_is_independent_models():
+    strategy = make_strategy(tfpara.EASGD(0.0))
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    initial = model.get_weights()
+    model.fit(distributed(strategy), verbose=0)
+    for replica, weights in enumerate(components(strategy, model)):
+        alone = compiled(*MODELS["dense"])
+        alone.set_weights(initial)
+        for x, y in zip(*replica_batches(replica), strict=True):
+            alone.train_on_batch(x, y)
+        for got, want in zip(weights, alone.get_weights(), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-6)
+    with strategy.weights(model, "global"):
+        for got, want in zip(model.get_weights(), initial, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_averages_do_not_touch_training():
+    weights = []
+    for averages in (None, {"ema": tfpara.EMA(0.9), "ma": tfpara.MA()}):
+        strategy = make_strategy(tfpara.BMUF(), averages=averages)
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = compiled(*MODELS["batchnorm"])
+        model.fit(distributed(strategy), epochs=2, verbose=0)
+        weights.append(components(strategy, model))
+    for plain, averaged in zip(*weights, strict=True):
+        for a, b in zip(plain, averaged, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_every_replica_has_dropout_masks_of_its_own():
+    strategy = make_strategy(tfpara.EASGD(0.0), sync_period=100)
+    with strategy.scope():
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, keras.layers.Dropout(0.5)(keras.layers.Dense(64)(inputs)))
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    ones = tf.data.Dataset.from_tensors((np.ones((4, 6), "float32"), np.ones((4, 64), "float32")))
+
+    @tf.function
+    def masks(iterator):
+        return strategy.run(lambda x, _: model(x, training=True) == 0.0, args=next(iterator))
+
+    iterator = iter(strategy.experimental_distribute_dataset(ones))
+    first, second = strategy.experimental_local_results(masks(iterator))
+    assert 0.3 < np.mean(first) < 0.7
+    assert 0.3 < np.mean(first.numpy() != second.numpy()) < 0.7
+
+
+def test_mixed_precision_trains_and_keeps_replicas_together():
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        strategy = make_strategy(tfpara.BMUF())
+        with strategy.scope():
+            model = compiled(*MODELS["dense"])
+        losses = model.fit(distributed(strategy), epochs=12, verbose=0).history["loss"]
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    assert losses[-1] < losses[0]
+    first, second = components(strategy, model)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_uneven_batches_and_dataset_splitting_use_every_sample_once():
+    """A plain dataset whose last batch leaves one replica empty-handed."""
+    strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    x = np.random.default_rng(1).normal(size=(25, 6)).astype("float32")
+    y = np.random.default_rng(2).integers(0, 4, 25)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    history = model.fit(data, epochs=2, verbose=0, validation_data=data).history
+    assert strategy.statistics().samples == 50
+    assert np.isfinite(history["loss"]).all()
+    with strategy.weights(model, "global"):
+        loss, accuracy = model.evaluate(data, verbose=0)
+        logits = model.predict(data, verbose=0)
+    assert logits.shape == (25, 4)
+    plain = compiled(*MODELS["dense"])
+    with strategy.weights(model, "global"):
+        plain.set_weights(model.get_weights())
+    np.testing.assert_allclose(logits, plain.predict(x, verbose=0), atol=1e-5)
+    np.testing.assert_allclose(
+        [loss, accuracy], plain.evaluate(x, y, verbose=0, batch_size=25), rtol=1e-5
+    )
+    np.testing.assert_allclose(history["val_loss"][-1], loss, rtol=1e-6)
+
+
+def test_numpy_arrays_and_early_stopping_work_as_in_keras():
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    x, y = replica_batches(0, 1, 40)
+    stop = keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=1)
+    history = model.fit(x[0], y[0], batch_size=8, epochs=9, callbacks=[stop], verbose=0)
+    assert len(history.history["loss"]) == 2
+
+
+def test_run_eagerly():
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(*MODELS["dense"], run_eagerly=True)
+    initial = model.get_weights()
+    model.fit(distributed(strategy), verbose=0)
+    expected = averaged_by_hand(*MODELS["dense"], initial, replicas=2)
+    for got, want in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_custom_loop():
+    strategy = make_strategy()
+    with strategy.scope():
+        model = dense_model()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(optimizer)
+    initial = model.get_weights()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    strategy.track(model)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        optimizer.apply_gradients(
+            zip(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+        )
+
+    @tf.function
+    def train(iterator):
+        strategy.run(step, args=next(iterator))
+
+    iterator = iter(distributed(strategy))
+    for _ in range(STEPS):
+        train(iterator)
+    strategy.synchronize()
+    expected = averaged_by_hand(*MODELS["dense"], initial, replicas=2)
+    for got, want in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_weights_are_swapped_exactly_and_per_device():
+    strategy = make_strategy(tfpara.EASGD(0.3), averages={"ema": tfpara.EMA(0.5)})
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    before = components(strategy, model)
+    assert np.abs(before[0][0] - before[1][0]).max() > 1e-4
+    seen = {}
+    with pytest.raises(RuntimeError, match="inside"), strategy.weights(model, "ema"):
+        raise RuntimeError("inside")
+    for which in ("global", "local", "ema"):
+        with strategy.weights(model, which):
+            seen[which] = components(strategy, model)
+        for kept, now in zip(before, components(strategy, model), strict=True):
+            for a, b in zip(kept, now, strict=True):
+                np.testing.assert_array_equal(a, b)
+    for which in ("global", "ema"):
+        np.testing.assert_array_equal(seen[which][0][0], seen[which][1][0])
+    assert np.abs(seen["global"][0][0] - seen["ema"][0][0]).max() > 1e-5
+    np.testing.assert_array_equal(seen["local"][1][0], before[1][0])
+
+
+def test_weights_set_by_the_user_become_the_global_model():
+    strategy = make_strategy(tfpara.BMUF(0.9), averages={"ema": tfpara.EMA(0.5)})
+    with strategy.scope():
+        model = compiled(dense_model, lambda: keras.optimizers.SGD(0.1))
+    initial = model.get_weights()
+    model.fit(distributed(strategy), verbose=0)
+    first = model.get_weights()
+    model.set_weights(initial)
+    model.fit(distributed(strategy), verbose=0)
+    for a, b in zip(first, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nan_on_one_replica_is_an_error_that_names_it_and_reaches_nobody_else():
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    good = components(strategy, model)[0]
+    strategy.experimental_local_results(model.layers[1].bias.value)[1].assign(np.full(4, np.nan))
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        strategy.synchronize()
+    assert "replica 1 (worker 0) has NaN or Inf in weight" in str(error.value)
+    assert model.layers[1].bias.path in str(error.value)
+    for a, b in zip(good, components(strategy, model)[0], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "error", "message"),
+    [
+        ("bmuf", {}, TypeError, r"Write tfpara.BMUF\(\), not its name"),
+        (tfpara.BMUF, {}, TypeError, r"write tfpara.BMUF\(\) with parentheses"),
+        (None, {"sync_period": 0}, ValueError, "sync_period=0 must be a whole number"),
+        (None, {"sync_period": 2.5}, ValueError, "sync_period=2.5"),
+        (None, {"local_state": "drop"}, ValueError, "local_state='drop' is not one of keep"),
+        (None, {"averages": {"ema": 0.9}}, TypeError, r"averages\['ema'\]=0.9"),
+        (None, {"averages": {"global": tfpara.MA()}}, ValueError, "'global' is taken"),
+        (None, {"devices": ["CPU:9"]}, ValueError, r"devices=\['CPU:9'\]"),
+        (tfpara.EASGD(0.7), {}, ValueError, "unstable with 2 replicas"),
+    ],
+)
+def test_bad_arguments(rule, options, error, message):
+    options = {"sync_period": 3, "devices": DEVICES, **options}
+    with pytest.raises(error, match=message):
+        tfpara.PeriodicSyncStrategy(tfpara.BSP() if rule is None else rule, **options)
+
+
+def test_unknown_weights_are_refused_with_a_list():
+    strategy = make_strategy(averages={"ema": tfpara.EMA(0.9)})
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    with (
+        pytest.raises(ValueError, match="which='em' is unknown. There are: global, local, ema"),
+        strategy.weights(model, "em"),
+    ):
+        pass
+
+
+def test_classical_bmuf_warns_where_kept_momentum_outlasts_the_block():
+    strategy = make_strategy(tfpara.BMUF(nesterov=False))
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    with pytest.warns(UserWarning, match="momentum 0.9 remembers about 10 minibatches"):
+        model.fit(distributed(strategy), verbose=0)
