@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,19 +18,23 @@ import tensorflow as tf
 # would otherwise mirror it.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfpara import algorithms, cluster
+from tfpara import cluster, failures
 from tfpara.collectives import Loopback, TensorFlowCollectives
 from tfpara.fingerprint import agree
-from tfpara.synchronizer import (
-    LOCAL_STATE,
-    ReplicaVariables,
-    Synchronizer,
-    SyncStatistics,
+from tfpara.model_variables import replica_variables
+from tfpara.settings import (
+    Settings,
+    checked_averages,
+    checked_local_state,
+    checked_period,
+    checked_rule,
+    warn_of_outlasting_momentum,
 )
-from tfpara.version import __version__
+from tfpara.steps import after, batch_size, skip_empty
+from tfpara.synchronizer import Synchronizer, SyncStatistics
 
-# The extended class that MultiWorkerMirroredStrategy builds, and the value types that its reductions
-# see. They have no public names.
+# The extended class that MultiWorkerMirroredStrategy builds, and the value types that its
+# reductions see. They have no public names.
 from tensorflow.python.distribute import collective_all_reduce_strategy as _mwms  # isort: skip
 from tensorflow.python.distribute import values as _values  # isort: skip
 
@@ -86,22 +89,24 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         startup_timeout_seconds: float = 300.0,
         communication: str = "AUTO",
     ) -> None:
-        settings = _Settings(
-            rule=_checked_rule(rule),
-            sync_period=_checked_period(sync_period),
-            averages=_checked_averages(averages or {}),
-            local_state=_checked_local_state(local_state),
+        settings = Settings(
+            rule=checked_rule(rule),
+            sync_period=checked_period(sync_period),
+            averages=checked_averages(averages or {}),
+            local_state=checked_local_state(local_state),
             timeout_seconds=timeout_seconds,
             communication=communication,
         )
         found = cluster.read()
         # The grandparent's constructor: the parent's would build its own extended class.
         tf.distribute.Strategy.__init__(self, _PeriodicSyncExtended(self, settings, devices))
-        del startup_timeout_seconds, found
+        del startup_timeout_seconds
+        if found.num_workers > 1:
+            failures.explain_uncaught(found, timeout_seconds)
         extended = self.extended
         extended.start(
             {
-                **settings.fingerprint(),
+                **extended.settings.fingerprint(),
                 **{f"data_plan.{k}": v for k, v in (data_plan or {}).items()},
             }
         )
@@ -156,22 +161,22 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every local replica and, where it takes an optimizer step, counts it.
 
-        A replica whose part of the batch is empty takes no step. Where `fn` updates the weights of a
-        model, the sync of every `sync_period`-th call is part of this call.
+        A replica whose part of the batch is empty takes no step. Where `fn` updates the weights of
+        a model, the sync of every `sync_period`-th call is part of this call.
         """
         extended = self.extended
         with self.scope():
             synchronizer = extended.synchronizer_for(fn)
             extended.optimizer_stepped = False
-            outputs = super().run(_skip_empty(fn), args, kwargs, options)
+            outputs = super().run(skip_empty(fn), args, kwargs, options)
             if not extended.optimizer_stepped:
                 return outputs
             if synchronizer is None:
                 with tf.init_scope():
                     synchronizer = extended.make_synchronizer(fn)
             locals_ = self.experimental_local_results((args, kwargs or {}))
-            samples = [_batch_size(values) for values in locals_]
-            with _after(locals_):
+            samples = [batch_size(values) for values in locals_]
+            with after(locals_):
                 synchronizer.after_step([1 if n is None else n for n in samples])
             return outputs
 
@@ -226,27 +231,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    rule: Any
-    sync_period: int
-    averages: dict[str, Any]
-    local_state: str
-    timeout_seconds: float
-    communication: str
-
-    def fingerprint(self) -> dict[str, str]:
-        return {
-            "tfpara version": __version__,
-            "tensorflow version": tf.__version__,
-            "keras version": keras.__version__,
-            "rule": repr(self.rule),
-            "sync_period": str(self.sync_period),
-            "averages": repr(self.averages),
-            "local_state": self.local_state,
-        }
-
-
 class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     """Replicas that keep to themselves between syncs.
 
@@ -257,7 +241,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     _enable_check_health = False
 
     def __init__(
-        self, strategy: PeriodicSyncStrategy, settings: _Settings, devices: Sequence[str] | None
+        self, strategy: PeriodicSyncStrategy, settings: Settings, devices: Sequence[str] | None
     ) -> None:
         self._wanted_devices = devices
         self.optimizer_stepped = False
@@ -309,7 +293,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "run() was given a function that updates weights, but not whose. Call "
                 "strategy.track(model) once before a custom training loop."
             )
-        variables = self._replica_variables(model)
+        variables = replica_variables(model, self._container_strategy().experimental_local_results)
         name = f"model{len(self.synchronizers)}"
         shapes = [
             f"{n} {tuple(v[0].shape)} {v[0].dtype.name}"
@@ -317,7 +301,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         ]
         agree({"model": "; ".join(shapes)}, self.collectives, name)
         settings = self.settings
-        _warn_of_outlasting_momentum(settings, getattr(model, "optimizer", None))
+        warn_of_outlasting_momentum(settings, getattr(model, "optimizer", None))
         synchronizer = Synchronizer(
             variables,
             rule=settings.rule,
@@ -334,28 +318,6 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.synchronizers[id(model)] = synchronizer
         self._models.append(model)  # Keeps the id in use.
         return synchronizer
-
-    def _replica_variables(self, model: keras.Model) -> ReplicaVariables:
-        def components(variables: Sequence[keras.Variable]) -> list[tuple[tf.Variable, ...]]:
-            return [
-                self._container_strategy().experimental_local_results(v.value) for v in variables
-            ]
-
-        weights = model.trainable_variables
-        state = [
-            v
-            for v in model.non_trainable_variables
-            # A frozen weight is not state: it is trainable to TensorFlow, and does not move.
-            if v.value.dtype.is_floating and not v.value.trainable
-        ]
-        slots = _slots(model.optimizer) if getattr(model, "optimizer", None) is not None else []
-        return ReplicaVariables(
-            weights=components(weights),
-            weight_names=[v.path for v in weights],
-            state=components(state),
-            slots=components([v for v, _ in slots]),
-            slot_resets=[value for _, value in slots],
-        )
 
     def finish_blocks(self) -> None:
         for synchronizer in list(self.synchronizers.values()):
@@ -390,8 +352,8 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return result
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        # A metric variable that Python reads is that of all replicas; everything else (step outputs,
-        # a batch that Keras looks at) is reduced over this worker's replicas.
+        # A metric variable that Python reads is that of all replicas; everything else (step
+        # outputs, a batch that Keras looks at) is reduced over this worker's replicas.
         del destinations, options
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if isinstance(value, _values.SyncOnReadVariable):
@@ -493,127 +455,3 @@ def _plain_variable(value: Any, name: str) -> tf.Variable:
 
 def _in_replica() -> bool:
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-
-
-def _skip_empty(fn: Any) -> Any:
-    """`fn`, but not run where the replica's batch has no samples; its results are then zeros."""
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        count = _batch_size((args, kwargs))
-        if count is None or isinstance(count, int):
-            with _after((args, kwargs)):
-                return fn(*args, **kwargs)
-        if tf.executing_eagerly():
-            return fn(*args, **kwargs) if int(count) else None
-        outputs: list[Any] = []
-
-        def step() -> Any:
-            outputs.append(tf.nest.map_structure(tf.convert_to_tensor, fn(*args, **kwargs)))
-            return outputs[0]
-
-        def skip() -> Any:
-            return tf.nest.map_structure(
-                lambda t: tf.zeros([d or 0 for d in t.shape], t.dtype), outputs[0]
-            )
-
-        return tf.cond(count > 0, step, skip)
-
-    return guarded
-
-
-def _after(structure: Any) -> contextlib.AbstractContextManager:
-    """Operations made inside run once the tensors of `structure` are there.
-
-    Without it a step whose data turn out to be at their end would already have counted itself, and
-    let an optimizer with weight decay write.
-    """
-    if tf.executing_eagerly():
-        return contextlib.nullcontext()
-    tensors = [t for t in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(t)]
-    return tf.control_dependencies(tensors)
-
-
-def _batch_size(structure: Any) -> int | tf.Tensor | None:
-    """Samples in a replica's batch: length of the first tensor's first axis; None without one."""
-    for leaf in tf.nest.flatten(structure):
-        if isinstance(leaf, tf.RaggedTensor):
-            return leaf.nrows()
-        if isinstance(leaf, tf.SparseTensor):
-            return leaf.dense_shape[0]
-        if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0:
-            static = leaf.shape[0] if leaf.shape.rank is not None else None
-            return static if static is not None else tf.shape(leaf)[0]
-    return None
-
-
-def _slots(optimizer: Any) -> list[tuple[keras.Variable, float]]:
-    """The optimizer's per-weight state, with the value each starts from."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    start = float(getattr(inner, "initial_accumulator_value", 0.0))
-    return [
-        (v, start)
-        for v in inner.variables
-        if v.value.dtype.is_floating
-        and v.value.shape.rank
-        # Gradients under way and Keras' own moving average of the weights are not momentum.
-        and not v.path.endswith(("gradient_accumulator", "average"))
-    ]
-
-
-def _warn_of_outlasting_momentum(settings: _Settings, optimizer: Any) -> None:
-    """Classical block momentum and kept local momentum that remembers longer than a block."""
-    rule = settings.rule
-    if not isinstance(rule, algorithms.BMUF) or rule.nesterov or settings.local_state != "keep":
-        return
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    momentum = getattr(inner, "momentum", None) or getattr(inner, "beta_1", None) or 0.0
-    if not isinstance(momentum, int | float) or not 0.0 < momentum < 1.0:
-        return
-    memory = 1.0 / (1.0 - momentum)
-    if rule.block_momentum and memory > settings.sync_period:
-        warnings.warn(
-            f"the local optimizer's momentum {momentum:g} remembers about {memory:.0f} minibatches, "
-            f"longer than a block of sync_period={settings.sync_period}; kept across syncs under "
-            "classical block momentum it is counted twice, and training may diverge. Use "
-            'BMUF(nesterov=True), local_state="reset", or a longer sync_period.',
-            stacklevel=2,
-        )
-
-
-def _checked_rule(rule: Any) -> Any:
-    names = [f"tfpara.{kind.__name__}(...)" for kind in algorithms.RULES]
-    if isinstance(rule, algorithms.RULES):
-        return rule
-    hint = ""
-    if isinstance(rule, type) and rule in algorithms.RULES:
-        hint = f" That is the class: write tfpara.{rule.__name__}() with parentheses."
-    elif isinstance(rule, str):
-        match = [k.__name__ for k in algorithms.RULES if k.__name__.lower() == rule.lower()]
-        hint = f" Write tfpara.{match[0]}(), not its name." if match else ""
-    raise TypeError(f"rule={rule!r} is not a rule object, one of {', '.join(names)}.{hint}")
-
-
-def _checked_period(sync_period: int) -> int:
-    if isinstance(sync_period, bool) or not isinstance(sync_period, int) or sync_period < 1:
-        raise ValueError(
-            f"sync_period={sync_period!r} must be a whole number of minibatches, at least 1."
-        )
-    return sync_period
-
-
-def _checked_averages(averages: Mapping[str, Any]) -> dict[str, Any]:
-    for name, average in averages.items():
-        if not isinstance(average, algorithms.AVERAGES):
-            raise TypeError(
-                f"averages[{name!r}]={average!r} is not an average object, tfpara.EMA(decay) or "
-                "tfpara.MA()."
-            )
-        if name in ("global", "local"):
-            raise ValueError(f"averages: the name {name!r} is taken. Choose another.")
-    return dict(averages)
-
-
-def _checked_local_state(local_state: str) -> str:
-    if local_state not in LOCAL_STATE:
-        raise ValueError(f"local_state={local_state!r} is not one of {', '.join(LOCAL_STATE)}.")
-    return local_state

@@ -16,9 +16,7 @@ import tensorflow as tf
 
 from tfpara.buffers import Layout
 from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
-
-# Columns of a report, one row per replica.
-_SAMPLES, _RUNNING, _NONFINITE, _SIGNATURE = range(4)
+from tfpara.reports import RUNNING, SAMPLES, checks, first_nonfinite
 
 LOCAL_STATE = ("keep", "reset", "average")
 
@@ -106,10 +104,10 @@ class Synchronizer:
         self._slot_layout = _layout(averaged_slots, bucket_bytes)
         self._averaged_slots = averaged_slots
         self._make_variables(make_variable)
-        # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the loop's
-        # iteration too, and would not meet that of a worker which is elsewhere in its loop.
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
+        # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
+        # loop's iteration too, and would not meet that of a worker elsewhere in its loop.
         self._sync = tf.function(
             self._sync_step, autograph=False, experimental_attributes={"_noinline": True}
         )
@@ -241,8 +239,10 @@ class Synchronizer:
         reports = self._exchange_reports(running, began)
         with tf.control_dependencies([reports]):
             met = tf.timestamp()
-        with tf.control_dependencies(self._checks(reports)):
-            total = tf.reduce_sum(reports[:, _SAMPLES])
+        with tf.control_dependencies(
+            checks(reports, self._variables.weight_names, len(self._devices))
+        ):
+            total = tf.reduce_sum(reports[:, SAMPLES])
         committed = tf.cond(
             total > 0.0, lambda: self._commit(reports, total), lambda: tf.constant(0, tf.int64)
         )
@@ -252,69 +252,32 @@ class Synchronizer:
         self._seconds.assign_add(tf.stack([ended - began, met - began]))
         self._pending_steps.assign(0)
         self._pending_samples.assign(tf.zeros_like(self._pending_samples))
-        return tf.reduce_sum(reports[:, _RUNNING]) == 0.0
+        return tf.reduce_sum(reports[:, RUNNING]) == 0.0
 
     def _exchange_reports(self, running: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
         """The table of all replicas' reports, [N, columns], the same on every worker."""
         with tf.control_dependencies([after]):
             samples = self._pending_samples.read_value()
         signature = self._global_signature()
+        bad = [
+            first_nonfinite([v[r] for v in self._variables.weights], device)
+            for r, device in enumerate(self._devices)
+        ]
         rows = []
         for replica in range(len(self._devices)):
             row = [
                 samples[replica],
                 tf.cast(running, tf.float64),
-                tf.cast(self._first_nonfinite(replica), tf.float64),
+                tf.cast(bad[replica], tf.float64),
                 signature,
             ]
             rows.append(tf.stack(row))
         table = self._collectives.all_gather(tf.stack(rows), f"{self._name}/report")
         return tf.reshape(table, [self._num_replicas, len(row)])
 
-    def _first_nonfinite(self, replica: int) -> tf.Tensor:
-        """Index of the first weight with a NaN or Inf, or −1."""
-        with tf.device(self._devices[replica]):
-            # A sum is finite only if every term is: one pass, no temporary of the weight's size.
-            finite = tf.stack(
-                [
-                    tf.math.is_finite(tf.reduce_sum(tf.cast(v[replica], tf.float32)))
-                    for v in self._variables.weights
-                ]
-            )
-            first = tf.argmin(tf.cast(finite, tf.int32), output_type=tf.int32)
-            return tf.where(tf.reduce_all(finite), -1, first)
-
-    def _checks(self, reports: tf.Tensor) -> list[tf.Operation]:
-        """Operations that fail, on every worker alike, where the reports forbid a commit."""
-        bad = reports[:, _NONFINITE]
-        replica = tf.argmax(bad, output_type=tf.int32)
-        index = tf.cast(tf.maximum(bad[replica], 0.0), tf.int32)
-        name = tf.gather(tf.constant(self._variables.weight_names), index)
-        per_worker = len(self._devices)
-        nonfinite = tf.strings.format(
-            "replica {} (worker {}) has NaN or Inf in weight {}; nothing was averaged and the "
-            "other replicas keep their weights. Lower the learning rate or clip the gradients, "
-            "and look at that replica's data.",
-            (replica, replica // per_worker, name),
-        )
-        signatures = reports[:, _SIGNATURE]
-        other = tf.argmax(tf.abs(signatures - signatures[0]), output_type=tf.int32)
-        unequal = tf.strings.format(
-            "replica {} (worker {}) starts from other weights than replica 0. Load the same "
-            "weights on every worker before training.",
-            (other, other // per_worker),
-        )
-        equal = tf.reduce_all(
-            tf.logical_or(signatures == signatures[0], tf.math.is_nan(signatures))
-        )
-        return [
-            tf.debugging.Assert(tf.reduce_all(bad < 0.0), [nonfinite]),
-            tf.debugging.Assert(equal, [unequal]),
-        ]
-
     def _commit(self, reports: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
         """Averages, applies the rule and writes the result; returns 1."""
-        local_samples = reports[self._first_replica :, _SAMPLES][: len(self._devices)]
+        local_samples = reports[self._first_replica :, SAMPLES][: len(self._devices)]
         shares = tf.cast(local_samples / total, tf.float32)
         local = [self._packed(replica) for replica in range(len(self._devices))]
         buffers = self._weighted_sums(local, shares)

@@ -29,8 +29,8 @@ class EMA:
 
     Args:
         decay: β, 0 < β < 1.
-        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the syncs before this one, as TensorFlow
-            does when it is given a counter; young averages then follow the model faster.
+        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the syncs before this one, as
+            TensorFlow does when it is given a counter; young averages then follow the model faster.
         zero_debias: True: Ŵ starts from 0 and is divided by the weight that the models seen so far
             have in it, instead of starting from W_0.
 

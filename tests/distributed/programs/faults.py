@@ -1,0 +1,63 @@
+"""A worker that trains a while and meets a fault of its own making.
+
+Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model), and
+fault: null, "nan" (weights become NaN), "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself),
+"load" (other weights than the chief's), "leave" (exits with 0 in the middle of training).
+"""
+
+import json
+import os
+import signal
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpara
+
+
+class Fault(keras.callbacks.Callback):
+    def __init__(self, strategy, kind):
+        super().__init__()
+        self.strategy, self.kind = strategy, kind
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4:
+            print("fault", self.kind, flush=True)
+            if self.kind == "nan":
+                self.model.layers[-1].kernel.value.values[0].assign(
+                    np.full((7, 4), np.nan, "float32")
+                )
+            elif self.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.kind == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif self.kind == "leave":
+                sys.exit(0)
+
+
+def main():
+    options = json.loads(sys.argv[1])
+    fault = options.pop("fault", None)
+    units = options.pop("units", 7)
+    rule = eval(options.pop("rule", "tfpara.BSP()"))
+    strategy = tfpara.PeriodicSyncStrategy(
+        rule, **{"sync_period": 3, "timeout_seconds": 5, "startup_timeout_seconds": 30, **options}
+    )
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(units), keras.layers.Dense(4, name="last")]
+        )
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    if fault == "load":
+        model.set_weights([w + 1.0 for w in model.get_weights()])
+    x = np.random.default_rng(0).normal(size=(400, 6)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :4])).batch(8)
+    callbacks = [Fault(strategy, fault)] if fault in ("nan", "kill", "stop", "leave") else []
+    model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+    print("trained", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Faults end in one clear message and a non-zero exit on every worker that is left."""
+
+import os
+import signal
+
+import pytest
+from cluster_of_processes import Workers, run
+
+
+def both(option, other):
+    return run("faults.py", [option, other])
+
+
+def test_without_a_fault_all_train():
+    for result in both({}, {}):
+        assert result.returncode == 0, result.output
+        assert "trained" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "other", "words"),
+    [
+        ({}, {"sync_period": 4}, ["sync_period: worker 0 has '3', worker 1 has '4'"]),
+        ({}, {"rule": "tfpara.BMUF()"}, ["rule: worker 0 has 'BSP()'", "BMUF(block_momentum=0.5"]),
+        ({"data_plan": {"seed": 1}}, {"data_plan": {"seed": 2}}, ["data_plan.seed: worker 0 has"]),
+        ({"data_plan": {"seed": 1}}, {}, ["data_plan.seed: worker 0 has", "worker 1 has None"]),
+        ({}, {"local_state": "reset"}, ["local_state: worker 0 has 'keep'"]),
+        ({}, {"units": 8}, ["(6, 7)", "(6, 8)", "model, variable"]),
+    ],
+)
+def test_different_settings_are_named_before_the_first_step(option, other, words):
+    for result in both(option, other):
+        assert result.returncode != 0
+        assert "trained" not in result.output
+        for word in ["FingerprintError", *words]:
+            assert word in result.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("nan", "replica 1 (worker 1) has NaN or Inf in weight "),
+        ("load", "replica 1 (worker 1) starts from other weights than replica 0"),
+    ],
+)
+def test_bad_weights_on_one_worker_stop_all(fault, message):
+    for result in both({}, {"fault": fault}):
+        assert result.returncode != 0
+        assert message in result.output
+
+
+@pytest.mark.parametrize("fault", ["kill", "leave"])
+def test_a_dead_peer_is_named(fault):
+    with Workers("faults.py", [{}, {"fault": fault}]) as workers:
+        survivor, gone = workers.results()
+    assert gone.returncode == (-signal.SIGKILL if fault == "kill" else 0)
+    assert survivor.returncode != 0
+    assert "trained" not in survivor.output
+    assert f"worker 1 ({workers.addresses[1]})" in survivor.output
+
+
+def test_a_silent_peer_is_an_error_after_the_timeout():
+    with Workers("faults.py", [{}, {"fault": "stop"}]) as workers:
+        try:
+            output = workers.processes[0].communicate(timeout=120)[0]
+        finally:
+            os.kill(workers.processes[1].pid, signal.SIGCONT)
+        assert workers.processes[0].returncode != 0
+        assert "trained" not in output
+        assert "timeout_seconds=5" in output

@@ -1,0 +1,55 @@
+"""What a failed synchronisation means, in one sentence that names the worker."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from tfpara.cluster import Cluster, unreachable
+
+_PROBE_SECONDS = 3.0
+
+
+def explain(error: BaseException, cluster: Cluster, timeout_seconds: float) -> str | None:
+    """One sentence on an error that a collective raised; None if it is about something else.
+
+    Args:
+        error: what `fit` or another call raised.
+        cluster: the workers; those that no longer accept a connection are named.
+        timeout_seconds: the strategy's, named if a worker was silent for longer.
+    """
+    import tensorflow as tf
+
+    if not isinstance(error, tf.errors.OpError):
+        return None
+    text = str(error.message)
+    if "assertion failed: [replica" in text:
+        start = text.index("assertion failed: [") + len("assertion failed: [")
+        return text[start:].split("]\n")[0].replace('\\"', '"').replace("\\'", "'")
+    if cluster.num_workers == 1 or not ("ollective" in text or "RecvBuf" in text):
+        return None
+    gone = unreachable(cluster, _PROBE_SECONDS)
+    if gone:
+        return f"a sync failed because {' and '.join(gone)} is gone; start all workers again."
+    if isinstance(error, tf.errors.DeadlineExceededError):
+        return (
+            f"a sync failed because a worker was silent for longer than timeout_seconds="
+            f"{timeout_seconds:g}, though all still accept connections. If one is only slow (first "
+            "step, uneven machines), give a longer timeout_seconds."
+        )
+    return "a sync failed because another worker stopped; its own output says why."
+
+
+def explain_uncaught(cluster: Cluster, timeout_seconds: float) -> None:
+    """Adds the explanation below the traceback of an error that ends the program."""
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        previous(kind, error, traceback)
+        sentence = explain(error, cluster, timeout_seconds)
+        if sentence:
+            print(f"tfpara: {sentence}", file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
