@@ -2,8 +2,8 @@
 
 The division of an epoch is that of `input.blocks`: a function of (seed, epoch, N) alone, so that
 workers agree on it without speaking. A worker reads window by window the utterances that overlap
-it, and splices and normalises only the frames of its own minibatches. Memory holds
-about three windows of unspliced frames (`shuffle_frames` * 484 bytes each), whatever the corpus.
+it, and splices and normalises only the frames of its own minibatches. Memory does not grow with the
+corpus: it holds under ten windows of unspliced frames, 0.3 GB at the default `shuffle_frames`.
 """
 
 from collections.abc import Sequence

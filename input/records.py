@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from google.protobuf.message import DecodeError
 
 _HEADER, _FOOTER = 12, 4  # bytes: length and its checksum; checksum of the data
 
@@ -83,12 +84,19 @@ def read(file: int, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndar
 
 def decode(data: bytes, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """`encode` backwards, checked against the index. Raises CorpusError as `read` does."""
-    example = tf.train.Example.FromString(data).features.feature
-    (name,) = example["id"].bytes_list.value
-    if name.decode() != place.id:
-        raise CorpusError(f"{place}: the record is that of utterance {name.decode()}")
-    labels = np.frombuffer(example["labels"].bytes_list.value[0], "<i4")
-    features = np.frombuffer(example["features"].bytes_list.value[0], "<f4")
+    try:
+        example = tf.train.Example.FromString(data).features.feature
+        name, labels, features = (
+            example[key].bytes_list.value[0] for key in ("id", "labels", "features")
+        )
+        labels, features = np.frombuffer(labels, "<i4"), np.frombuffer(features, "<f4")
+    except (DecodeError, IndexError, ValueError) as error:
+        raise CorpusError(
+            f"{place}: the record is not an example of id, labels (int32) and features (float32)"
+        ) from error
+    found = name.decode("utf-8", "replace")
+    if found != place.id:
+        raise CorpusError(f"{place}: the record is that of utterance {found}")
     if len(labels) != place.frames:
         raise CorpusError(
             f"{place}: it has labels for {len(labels)} frames where the index says {place.frames}"

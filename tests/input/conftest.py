@@ -9,7 +9,7 @@ from input import corpus, index
 OPTIONS = corpus.Options(
     train_minutes=0.6,
     validation_minutes=0.15,
-    test_minutes=0.15,
+    test_minutes=0.3,
     train_speakers=5,
     validation_speakers=2,
     test_speakers=3,

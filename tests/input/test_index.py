@@ -207,9 +207,19 @@ def rename(feature):
     feature["id"].bytes_list.value[0] = b"somebody-else"
 
 
+def drop_labels(feature):
+    del feature["labels"]
+
+
+def odd_bytes(feature):
+    feature["features"].bytes_list.value[0] += b"x"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (drop_labels, "not an example of id, labels"),
+        (odd_bytes, "not an example of id, labels"),
         (narrow, "frames are 80 wide where the index says 120"),
         (shorten_labels, r"labels for \d+ frames where the index says \d+"),
         (wrong_class, r"label 9999 is not one of the \d+ classes"),
