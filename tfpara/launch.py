@@ -88,18 +88,32 @@ def _command(words: Sequence[str]) -> list[str]:
     return words
 
 
+def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[cluster.Cluster]:
+    """The views that `count` workers of this machine have of their cluster, the chief's first.
+
+    Args:
+        count: workers.
+        host: an address of this machine.
+        port: the first worker's port, the others' follow; 0 takes free ones.
+
+    Raises:
+        LaunchError: the host is not this machine's, or a port is in use.
+    """
+    host = host.strip("[]")
+    shown = f"[{host}]" if ":" in host else host
+    addresses = tuple(f"{shown}:{number}" for number in _ports(host, port, count))
+    tasks = [("chief", 0), *(("worker", index) for index in range(count - 1))]
+    return [cluster.Cluster(addresses, *task, has_chief_job=True) for task in tasks]
+
+
 def _environments(options: argparse.Namespace) -> list[dict[str, str]]:
     """One environment per worker, by rank."""
     count = options.workers
-    host = options.host.strip("[]")
-    shown = f"[{host}]" if ":" in host else host
-    addresses = tuple(f"{shown}:{port}" for port in _ports(host, options.port, count))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
     asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
     common = {"PYTHONUNBUFFERED": "1", **default, **os.environ, **asked}
-    tasks = [("chief", 0), *(("worker", index) for index in range(count - 1))]
-    clusters = (cluster.Cluster(addresses, *task, has_chief_job=True) for task in tasks)
+    clusters = local_clusters(count, options.host, options.port)
     return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -99,11 +100,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         found = cluster.read()
         # The grandparent's constructor: the parent's would build its own extended class.
-        tf.distribute.Strategy.__init__(self, _PeriodicSyncExtended(self, settings, devices))
+        extended = _PeriodicSyncExtended(self, settings, devices, found)
+        tf.distribute.Strategy.__init__(self, extended)
         del startup_timeout_seconds
         if found.num_workers > 1:
             failures.explain_uncaught(found, timeout_seconds)
-        extended = self.extended
         extended.start(
             {
                 **extended.settings.fingerprint(),
@@ -241,7 +242,11 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     _enable_check_health = False
 
     def __init__(
-        self, strategy: PeriodicSyncStrategy, settings: Settings, devices: Sequence[str] | None
+        self,
+        strategy: PeriodicSyncStrategy,
+        settings: Settings,
+        devices: Sequence[str] | None,
+        found: cluster.Cluster,
     ) -> None:
         self._wanted_devices = devices
         self.optimizer_stepped = False
@@ -251,7 +256,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._created = 0
         super().__init__(
             strategy,
-            cluster_resolver=tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+            cluster_resolver=_resolver(found),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
         rule = settings.rule.resolve(self._num_replicas_in_sync)
@@ -436,17 +441,32 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
         # The parent takes one CPU device at most.
-        if self._wanted_devices is None:
-            return super()._initialize_local_devices(cluster_resolver, worker_device)
+        wanted = self._wanted_devices
+        if wanted is None:
+            gpus = tf.config.list_logical_devices("GPU")
+            wanted = [f"GPU:{index}" for index in range(len(gpus))] or ["CPU:0"]
         available = [d.name.split("device:")[-1] for d in tf.config.list_logical_devices()]
-        missing = [d for d in self._wanted_devices if d.upper() not in available]
-        if missing or not self._wanted_devices:
+        missing = [d for d in wanted if d.upper() not in available]
+        if missing or not wanted:
             raise ValueError(
-                f"devices={list(self._wanted_devices)!r}: this process has {available}. Logical "
+                f"devices={list(wanted)!r}: this process has {available}. Logical "
                 "CPU devices are made by tf.config.set_logical_device_configuration."
             )
-        kind = self._wanted_devices[0].upper().split(":")[0]
-        return tuple(f"{worker_device}/device:{d.upper()}" for d in self._wanted_devices), kind
+        kind = wanted[0].upper().split(":")[0]
+        return tuple(f"{worker_device}/device:{d.upper()}" for d in wanted), kind
+
+
+def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """TensorFlow's form of our cluster, which has been validated; TF_CONFIG is not read again."""
+    if found.num_workers == 1:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    jobs = json.loads(found.tf_config())["cluster"]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=found.task_type,
+        task_id=found.task_index,
+        rpc_layer="grpc",
+    )
 
 
 def _plain_variable(value: Any, name: str) -> tf.Variable:

@@ -1,0 +1,98 @@
+"""One process of a benchmark: trains the papers' DNN on data in memory and prints its figures.
+
+Started by scripts.benchmark, which writes a line to its standard input when all are ready.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+
+def main(options: dict[str, Any]) -> None:
+    """Runs what `options["system"]` says; prints READY, waits for a line, prints a JSON line."""
+    figures = {"plain": _train, "tfpara": _train, "all_reduce": _all_reduce}[options["system"]]
+    print(json.dumps(figures(options)), flush=True)
+
+
+def _wait_for_the_others() -> None:
+    print("READY", flush=True)
+    sys.stdin.readline()
+
+
+def _train(options: dict[str, Any]) -> dict[str, Any]:
+    import contextlib
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tfpara
+    from models.dnn import dnn
+
+    strategy = None
+    if options["system"] == "tfpara":
+        strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=options["sync_period"])
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = dnn(1320, 5723, layers=6, width=1024)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    batch, steps = options["batch"], options["steps"]
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(batch, 1320)).astype("float32")
+    y = rng.integers(0, 5723, batch).astype("int32")
+
+    def repeated(_: Any = None) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors((x, y)).repeat()
+
+    data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
+    model.fit(data, epochs=1, steps_per_epoch=max(4, options["sync_period"] or 0), verbose=0)
+    before = strategy.statistics() if strategy else None
+    _wait_for_the_others()
+    began = time.time()
+    model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0)
+    ended = time.time()
+    figures = {"began": began, "ended": ended, "samples": steps * batch}
+    if strategy and before:
+        now = strategy.statistics()
+        syncs = now.syncs - before.syncs
+        waited = now.wait_seconds - before.wait_seconds
+        synced = now.sync_seconds - before.sync_seconds
+        figures["sync_ms"] = 1000 * (synced - waited) / syncs
+        figures["wait_ms"] = 1000 * waited / syncs
+        figures["sync_fraction"] = synced / (ended - began)
+    return figures
+
+
+def _all_reduce(options: dict[str, Any]) -> dict[str, Any]:
+    """A bare all-reduce of as many bytes, in buckets that travel in parallel."""
+    import tensorflow as tf
+
+    import tfpara
+    from tfpara.buffers import Layout
+
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1)
+    layout = Layout([tf.TensorShape([options["elements"]])], options["bucket_bytes"])
+    buffers = [tf.ones([size]) for size in layout.bucket_sizes]
+    collectives = strategy.extended.collectives
+
+    @tf.function
+    def reduce() -> tf.Tensor:
+        return tf.add_n([b[0] for b in collectives.all_reduce(buffers, "bare")])
+
+    times = []
+    reduce()
+    _wait_for_the_others()
+    for _ in range(options["steps"]):
+        collectives.barrier("bare")
+        began = time.perf_counter()
+        reduce().numpy()
+        times.append(time.perf_counter() - began)
+    times.sort()
+    return {"sync_ms": 1000 * times[len(times) // 2], "buckets": len(buffers)}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
