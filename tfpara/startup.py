@@ -168,8 +168,10 @@ def _hellos(listener: socket.socket) -> Iterator[_Hello | None]:
 
 def _admit(cluster: Cluster, guests: dict[int, socket.socket], hello: _Hello) -> str | None:
     """Adds a worker to `guests`; returns what is wrong with it, or None."""
+    if not _is_open(hello.guest):  # it came, died and may be started again
+        return None
     former = guests.get(hello.rank)
-    twins = former is not None and _is_open(former)  # else it came, died and was started again
+    twins = former is not None and _is_open(former)
     guests[-1 if twins else hello.rank] = hello.guest
     if hello.cluster != _view(cluster):
         return (
