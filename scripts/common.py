@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -151,7 +152,7 @@ def _runtime_message(error: Exception) -> str | None:
     cluster = tfpara.cluster.read()
     gone = tfpara.cluster.unreachable(cluster, _PEER_SECONDS)
     who = f"not reachable: {', '.join(gone)}" if gone else "all other workers still answer"
-    return f"a sync with the other workers failed ({who}). {_first_sentence(text)}"
+    return f"a sync with the other workers failed ({who}). {_cause(text)}"
 
 
 def _assertion(text: str) -> str:
@@ -159,15 +160,23 @@ def _assertion(text: str) -> str:
     start = text.find("assertion failed: [")
     if start >= 0:
         text = text[start + len("assertion failed: [") :].split("]\n")[0]
+        return _cause(re.sub(r"\\(.)", r"\1", text))
     for mark in ("CorpusError: ", "ValueError: "):
         if mark in text:
             text = text.split(mark, 1)[1]
-    return _first_sentence(text)
+    return _cause(text)
 
 
-def _first_sentence(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[0].rstrip("]").strip() if lines else ""
+def _cause(text: str) -> str:
+    """The first line that says something, without the places in the graph."""
+    text = re.sub(r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*?\]|\[type\.googleapis.*", " ", text)
+    for line in text.splitlines():
+        line = " ".join(line.split())
+        if line and not re.match(
+            r"Graph execution error|Detected at node|<stack|\d+ root error", line
+        ):
+            return line
+    return "TensorFlow gives no cause."
 
 
 def _one_line(error: Exception) -> str:

@@ -17,7 +17,9 @@ def training_epoch(corpus: index.CorpusIndex, strategy: Any, epoch: int, **plan:
 def held_out(
     corpus: index.CorpusIndex, split: str, strategy: Any, minibatch: int, context: int
 ) -> Any:
-    """A split in its own order, shared by the strategy's replicas."""
+    """A split in its own order, shared by the strategy's replicas; none is left without frames."""
+    replicas = strategy.num_replicas if strategy else 1
+    minibatch = max(1, min(minibatch, corpus.num_frames(split) // replicas))
     plan = {"minibatch": minibatch, "context": context, "shuffle": False}
     return _distributed(corpus, split, strategy, sync_period=1, epoch=0, seed=0, **plan)
 

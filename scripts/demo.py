@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -66,6 +67,8 @@ _RUNS = (
 
 def main() -> None:
     started = time.monotonic()
+    # So that a run under way is ended with the demo.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     out = Path(_OUT.value)
     with common.bad_input():
         out.mkdir(parents=True, exist_ok=True)

@@ -197,7 +197,7 @@ def _model(corpus: index.CorpusIndex, strategy: Any) -> keras.Model:
 
 
 def _partition(corpus: index.CorpusIndex, strategy: Any) -> Any:
-    return pipeline.partition(
+    partition = pipeline.partition(
         corpus,
         "train",
         num_replicas=strategy.num_replicas if strategy else 1,
@@ -205,6 +205,13 @@ def _partition(corpus: index.CorpusIndex, strategy: Any) -> Any:
         sync_period=_PERIOD.value,
         shuffle_frames=_SHUFFLE.value,
     )
+    if partition.num_minibatches < partition.num_replicas:
+        raise ValueError(
+            f"--minibatch={_MINIBATCH.value} makes {partition.num_minibatches} minibatches of the "
+            f"{partition.num_frames} training frames, too few for {partition.num_replicas} "
+            "replicas. Lower it, or start fewer replicas."
+        )
+    return partition
 
 
 def _fit(

@@ -97,9 +97,10 @@ class Telemetry(keras.callbacks.Callback):
         self._write()
 
     def _mark(self) -> _Mark:
+        seconds = time.perf_counter()
         strategy = self.model.distribute_strategy
         found = strategy.statistics() if hasattr(strategy, "statistics") else None
-        return _Mark(time.perf_counter(), self._steps, found)
+        return _Mark(seconds, self._steps, found)
 
     def _measured(self, first: _Mark, last: _Mark) -> dict[str, float]:
         seconds = max(last.seconds - first.seconds, 1e-9)

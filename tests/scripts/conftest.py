@@ -1,0 +1,75 @@
+"""A tiny corpus, and the programs run as a user runs them."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from input import corpus
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass
+class Ended:
+    """A program that has ended."""
+
+    returncode: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def corpus_directory(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("corpus") / "tiny")
+    options = corpus.Options(
+        train_minutes=0.5,
+        validation_minutes=0.1,
+        test_minutes=0.1,
+        train_speakers=3,
+        validation_speakers=1,
+        test_speakers=1,
+        seed=5,
+    )
+    corpus.prepare(directory, options)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def run():
+    """run("train", "--flag", ..., workers=2): runs scripts.train, under the launcher if asked."""
+
+    def call(program, *flags, workers=1):
+        command = ["-m", f"scripts.{program}", *map(str, flags)]
+        if workers > 1:
+            launch = ["-m", "tfpara.launch", "-n", str(workers), "--threads", "1", "--"]
+            command = [*launch, sys.executable, *command]
+        environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+        environ |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
+        environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # as the programs set it themselves
+        ended = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def run_well(run):
+    """As `run`, but the program must succeed."""
+
+    def call(*arguments, **more):
+        ended = run(*arguments, **more)
+        assert ended.returncode == 0, ended.out + ended.err
+        return ended
+
+    return call

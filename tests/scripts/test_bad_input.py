@@ -1,0 +1,75 @@
+"""One clear line and a non-zero exit, on every worker, for what the user can put right."""
+
+import json
+
+import pytest
+
+SMALL = ("--layers=1", "--width=16", "--context=1", "--minibatch=64", "--epochs=1")
+
+
+def assert_one_line(err, *words):
+    lines = [line for line in err.splitlines() if "absl::InitializeLog" not in line]
+    lines = [line for line in lines if not line.startswith(("I0000", "E0000", "W0000"))]
+    assert len(lines) == 1, err
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--sync_period=0",), ("sync_period", "0")),
+        (("--rule=adam",), ("rule", "adam", "easgd")),
+        (("--no_such_flag=1",), ("no_such_flag",)),
+        (("epochs=3",), ("epochs=3", "--name=value")),
+        (("--corpus=/nowhere",), ("/nowhere", "scripts.prepare_speech")),
+        (("--block_momentum=1.0",), ("block_momentum=1.0", "[0, 1)")),
+        (("--rule=none", "--ema_decay=0.9"), ("--ema_decay", "--rule=none")),
+        (("--init=/nowhere.weights.h5",), ("/nowhere.weights.h5", "does not exist")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
+def test_train(run, corpus_directory, tmp_path, flags, words):
+    run_dir = tmp_path / "run"
+    ended = run("train", f"--corpus={corpus_directory}", f"--run_dir={run_dir}", *SMALL, *flags)
+    assert ended.returncode != 0
+    assert_one_line(ended.err, "train: ", *words)
+    assert not run_dir.exists()
+
+
+def test_evaluate_of_no_run(run, tmp_path):
+    ended = run("evaluate", f"--run_dir={tmp_path}")
+    assert ended.returncode != 0
+    assert_one_line(ended.err, "evaluate: ", str(tmp_path), "model.json")
+
+
+def worker_lines(ended, prefix):
+    found = [line.removeprefix(prefix) for line in ended.err.splitlines() if prefix in line]
+    return "\n".join(line.strip() for line in found)
+
+
+def test_every_worker_says_what_is_wrong(run, corpus_directory, tmp_path):
+    flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path / 'run'}", *SMALL)
+    ended = run("train", *flags, "--rule=easgd", "--elasticity=0.7", workers=2)
+    assert ended.returncode == 1
+    for prefix in ("[chief]", "[worker 1]"):
+        assert_one_line(worker_lines(ended, prefix), "train: ", "elasticity=0.7", "unstable")
+    assert not (tmp_path / "run").exists()
+
+
+def test_divergence_names_the_replica_and_the_weight(run, corpus_directory, tmp_path):
+    flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path}", *SMALL)
+    ended = run("train", *flags, "--learning_rate=1e30", "--sync_period=3", workers=2)
+    assert ended.returncode == 1
+    for prefix in ("[chief]", "[worker 1]"):
+        line = worker_lines(ended, prefix)
+        assert_one_line(line, "train: ", "replica 0 (worker 0) has NaN or Inf in weight", "kernel")
+    assert not (tmp_path / "model.weights.h5").exists()
+
+
+def test_a_damaged_run(run, tmp_path):
+    (tmp_path / "model.json").write_text(json.dumps({"dnn": {"input_dim": -1}}))
+    (tmp_path / "model.weights.h5").write_bytes(b"")
+    ended = run("export", f"--run_dir={tmp_path}")
+    assert ended.returncode != 0
+    assert_one_line(ended.err, "export: ", "model.json")

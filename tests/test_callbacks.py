@@ -1,0 +1,128 @@
+"""Tests of tfpara/callbacks.py."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+
+PERIOD, BATCH, COUNT = 3, 8, 100  # 13 steps: four blocks and an open one
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(COUNT, 4)).astype(np.float32)
+Y = RNG.integers(0, 3, COUNT)
+
+
+def make_model(strategy=None):
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.5), loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.fixture
+def elastic():
+    """A strategy whose global model is not its local one, even with one replica."""
+    return tfpara.PeriodicSyncStrategy(tfpara.EASGD(0.1), sync_period=PERIOD)
+
+
+def scalars(directory):
+    """{tag: {step: value}} of all event files."""
+    found = {}
+    for path in directory.glob("events.out.tfevents.*"):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                number = float(tf.make_ndarray(value.tensor))
+                found.setdefault(value.tag, {})[event.step] = number
+    return found
+
+
+@pytest.mark.parametrize("which", ["global", "local"])
+def test_held_out_scores_the_weights_asked_for(elastic, which):
+    model = make_model(elastic)
+    held_out = tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(8)
+    other = {"global": "local", "local": "global"}[which]
+    log = model.fit(
+        X, Y, batch_size=BATCH, verbose=0, callbacks=[tfpara.callbacks.HeldOut(held_out, which)]
+    ).history
+    loss = {}
+    for name in (which, other):
+        with elastic.weights(model, name):
+            logits = model(X[:20]).numpy().astype(np.float64)
+        log_z = np.log(np.exp(logits).sum(1))
+        loss[name] = float(np.mean(log_z - logits[np.arange(20), Y[:20]]))
+    assert abs(loss[which] - loss[other]) > 1e-3
+    assert log["validation_loss"][0] == pytest.approx(loss[which], abs=1e-5)
+    assert set(log) >= {"validation_accuracy", "loss", "accuracy"}
+
+
+def test_held_out_works_without_a_strategy():
+    model = make_model()
+    callback = tfpara.callbacks.HeldOut(
+        tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), name="dev"
+    )
+    log = model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[callback]).history
+    assert log["dev_loss"][1] == pytest.approx(model.evaluate(X, Y, verbose=0)[0], abs=1e-5)
+
+
+def test_telemetry_logs_and_writes_every_epoch(elastic, tmp_path):
+    model = make_model(elastic)
+    held_out = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    callbacks = [tfpara.callbacks.Telemetry(tmp_path), tfpara.callbacks.HeldOut(held_out)]
+    log = model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks).history
+    written = scalars(tmp_path)
+    expected = {"loss", "accuracy", "validation_loss", "samples_per_second"}
+    assert set(written) >= expected | {"sync_ms", "sync_fraction", "distance"}
+    assert set(written) == set(log)
+    for name, values in log.items():
+        assert written[name] == pytest.approx(dict(enumerate(values)))
+
+
+def test_telemetry_divides_the_counts_by_the_time(elastic, monkeypatch):
+    """Clock and counters in the test's hands: 2 s, of which 0.5 s in 5 syncs, for 92 samples."""
+    model = make_model(elastic)
+    marks = iter(
+        [
+            (10.0, tfpara.SyncStatistics(1, 8, 0, 0.25, 0.0, 0.0)),
+            (12.0, tfpara.SyncStatistics(13, 100, 5, 0.75, 0.0, 0.125)),
+        ]
+    )
+    telemetry = tfpara.callbacks.Telemetry()
+    telemetry.set_model(model)
+
+    class Clock:
+        @staticmethod
+        def perf_counter():
+            seconds, statistics = next(marks)
+            monkeypatch.setattr(elastic, "statistics", lambda: statistics)
+            return seconds
+
+    monkeypatch.setattr("tfpara.callbacks.time", Clock)
+    telemetry.on_epoch_begin(0)
+    for step in range(13):
+        telemetry.on_train_batch_end(step)
+    log = {}
+    telemetry.on_epoch_end(0, log)
+    assert log == pytest.approx(
+        {"samples_per_second": 46.0, "sync_ms": 100.0, "sync_fraction": 0.25, "distance": 0.125}
+    )
+
+
+def test_telemetry_without_a_strategy_counts_what_it_is_told(tmp_path):
+    model = make_model()
+    telemetry = tfpara.callbacks.Telemetry(tmp_path, samples_per_epoch=COUNT)
+    log = model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[telemetry]).history
+    assert log["samples_per_second"][0] > 0
+    assert "sync_ms" not in log
+    assert set(scalars(tmp_path)) == set(log)
+
+
+def test_only_the_chief_writes(elastic, tmp_path, monkeypatch):
+    model = make_model(elastic)
+    monkeypatch.setattr(type(elastic), "is_chief", False)
+    telemetry = tfpara.callbacks.Telemetry(tmp_path)
+    log = model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[telemetry]).history
+    assert "samples_per_second" in log
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,116 @@
+"""Tests of tfpara/export.py."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+from tfpara.export import export
+
+X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+
+# Run in a fresh, isolated interpreter: nothing of the project can be imported.
+RELOAD = """
+import sys
+import numpy as np, tensorflow as tf
+assert not any(m.split(".")[0] in ("tfpara", "models", "input") for m in sys.modules)
+signature = tf.saved_model.load(sys.argv[1]).signatures["serving_default"]
+inputs = {name: np.load(sys.argv[2]) for name in signature.structured_input_signature[1]}
+np.savez(sys.argv[3], **{name: t.numpy() for name, t in signature(**inputs).items()})
+"""
+
+
+def outputs_in_a_fresh_process(path, x, tmp_path):
+    np.save(tmp_path / "x.npy", x)
+    arguments = [str(path), str(tmp_path / "x.npy"), str(tmp_path / "y.npz")]
+    subprocess.run(
+        [sys.executable, "-I", "-c", RELOAD, *arguments], check=True, cwd=tmp_path, timeout=120
+    )
+    return dict(np.load(tmp_path / "y.npz"))
+
+
+def make_model(strategy=None):
+    with (strategy or tf.distribute.get_strategy()).scope():
+        layers = [keras.Input((4,), name="x"), keras.layers.Dense(6, activation="relu")]
+        model = keras.Sequential([*layers, keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
+    return model
+
+
+def test_a_fresh_process_computes_the_same(tmp_path):
+    model = make_model()
+    export(
+        model,
+        tmp_path / "model",
+        signature=[tf.TensorSpec([None, 2], tf.float32, name="raw")],
+        preprocessing=lambda raw: tf.concat([raw, 2.0 * raw], 1),
+        postprocessing=lambda y: {"y": y, "log_posteriors": tf.nn.log_softmax(y)},
+    )
+    expected = model(np.concatenate([X[:, :2], 2 * X[:, :2]], 1)).numpy()
+    found = outputs_in_a_fresh_process(tmp_path / "model", X[:, :2], tmp_path)
+    assert set(found) == {"y", "log_posteriors"}
+    np.testing.assert_allclose(found["y"], expected, atol=1e-6)
+    np.testing.assert_allclose(np.exp(found["log_posteriors"]).sum(1), 1.0, atol=1e-5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "x.npy", "y.npz"]
+
+
+def test_exports_the_weights_asked_for_and_leaves_the_model_alone(tmp_path):
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.EASGD(0.1), sync_period=3)
+    model = make_model(strategy)
+    model.fit(X, X[:, :3], batch_size=1, epochs=2, verbose=0)
+    before = model.get_weights()
+    outputs = {}
+    for which in ("global", "local"):
+        export(model, tmp_path / which, strategy=strategy, which=which)
+        with strategy.weights(model, which):
+            outputs[which] = model(X).numpy()
+        signature = tf.saved_model.load(tmp_path / which).signatures["serving_default"]
+        (found,) = signature(x=tf.constant(X)).values()
+        np.testing.assert_allclose(found, outputs[which], atol=1e-6)
+    assert np.abs(outputs["global"] - outputs["local"]).max() > 1e-3
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_only_the_chief_writes(tmp_path, monkeypatch):
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=3)
+    monkeypatch.setattr(type(strategy), "is_chief", False)
+    export(make_model(strategy), tmp_path / "model", strategy=strategy)
+    assert not list(tmp_path.iterdir())
+
+
+def test_replaces_a_saved_model_and_keeps_it_when_the_new_one_fails(tmp_path):
+    first, second = make_model(), make_model()
+    export(first, tmp_path / "model")
+
+    def broken(x):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        export(second, tmp_path / "model", preprocessing=broken)
+    for model in (first, second):
+        if model is second:
+            export(second, tmp_path / "model")
+        (found,) = (
+            tf.saved_model.load(tmp_path / "model")
+            .signatures["serving_default"](x=tf.constant(X))
+            .values()
+        )
+        np.testing.assert_allclose(found, model(X), atol=1e-6)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_refuses_a_directory_that_is_something_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is no SavedModel"):
+        export(make_model(), tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_refuses_a_model_without_weights(tmp_path):
+    with pytest.raises(ValueError, match="no weights yet"):
+        export(keras.Sequential([keras.layers.Dense(2)]), tmp_path / "model")
