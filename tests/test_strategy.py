@@ -1,7 +1,7 @@
 """The strategy in one process of several logical CPU devices.
 
-The reference is N plain Keras models, each trained alone on its replica's minibatches, whose weights
-are averaged by hand every τ steps.
+The reference is N plain Keras models, each trained alone on its replica's minibatches, whose
+weights are averaged by hand every τ steps.
 """
 
 import keras
@@ -315,9 +315,8 @@ def test_custom_loop():
     def step(x, y):
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
-        optimizer.apply_gradients(
-            zip(tape.gradient(value, model.trainable_variables), model.trainable_variables)
-        )
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
 
     @tf.function
     def train(iterator):

@@ -18,9 +18,10 @@ _LOCATION = {
     "MA": "tfpara.algorithms",
     "FingerprintError": "tfpara.fingerprint",
     "PeriodicSyncStrategy": "tfpara.strategy",
+    "StartupError": "tfpara.startup",
     "SyncStatistics": "tfpara.synchronizer",
 }
-_MODULES = ("callbacks", "cluster", "export", "launch")
+_MODULES = ("callbacks", "cluster", "export", "launch", "startup")
 
 __all__ = ["__version__", *_LOCATION, *_MODULES]
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 # would otherwise mirror it.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfpara import cluster, failures
+from tfpara import cluster, failures, startup
 from tfpara.collectives import Loopback, TensorFlowCollectives
 from tfpara.fingerprint import agree
 from tfpara.model_variables import replica_variables
@@ -75,6 +75,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         ValueError: a value outside its range.
         tfpara.FingerprintError: workers that were started with different settings.
         tfpara.cluster.ClusterError: TF_CONFIG is wrong.
+        tfpara.StartupError: workers that did not come, or see another cluster.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         found = cluster.read()
         # The grandparent's constructor: the parent's would build its own extended class.
-        extended = _PeriodicSyncExtended(self, settings, devices, found)
-        tf.distribute.Strategy.__init__(self, extended)
-        del startup_timeout_seconds
+        with startup.guard(found, startup_timeout_seconds):
+            extended = _PeriodicSyncExtended(self, settings, devices, found)
+            tf.distribute.Strategy.__init__(self, extended)
         if found.num_workers > 1:
             failures.explain_uncaught(found, timeout_seconds)
         extended.start(

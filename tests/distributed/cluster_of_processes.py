@@ -45,8 +45,14 @@ class Result:
 class Workers:
     """Running workers of one cluster; a context manager that leaves none behind."""
 
-    def __init__(self, program: str, options: list[dict], environ: list[dict] | None = None):
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(len(options))]
+    def __init__(
+        self,
+        program: str,
+        options: list[dict],
+        environ: list[dict] | None = None,
+        absent: int = 0,
+    ):
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(len(options) + absent)]
         self.addresses = addresses
         self.processes = []
         for rank, option in enumerate(options):

@@ -36,6 +36,13 @@ def test_different_settings_are_named_before_the_first_step(option, other, words
             assert word in result.output
 
 
+def test_a_worker_that_never_starts_is_named():
+    with Workers("faults.py", [{"startup_timeout_seconds": 3}], absent=1) as workers:
+        (result,) = workers.results()
+    assert result.returncode != 0
+    assert f"have not started: worker 1 ({workers.addresses[1]})" in result.output
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -1,8 +1,8 @@
 """Two processes of two devices each, against the NumPy simulation."""
 
-import simulation
 import numpy as np
 import pytest
+import simulation
 from cluster_of_processes import run_all_well
 
 MOMENTUM = "keras.optimizers.SGD(0.2, momentum=0.9)"
@@ -27,8 +27,8 @@ RULES = {
     ),
     "easgd": ("tfpara.EASGD(0.2)", "elastic", {"alpha": 0.2}),
 }
-# Replicas 0 and 1 have ten minibatches, as have 2 and 3; and an uneven variant in which one worker's
-# data end early, one replica has a short minibatch and another one fewer.
+# Every replica has ten minibatches; and an uneven variant in which one worker's data end early, one
+# replica has a short minibatch and another one fewer.
 EVEN = [[4] * 10] * 4
 UNEVEN = [[4] * 10, [4] * 9 + [2], [4] * 7, [4] * 6]
 

@@ -1,8 +1,8 @@
 """A worker that trains a small network on data it draws itself, and saves what came of it.
 
-Options (JSON): rule (Python expression), sync_period, local_devices, optimizer (expression), epochs,
-minibatches (a list for each replica of minibatch sizes), local_state, averages, steps_per_execution,
-out (npz path). Weights are initialised differently on each worker on purpose.
+Options (JSON): rule (Python expression), sync_period, local_devices, optimizer (expression),
+epochs, minibatches (a list for each replica of minibatch sizes), local_state, averages,
+steps_per_execution, out (npz path). Weights are initialised differently on each worker on purpose.
 """
 
 import json
