@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfpara import cluster, failures, startup
-from tfpara.collectives import Loopback, TensorFlowCollectives
+from tfpara.collectives import Collectives, Loopback, TensorFlowCollectives
 from tfpara.fingerprint import agree
 from tfpara.model_variables import replica_variables
 from tfpara.settings import (
@@ -225,12 +225,18 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def statistics(self) -> SyncStatistics:
         """What this worker has done so far, over all models of the strategy."""
-        every = [s.statistics() for s in self.extended.synchronizers.values()]
-        if not every:
-            return SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
-        return SyncStatistics(
-            *(sum(c) for c in list(zip(*every, strict=True))[:-1]), every[-1].distance
-        )
+        total = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
+        for synchronizer in self.extended.synchronizers.values():
+            one = synchronizer.statistics()
+            total = SyncStatistics(
+                steps=total.steps + one.steps,
+                samples=total.samples + one.samples,
+                syncs=total.syncs + one.syncs,
+                sync_seconds=total.sync_seconds + one.sync_seconds,
+                wait_seconds=total.wait_seconds + one.wait_seconds,
+                distance=one.distance,
+            )
+        return total
 
 
 class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
@@ -262,21 +268,27 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         )
         rule = settings.rule.resolve(self._num_replicas_in_sync)
         self.settings = dataclasses.replace(settings, rule=rule)
-        self.collectives = Loopback()
-        if self._num_workers > 1:
-            self.collectives = TensorFlowCollectives(
-                self._num_workers,
-                self._id_in_cluster,
-                self.worker_devices[0],
-                settings.timeout_seconds,
-                settings.communication,
-            )
+        # Weights travel between the lead devices, everything small between the hosts.
+        self.collectives = self._collectives(self.worker_devices[0], settings.communication, 0)
+        self.control = self._collectives(f"{self._worker_device}/device:CPU:0", "RING", 1)
+
+    def _collectives(self, device: str, communication: str, group: int) -> Collectives:
+        if self._num_workers == 1:
+            return Loopback()
+        return TensorFlowCollectives(
+            self._num_workers,
+            self._id_in_cluster,
+            device,
+            self.settings.timeout_seconds,
+            communication,
+            group,
+        )
 
     def start(self, fingerprint: Mapping[str, Any]) -> None:
         """Compares the workers' settings."""
         agree(
             {**fingerprint, "devices per worker": len(self.worker_devices)},
-            self.collectives,
+            self.control,
             "start",
         )
 
@@ -305,7 +317,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             f"{n} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
         ]
-        agree({"model": "; ".join(shapes)}, self.collectives, name)
+        agree({"model": "; ".join(shapes)}, self.control, name)
         settings = self.settings
         warn_of_outlasting_momentum(settings, getattr(model, "optimizer", None))
         synchronizer = Synchronizer(
@@ -318,6 +330,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             first_replica=self._id_in_cluster * len(self.worker_devices),
             devices=self.worker_devices,
             collectives=self.collectives,
+            control=self.control,
             name=name,
             make_variable=_plain_variable,
         )
@@ -383,7 +396,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if self._num_workers > 1 and tf.executing_eagerly():
             name = f"metric/{local.dtype.name}"
             flat = tf.reshape(local, [-1])
-            local = tf.reshape(self.collectives.all_reduce([flat], name)[0], local.shape)
+            local = tf.reshape(self.control.all_reduce([flat], name)[0], local.shape)
         return local / self._num_replicas_in_sync if mean else local
 
     # -- variables ---------------------------------------------------------------------------
@@ -433,12 +446,12 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         description = f"{name} {tuple(value.shape)} {value.dtype.name}"
         number = f"variable {self._created}"
         mine = tf.constant([zlib.crc32(description.encode())], tf.int64)
-        everyone = self.collectives.all_gather(mine, "variable/check")
+        everyone = self.control.all_gather(mine, "variable/check")
         if not bool(tf.reduce_all(everyone == everyone[0])):
-            agree({f"model, {number}": description}, self.collectives, "variable/difference")
+            agree({f"model, {number}": description}, self.control, "variable/difference")
         if not (value.dtype.is_floating or value.dtype.is_integer):
             return value
-        return self.collectives.broadcast(value, "variable/value")
+        return self.control.broadcast(value, "variable/value")
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
         # The parent takes one CPU device at most.

@@ -46,11 +46,11 @@ class ReplicaVariables:
     slots: of the optimizer; kept, reset or averaged. slot_resets: their values after a reset.
     """
 
-    weights: list[Sequence[tf.Variable]]
-    weight_names: list[str]
-    state: list[Sequence[tf.Variable]]
-    slots: list[Sequence[tf.Variable]]
-    slot_resets: list[float]
+    weights: Sequence[Sequence[tf.Variable]]
+    weight_names: Sequence[str]
+    state: Sequence[Sequence[tf.Variable]]
+    slots: Sequence[Sequence[tf.Variable]]
+    slot_resets: Sequence[float]
 
 
 class Synchronizer:
@@ -65,7 +65,8 @@ class Synchronizer:
         num_replicas: N, over all workers.
         first_replica: index of this worker's first replica.
         devices: this worker's devices, one for each local replica.
-        collectives: between the workers.
+        collectives: between the workers' lead devices, for the weights.
+        control: between the workers' hosts, for reports.
         name: unique among the synchronizers of a run, the same on every worker.
         make_variable: creates a plain variable, `make_variable(initial_value, name)`.
         bucket_bytes: largest buffer sent in one piece.
@@ -83,6 +84,7 @@ class Synchronizer:
         first_replica: int,
         devices: Sequence[str],
         collectives: Collectives,
+        control: Collectives,
         name: str,
         make_variable: Callable[[Any, str], tf.Variable],
         bucket_bytes: int = 16 << 20,
@@ -97,6 +99,7 @@ class Synchronizer:
         self._devices = list(devices)
         self._lead = self._devices[0]
         self._collectives = collectives
+        self._control = control
         self._name = name
         self._layout = _layout(variables.weights, bucket_bytes)
         self._state_layout = _layout(variables.state, bucket_bytes)
@@ -272,7 +275,7 @@ class Synchronizer:
                 signature,
             ]
             rows.append(tf.stack(row))
-        table = self._collectives.all_gather(tf.stack(rows), f"{self._name}/report")
+        table = self._control.all_gather(tf.stack(rows), f"{self._name}/report")
         return tf.reshape(table, [self._num_replicas, len(row)])
 
     def _commit(self, reports: tf.Tensor, total: tf.Tensor) -> tf.Tensor:

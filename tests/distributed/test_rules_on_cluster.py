@@ -55,7 +55,7 @@ def model(results, prefix):
 
 def check(results, workers, kind, minibatches, settings, **options):
     initial = [results[f"initial_{i}"] for i in range(4)]
-    local, center = simulation.simulate(
+    local, center, loss = simulation.simulate(
         kind,
         initial,
         minibatches,
@@ -71,6 +71,7 @@ def check(results, workers, kind, minibatches, settings, **options):
         np.testing.assert_allclose(model(worker, "global"), center.w, atol=1e-5)
         for name in ("loss", "accuracy", "evaluation"):
             np.testing.assert_array_equal(worker[name], workers[0][name])
+    np.testing.assert_allclose(results["loss"], loss, rtol=1e-5)
     assert workers[0]["syncs"] == len(center.history) - 1
     return center
 

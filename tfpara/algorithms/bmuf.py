@@ -80,9 +80,7 @@ class BMUF:
 
     def resolve(self, num_replicas: int) -> BMUF:
         """This rule with the default η = 1 − 1/N filled in."""
-        if self.block_momentum is not None:
-            return self
-        return dataclasses.replace(self, block_momentum=1.0 - 1.0 / num_replicas)
+        return dataclasses.replace(self, block_momentum=self._momentum(num_replicas))
 
     def init(self, weights: Any) -> BMUFState:
         """State of a run that starts at the flat vector `weights`."""
@@ -90,7 +88,7 @@ class BMUF:
 
     def update(self, state: BMUFState, average: Any, num_replicas: int) -> BMUFState:
         """The global step, from the mean of the local models."""
-        eta = self.resolve(num_replicas).block_momentum
+        eta = self._momentum(num_replicas)
         update = average - self._broadcast(state, eta)
         gain = self.block_learning_rate
         if self.compat == "cntk":
@@ -107,6 +105,10 @@ class BMUF:
         if self.block_momentum is None:
             raise ValueError("Call resolve(num_replicas) first: block_momentum is still None.")
         return self._broadcast(after, self.block_momentum)
+
+    def _momentum(self, num_replicas: int) -> float:
+        eta = self.block_momentum
+        return 1.0 - 1.0 / num_replicas if eta is None else eta
 
     def _broadcast(self, state: BMUFState, eta: float) -> Any:
         if self.nesterov and not self.compat:

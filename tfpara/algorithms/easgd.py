@@ -54,7 +54,7 @@ class EASGD:
     def resolve(self, num_replicas: int) -> EASGD:
         """This rule with the default α filled in, and checked against the stability bound."""
         if self.elasticity is None:
-            return dataclasses.replace(self, elasticity=0.9 / num_replicas)
+            return dataclasses.replace(self, elasticity=self._alpha(num_replicas))
         bound = 2.0 / (num_replicas + 1)
         if self.elasticity >= bound:
             raise ValueError(
@@ -70,8 +70,11 @@ class EASGD:
 
     def update(self, state: EASGDState, average: Any, num_replicas: int) -> EASGDState:
         """The centre's step."""
-        gain = self.resolve(num_replicas).elasticity * num_replicas
+        gain = self._alpha(num_replicas) * num_replicas
         return EASGDState(state.global_model + gain * (average - state.global_model))
+
+    def _alpha(self, num_replicas: int) -> float:
+        return 0.9 / num_replicas if self.elasticity is None else self.elasticity
 
     def restart(self, local: Any, before: EASGDState, after: EASGDState) -> Any:
         """The replica's step, towards the centre as it was before the sync."""

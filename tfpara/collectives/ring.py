@@ -25,6 +25,7 @@ class TensorFlowCollectives:
         device: full name of this worker's lead device.
         timeout_seconds: longest wait for the other workers inside one operation.
         communication: "AUTO", "RING" or "NCCL".
+        group: number of the group; groups on different devices need different ones.
     """
 
     def __init__(
@@ -34,24 +35,20 @@ class TensorFlowCollectives:
         device: str,
         timeout_seconds: float,
         communication: str = "AUTO",
+        group: int = 0,
     ) -> None:
         self.size = size
         self.rank = rank
         self._device = device
         self._timeout = float(timeout_seconds)
         self._communication = communication.lower()
+        self._group_key = _GROUP_KEY + group
         # NCCL needs the same launch order on every worker, which a shared token gives; on the ring
         # a token would only keep the buckets from travelling in parallel.
         self._tokens = []
         if "GPU" in device.upper():
             with tf.device(device), tf.init_scope():
                 self._tokens = [tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[])]
-
-    def with_timeout(self, timeout_seconds: float) -> TensorFlowCollectives:
-        """The same group with another timeout."""
-        return TensorFlowCollectives(
-            self.size, self.rank, self._device, timeout_seconds, self._communication
-        )
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""
@@ -97,7 +94,7 @@ class TensorFlowCollectives:
         instance = f"{name}/{buffer.dtype.name}{buffer.shape}"
         return {
             "group_size": tf.constant(self.size),
-            "group_key": tf.constant(_GROUP_KEY),
+            "group_key": tf.constant(self._group_key),
             "instance_key": tf.constant(zlib.crc32(instance.encode()) & 0x7FFFFFFF),
             "communication_hint": self._communication,
             "timeout_seconds": self._timeout,
