@@ -17,7 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=["tfpara", "tfpara.*"]),
     python_requires=">=3.10",
-    install_requires=["tensorflow>=2.17", "keras>=3.5", "numpy", "absl-py"],
+    install_requires=["tensorflow>=2.17", "keras>=3.5", "numpy", "absl-py", "tensorboard"],
     extras_require={
         # eSpeak NG, which espeakng-loader carries, is GPL-3: never a dependency of the library.
         "speech": ["espeakng-loader", "kaldi-native-fbank", "soxr", "tqdm"],

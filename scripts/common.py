@@ -23,6 +23,9 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 import tfpara.cluster
+import tfpara.failures
+from tfpara.startup import StartupError
+import tfpara.failures
 
 _THREADS = flags.DEFINE_integer(
     "threads",
@@ -37,7 +40,6 @@ _DEVICES = flags.DEFINE_integer(
     "replicas of this process on logical CPU devices; 0: one per GPU, or one on the CPU",
     lower_bound=0,
 )
-_PEER_SECONDS = 3.0
 
 
 class Failure(Exception):
@@ -49,7 +51,7 @@ def bad_input() -> Iterator[None]:
     """Turns the errors of what checks its arguments and files into a `Failure`."""
     try:
         yield
-    except (ValueError, TypeError, OSError, KeyError) as error:
+    except (ValueError, TypeError, OSError, KeyError, StartupError) as error:
         raise Failure(_one_line(error)) from error
 
 
@@ -85,6 +87,20 @@ def setup_tensorflow() -> list[str] | None:
     logical = [tf.config.LogicalDeviceConfiguration()] * _DEVICES.value
     tf.config.set_logical_device_configuration(cpu, logical)
     return [f"CPU:{number}" for number in range(_DEVICES.value)]
+
+
+def part(strategy: Any) -> None:
+    """The end of a program's work with the other workers: call it last on every worker.
+
+    A worker that left at once could take with it the rest of a message that another is reading. One
+    that has heard here from all others knows that they have finished what came before; whether they
+    hear from it does not matter any more.
+    """
+    import tensorflow as tf
+
+    if strategy is not None and strategy.num_workers > 1:
+        with contextlib.suppress(tf.errors.OpError):
+            strategy.extended.control.barrier("end of the program")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -141,30 +157,19 @@ def _leave(code: int) -> NoReturn:
 
 
 def _runtime_message(error: Exception) -> str | None:
-    """One line for an error of a running cluster; None for what is a defect of the program."""
+    """One line for an error of data or of the cluster; None for a defect of the program."""
     import tensorflow as tf
 
     if not isinstance(error, tf.errors.OpError):
         return None
+    explained = tfpara.failures.explain(error, tfpara.cluster.read())
+    if explained:
+        return explained
     text = str(error.message)
-    if isinstance(error, tf.errors.InvalidArgumentError):
-        return _assertion(text)
-    cluster = tfpara.cluster.read()
-    gone = tfpara.cluster.unreachable(cluster, _PEER_SECONDS)
-    who = f"not reachable: {', '.join(gone)}" if gone else "all other workers still answer"
-    return f"a sync with the other workers failed ({who}). {_cause(text)}"
-
-
-def _assertion(text: str) -> str:
-    """What a failed check inside the graph says, without TensorFlow's frame."""
-    start = text.find("assertion failed: [")
-    if start >= 0:
-        text = text[start + len("assertion failed: [") :].split("]\n")[0]
-        return _cause(re.sub(r"\\(.)", r"\1", text))
     for mark in ("CorpusError: ", "ValueError: "):
         if mark in text:
-            text = text.split(mark, 1)[1]
-    return _cause(text)
+            return _cause(text.split(mark, 1)[1])
+    return None
 
 
 def _cause(text: str) -> str:

@@ -44,6 +44,7 @@ def main() -> None:
     scores = model.evaluate(dataset, verbose=0, return_dict=True)
     if strategy is None or strategy.is_chief:
         _report(scores, corpus.num_frames(_SPLIT.value))
+    common.part(strategy)
 
 
 def _strategy(devices: list[str] | None) -> Any:

@@ -101,6 +101,7 @@ def main() -> None:
             _start_run(run_dir, corpus)
     history = _fit(model, strategy, corpus, partition, initial_rates, chief, run_dir)
     _finish(model, strategy, run_dir, history, partition)
+    common.part(strategy)
 
 
 def _learning_rates() -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import TracebackType
 
@@ -10,13 +11,15 @@ from tfpara.cluster import Cluster, unreachable
 _PROBE_SECONDS = 3.0
 
 
-def explain(error: BaseException, cluster: Cluster, timeout_seconds: float) -> str | None:
+def explain(
+    error: BaseException, cluster: Cluster, timeout_seconds: float | None = None
+) -> str | None:
     """One sentence on an error that a collective raised; None if it is about something else.
 
     Args:
         error: what `fit` or another call raised.
         cluster: the workers; those that no longer accept a connection are named.
-        timeout_seconds: the strategy's, named if a worker was silent for longer.
+        timeout_seconds: the strategy's, where it is known.
     """
     import tensorflow as tf
 
@@ -25,17 +28,18 @@ def explain(error: BaseException, cluster: Cluster, timeout_seconds: float) -> s
     text = str(error.message)
     if "assertion failed: [replica" in text:
         start = text.index("assertion failed: [") + len("assertion failed: [")
-        return text[start:].split("]\n")[0].replace('\\"', '"').replace("\\'", "'")
+        return re.sub(r"\\(.)", r"\1", text[start:].split("]\n")[0])
     if cluster.num_workers == 1 or not ("ollective" in text or "RecvBuf" in text):
         return None
     gone = unreachable(cluster, _PROBE_SECONDS)
     if gone:
         return f"a sync failed because {' and '.join(gone)} is gone; start all workers again."
     if isinstance(error, tf.errors.DeadlineExceededError):
+        value = "" if timeout_seconds is None else f"={timeout_seconds:g}"
         return (
-            f"a sync failed because a worker was silent for longer than timeout_seconds="
-            f"{timeout_seconds:g}, though all still accept connections. If one is only slow (first "
-            "step, uneven machines), give a longer timeout_seconds."
+            f"a sync failed because a worker was silent for longer than timeout_seconds{value}, "
+            "though all still accept connections. If one is only slow (first step, uneven "
+            "machines), give a longer timeout_seconds."
         )
     return "a sync failed because another worker stopped; its own output says why."
 

@@ -87,7 +87,7 @@ class Synchronizer:
         control: Collectives,
         name: str,
         make_variable: Callable[[Any, str], tf.Variable],
-        bucket_bytes: int = 16 << 20,
+        bucket_bytes: int = 8 << 20,
     ) -> None:
         self._variables = variables
         self._rule = rule
