@@ -25,7 +25,6 @@ from absl import logging as absl_logging
 import tfpara.cluster
 import tfpara.failures
 from tfpara.startup import StartupError
-import tfpara.failures
 
 _THREADS = flags.DEFINE_integer(
     "threads",

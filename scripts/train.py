@@ -86,11 +86,10 @@ flags.adopt_module_key_flags(common)
 
 def main() -> None:
     with common.bad_input():
+        rates = _learning_rates()
         corpus = index.read(_CORPUS.value)
-        devices = common.setup_tensorflow()
-        initial_rates = _learning_rates()
-        init_mark = _file_mark(_INIT.value)
-        strategy = _strategy(devices, _data_plan(corpus, init_mark))
+        data_plan = _data_plan(corpus, _file_mark(_INIT.value))
+        strategy = _strategy(common.setup_tensorflow(), data_plan)
         keras.utils.set_random_seed(_SEED.value)
         model = _model(corpus, strategy)
         partition = _partition(corpus, strategy)
@@ -99,7 +98,7 @@ def main() -> None:
     if chief:
         with common.bad_input():
             _start_run(run_dir, corpus)
-    history = _fit(model, strategy, corpus, partition, initial_rates, chief, run_dir)
+    history = _fit(model, strategy, corpus, partition, rates, chief, run_dir)
     _finish(model, strategy, run_dir, history, partition)
     common.part(strategy)
 

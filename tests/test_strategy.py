@@ -366,6 +366,29 @@ def test_weights_set_by_the_user_become_the_global_model():
         np.testing.assert_array_equal(a, b)
 
 
+def test_compiling_anew_and_freezing_start_a_new_block():
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    initial = model.get_weights()
+    model.layers[0].trainable = False
+    build, optimizer = frozen_model, lambda: keras.optimizers.AdamW(0.01)
+    with strategy.scope():
+        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(distributed(strategy), verbose=0)
+    expected = averaged_by_hand(build, optimizer, initial, replicas=2)
+    for replica in components(strategy, model):
+        for got, want in zip(replica, sorted_like(model, expected), strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def sorted_like(model, weights):
+    """Weights of frozen_model() in the order of `model.weights`, which freezing does not change."""
+    by_shape = {w.shape: w for w in weights}
+    return [by_shape[tuple(v.shape)] for v in model.weights]
+
+
 def test_nan_on_one_replica_is_an_error_that_names_it_and_reaches_nobody_else():
     strategy = make_strategy()
     with strategy.scope():

@@ -260,6 +260,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.tracked: keras.Model | None = None
         self.synchronizers: dict[int, Synchronizer] = {}
         self._models: list[keras.Model] = []
+        self._made_for: dict[int, Any] = {}
         self._created = 0
         super().__init__(
             strategy,
@@ -295,8 +296,11 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     # -- synchronizers -----------------------------------------------------------------------
 
     def synchronizer_for(self, fn: Any) -> Synchronizer | None:
+        """The synchronizer of the model whose step `fn` is, if there is one that still fits it."""
         model = self._model_of(fn)
-        return None if model is None else self.synchronizers.get(id(model))
+        if model is None or self._made_for.get(id(model)) != _identity(model):
+            return None
+        return self.synchronizers[id(model)]
 
     def _model_of(self, fn: Any) -> keras.Model | None:
         # Keras hands its bound train_step or test_step to run().
@@ -312,7 +316,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "strategy.track(model) once before a custom training loop."
             )
         variables = replica_variables(model, self._container_strategy().experimental_local_results)
-        name = f"model{len(self.synchronizers)}"
+        name = f"model{len(self._models)}"
         shapes = [
             f"{n} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
@@ -335,6 +339,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             make_variable=_plain_variable,
         )
         self.synchronizers[id(model)] = synchronizer
+        self._made_for[id(model)] = _identity(model)
         self._models.append(model)  # Keeps the id in use.
         return synchronizer
 
@@ -481,6 +486,11 @@ def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterR
         task_id=found.task_index,
         rpc_layer="grpc",
     )
+
+
+def _identity(model: keras.Model) -> Any:
+    """What a synchronizer was made for; compiling anew or freezing layers changes it."""
+    return getattr(model, "optimizer", None), [id(v) for v in model.trainable_variables]
 
 
 def _plain_variable(value: Any, name: str) -> tf.Variable:

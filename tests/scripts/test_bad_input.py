@@ -1,8 +1,11 @@
 """One clear line and a non-zero exit, on every worker, for what the user can put right."""
 
 import json
+import shutil
 
 import pytest
+
+from input import index
 
 SMALL = ("--layers=1", "--width=16", "--context=1", "--minibatch=64", "--epochs=1")
 
@@ -73,3 +76,20 @@ def test_a_damaged_run(run, tmp_path):
     ended = run("export", f"--run_dir={tmp_path}")
     assert ended.returncode != 0
     assert_one_line(ended.err, "export: ", "model.json")
+
+
+def test_damage_found_on_the_way_names_file_and_offset(run, corpus_directory, tmp_path):
+    damaged = tmp_path / "corpus"
+    shutil.copytree(corpus_directory, damaged)
+    split = index.read(damaged).split("train")
+    place = split.place(len(split) - 1)  # only the first one is read in advance
+    with open(place.path, "r+b") as file:
+        file.seek(place.offset + place.length // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    run_dir = tmp_path / "run"
+    ended = run("train", f"--corpus={damaged}", f"--run_dir={run_dir}", "--rule=none", *SMALL)
+    assert ended.returncode == 1
+    assert_one_line(ended.err, "train: ", place.path, f"at byte {place.offset}")
+    assert not (run_dir / "model.weights.h5").exists()
