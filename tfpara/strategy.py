@@ -33,6 +33,10 @@ from tfpara.settings import (
 )
 from tfpara.steps import after, batch_size, skip_empty
 from tfpara.synchronizer import Synchronizer, SyncStatistics
+from tfpara.watchdog import Watchdog
+
+# Ends collectives that wait for a silent worker.
+from tensorflow.python.eager import context as _context  # isort: skip
 
 # The extended class that MultiWorkerMirroredStrategy builds, and the value types that its
 # reductions see. They have no public names.
@@ -270,17 +274,26 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         rule = settings.rule.resolve(self._num_replicas_in_sync)
         self.settings = dataclasses.replace(settings, rule=rule)
         # Weights travel between the lead devices, everything small between the hosts.
-        self.collectives = self._collectives(self.worker_devices[0], settings.communication, 0)
-        self.control = self._collectives(f"{self._worker_device}/device:CPU:0", "RING", 1)
+        host = f"{self._worker_device}/device:CPU:0"
+        self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
+        self.reports = self._collectives(1, host, "RING")
+        self.control = self._collectives(2, host, "RING", settings.timeout_seconds)
+        if self._num_workers > 1:
+            self._watchdog = Watchdog(settings.timeout_seconds, self._waiting_since, _abort)
 
-    def _collectives(self, device: str, communication: str, group: int) -> Collectives:
+    def _waiting_since(self) -> float:
+        return max((s.waiting_since() for s in list(self.synchronizers.values())), default=0.0)
+
+    def _collectives(
+        self, group: int, device: str, communication: str, timeout_seconds: float = 0.0
+    ) -> Collectives:
         if self._num_workers == 1:
             return Loopback()
         return TensorFlowCollectives(
             self._num_workers,
             self._id_in_cluster,
             device,
-            self.settings.timeout_seconds,
+            timeout_seconds,
             communication,
             group,
         )
@@ -334,7 +347,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             first_replica=self._id_in_cluster * len(self.worker_devices),
             devices=self.worker_devices,
             collectives=self.collectives,
-            control=self.control,
+            reports=self.reports,
             name=name,
             make_variable=_plain_variable,
         )
@@ -486,6 +499,11 @@ def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterR
         task_id=found.task_index,
         rpc_layer="grpc",
     )
+
+
+def _abort(message: str) -> None:
+    # The way in which the parent's own health check ends collectives.
+    _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
 def _identity(model: keras.Model) -> Any:

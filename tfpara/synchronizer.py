@@ -66,7 +66,7 @@ class Synchronizer:
         first_replica: index of this worker's first replica.
         devices: this worker's devices, one for each local replica.
         collectives: between the workers' lead devices, for the weights.
-        control: between the workers' hosts, for reports.
+        reports: between the workers' hosts, for the reports.
         name: unique among the synchronizers of a run, the same on every worker.
         make_variable: creates a plain variable, `make_variable(initial_value, name)`.
         bucket_bytes: largest buffer sent in one piece.
@@ -84,7 +84,7 @@ class Synchronizer:
         first_replica: int,
         devices: Sequence[str],
         collectives: Collectives,
-        control: Collectives,
+        reports: Collectives,
         name: str,
         make_variable: Callable[[Any, str], tf.Variable],
         bucket_bytes: int = 8 << 20,
@@ -99,7 +99,7 @@ class Synchronizer:
         self._devices = list(devices)
         self._lead = self._devices[0]
         self._collectives = collectives
-        self._control = control
+        self._report_collectives = reports
         self._name = name
         self._layout = _layout(variables.weights, bucket_bytes)
         self._state_layout = _layout(variables.state, bucket_bytes)
@@ -144,6 +144,7 @@ class Synchronizer:
             self._syncs = make(tf.zeros([], tf.int64), "syncs")
             self._seconds = make(tf.zeros([2], tf.float64), "seconds")
             self._distance = make(tf.zeros([]), "distance")
+            self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
 
     # -- what the strategy calls -------------------------------------------------------------
 
@@ -198,6 +199,10 @@ class Synchronizer:
                     _assign_part(self._average_states[name][bucket], average.init(part), at)
             self._unsigned.assign(True)
 
+    def waiting_since(self) -> float:
+        """When the sync under way began, in seconds since the epoch; 0 if none is."""
+        return float(self._sync_began.numpy())
+
     def statistics(self) -> SyncStatistics:
         """What this worker has done so far."""
         seconds = self._seconds.numpy()
@@ -238,7 +243,7 @@ class Synchronizer:
 
     def _sync_step(self, running: tf.Tensor) -> tf.Tensor:
         """One sync; returns whether no replica has data left."""
-        began = tf.timestamp()
+        began = self._sync_began.assign(tf.timestamp(), read_value=True)
         reports = self._exchange_reports(running, began)
         with tf.control_dependencies([reports]):
             met = tf.timestamp()
@@ -253,6 +258,8 @@ class Synchronizer:
             ended = tf.timestamp()
         self._syncs.assign_add(committed)
         self._seconds.assign_add(tf.stack([ended - began, met - began]))
+        with tf.control_dependencies([ended]):
+            self._sync_began.assign(0.0)
         self._pending_steps.assign(0)
         self._pending_samples.assign(tf.zeros_like(self._pending_samples))
         return tf.reduce_sum(reports[:, RUNNING]) == 0.0
@@ -275,7 +282,7 @@ class Synchronizer:
                 signature,
             ]
             rows.append(tf.stack(row))
-        table = self._control.all_gather(tf.stack(rows), f"{self._name}/report")
+        table = self._report_collectives.all_gather(tf.stack(rows), f"{self._name}/report")
         return tf.reshape(table, [self._num_replicas, len(row)])
 
     def _commit(self, reports: tf.Tensor, total: tf.Tensor) -> tf.Tensor:

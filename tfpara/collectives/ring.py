@@ -23,7 +23,9 @@ class TensorFlowCollectives:
         size: number of workers.
         rank: this worker, 0 … size − 1.
         device: full name of this worker's lead device.
-        timeout_seconds: longest wait for the other workers inside one operation.
+        timeout_seconds: longest wait for the other workers inside one operation; 0 waits for ever.
+            TensorFlow keeps a sleeping thread for each operation with a timeout, until the timeout
+            is over: not for what runs often.
         communication: "AUTO", "RING" or "NCCL".
         group: number of the group; groups on different devices need different ones.
     """
