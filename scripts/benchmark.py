@@ -80,7 +80,7 @@ def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
         "tfpara, one worker": (1, {**plain, "system": "tfpara", "sync_period": longest}),
         "bare all-reduce": (
             2,
-            {"system": "all_reduce", "elements": _ELEMENTS, "bucket_bytes": 16 << 20, "steps": 21},
+            {"system": "all_reduce", "elements": _ELEMENTS, "bucket_bytes": 8 << 20, "steps": 21},
         ),
     }
     for period in periods:
