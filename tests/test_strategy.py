@@ -383,6 +383,26 @@ def test_compiling_anew_and_freezing_start_a_new_block():
             np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+def test_compiling_anew_keeps_the_global_model_and_the_counts():
+    strategy = make_strategy(tfpara.EASGD(0.2), averages={"ma": tfpara.MA()})
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    before = {}
+    for which in ("global", "ma"):
+        with strategy.weights(model, which):
+            before[which] = model.get_weights()
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
+    model.fit(distributed(strategy, steps=1), verbose=0)
+    with strategy.weights(model, "global"):
+        local = [np.mean(ws, 0) for ws in zip(*components(strategy, model), strict=True)]
+        for got, want in zip(local, before["global"], strict=True):
+            assert np.abs(got - want).max() < 0.1  # One sync further, not a replica's model.
+    assert strategy.statistics().steps == STEPS + 1
+    assert strategy.statistics().syncs == 4
+
+
 def sorted_like(model, weights):
     """Weights of frozen_model() in the order of `model.weights`, which freezing does not change."""
     by_shape = {w.shape: w for w in weights}
@@ -404,6 +424,118 @@ def test_nan_on_one_replica_is_an_error_that_names_it_and_reaches_nobody_else():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("local_state", ["keep", "average"])
+def test_nan_in_statistics_or_averaged_slots_is_an_error(local_state):
+    strategy = make_strategy(local_state=local_state)
+    with strategy.scope():
+        model = compiled(batchnorm_model, lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    model.fit(distributed(strategy), verbose=0)
+    slot, statistic = model.optimizer.variables[-1], model.layers[1].moving_mean
+    variable = slot if local_state == "average" else statistic
+    component = strategy.experimental_local_results(variable.value)[1]
+    component.assign(np.full(component.shape, np.inf))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="replica 1 .* has NaN or Inf"):
+        strategy.synchronize()
+    assert np.isfinite(strategy.experimental_local_results(variable.value)[0].numpy()).all()
+
+
+def test_averages_start_again_from_a_weight_that_is_set():
+    strategy = make_strategy(averages={"e": tfpara.EMA(0.5, zero_debias=True), "ma": tfpara.MA()})
+    with strategy.scope():
+        model = compiled(dense_model, lambda: keras.optimizers.SGD(0.0))
+    model.fit(distributed(strategy), verbose=0)
+    model.layers[1].bias.assign([1.0, 2.0, 3.0, 4.0])
+    model.fit(distributed(strategy), verbose=0)
+    expected = model.get_weights()
+    for which in ("e", "ma"):
+        with strategy.weights(model, which):
+            for got, want in zip(model.get_weights(), expected, strict=True):
+                np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+class HandWritten(keras.Sequential):
+    """Updates its weights without an optimizer."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for g, v in zip(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True
+        ):
+            v.value.assign_sub(0.1 * g)
+        return {"loss": loss}
+
+
+def test_a_hand_written_train_step_is_synced():
+    strategy = make_strategy()
+    with strategy.scope():
+        layers = dense_model().layers
+        model = compiled(
+            lambda: HandWritten([keras.Input((6,)), *layers]), lambda: keras.optimizers.SGD(0.1)
+        )
+    initial = model.get_weights()
+    model.fit(distributed(strategy), verbose=0)
+    expected = averaged_by_hand(dense_model, lambda: keras.optimizers.SGD(0.1), initial, replicas=2)
+    for replica in components(strategy, model):
+        for got, want in zip(replica, expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_custom_step_may_branch_and_return_nothing():
+    """With an unknown batch size, which empties a replica, and AutoGraph."""
+    strategy = make_strategy()
+    with strategy.scope():
+        total = tf.Variable(
+            0.0,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+    data = tf.data.Dataset.from_tensor_slices(np.arange(5, dtype="float32")).batch(2)
+
+    def step(x):
+        if tf.reduce_sum(x) > 2.0:
+            total.assign_add(tf.reduce_sum(x))
+
+    @tf.function
+    def run(batch):
+        strategy.run(step, args=(batch,))
+
+    for batch in strategy.experimental_distribute_dataset(data):
+        run(batch)
+    assert float(total.read_value()) == 3.0 + 4.0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        (lambda: keras.optimizers.SGD(0.1, use_ema=True), {}, "use_ema=True"),
+        (lambda: keras.optimizers.SGD(0.1), {"jit_compile": True}, "jit_compile=True"),
+    ],
+)
+def test_what_cannot_work_is_refused(optimizer, options, message):
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(dense_model, optimizer, **options)
+    with pytest.raises(ValueError, match=message):
+        model.fit(distributed(strategy), verbose=0)
+
+
+def test_models_that_share_weights_are_refused():
+    strategy = make_strategy()
+    with strategy.scope():
+        inner = compiled(*MODELS["dense"])
+        outer = compiled(lambda: keras.Sequential([keras.Input((6,)), inner]), MODELS["dense"][1])
+    outer.fit(distributed(strategy), verbose=0)
+    with (
+        pytest.raises(ValueError, match="has no 'global' weights"),
+        strategy.weights(inner, "global"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="shares weights with another"):
+        inner.fit(distributed(strategy), verbose=0)
+
+
 @pytest.mark.parametrize(
     ("rule", "options", "error", "message"),
     [
@@ -415,6 +547,8 @@ def test_nan_on_one_replica_is_an_error_that_names_it_and_reaches_nobody_else():
         (None, {"averages": {"ema": 0.9}}, TypeError, r"averages\['ema'\]=0.9"),
         (None, {"averages": {"global": tfpara.MA()}}, ValueError, "'global' is taken"),
         (None, {"devices": ["CPU:9"]}, ValueError, r"devices=\['CPU:9'\]"),
+        (None, {"communication": "RNIG"}, ValueError, "communication='RNIG' is not one of"),
+        (None, {"timeout_seconds": -5}, ValueError, "timeout_seconds=-5 must be a positive"),
         (tfpara.EASGD(0.7), {}, ValueError, "unstable with 2 replicas"),
     ],
 )

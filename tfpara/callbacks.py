@@ -20,8 +20,8 @@ class HeldOut(keras.callbacks.Callback):
     it before callbacks that read them.
 
     Args:
-        dataset: held-out data, in any form that `model.evaluate` takes. With several workers, each
-            worker's own share.
+        dataset: held-out data, in any form that `model.evaluate` takes. A plain dataset is the same
+            whole one on every worker, and is divided among them.
         which: the weights to score: "global", "local" or an average's name.
         name: prefix of the results.
     """

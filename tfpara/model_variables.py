@@ -31,23 +31,32 @@ def replica_variables(
         # A frozen weight is not state: it is trainable to TensorFlow, and does not move.
         if v.value.dtype.is_floating and not v.value.trainable
     ]
-    slots = _slots(model.optimizer) if getattr(model, "optimizer", None) is not None else []
+    slots = [slot for optimizer in optimizers(model) for slot in _slots(optimizer)]
     return ReplicaVariables(
         weights=components(weights),
         weight_names=[v.path for v in weights],
         state=components(state),
+        state_names=[v.path for v in state],
         slots=components([v for v, _ in slots]),
+        slot_names=[v.path for v, _ in slots],
         slot_resets=[value for _, value in slots],
     )
 
 
+def optimizers(model: keras.Model) -> list[Any]:
+    """The optimizers of a model: the compiled one, and others that are its attributes."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    found = [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
+    inner = [getattr(o, "inner_optimizer", o) for o in found]
+    return list({id(o): o for o in inner}.values())
+
+
 def _slots(optimizer: Any) -> list[tuple[keras.Variable, float]]:
     """The optimizer's per-weight state, with the value each starts from."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    start = float(getattr(inner, "initial_accumulator_value", 0.0))
+    start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
     return [
-        (v, start)
-        for v in inner.variables
+        (v, start if v.path.endswith("accumulator") else 0.0)
+        for v in optimizer.variables
         if v.value.dtype.is_floating
         and v.value.shape.rank
         # Gradients under way and Keras' own moving average of the weights are not momentum.

@@ -61,6 +61,7 @@ def warn_of_outlasting_momentum(settings: Settings, optimizer: Any) -> None:
 
 
 def checked_rule(rule: Any) -> Any:
+    """Returns the rule if it is a rule object, else raises TypeError that says what to write."""
     names = [f"tfpara.{kind.__name__}(...)" for kind in algorithms.RULES]
     if isinstance(rule, algorithms.RULES):
         return rule
@@ -74,6 +75,7 @@ def checked_rule(rule: Any) -> Any:
 
 
 def checked_period(sync_period: int) -> int:
+    """Returns the period if it is a whole number of at least 1, else raises ValueError."""
     if isinstance(sync_period, bool) or not isinstance(sync_period, int) or sync_period < 1:
         raise ValueError(
             f"sync_period={sync_period!r} must be a whole number of minibatches, at least 1."
@@ -82,6 +84,7 @@ def checked_period(sync_period: int) -> int:
 
 
 def checked_averages(averages: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the averages if they are average objects under free names, else raises."""
     for name, average in averages.items():
         if not isinstance(average, algorithms.AVERAGES):
             raise TypeError(
@@ -94,6 +97,22 @@ def checked_averages(averages: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_local_state(local_state: str) -> str:
+    """Returns the choice if there is such a one, else raises ValueError."""
     if local_state not in LOCAL_STATE:
         raise ValueError(f"local_state={local_state!r} is not one of {', '.join(LOCAL_STATE)}.")
     return local_state
+
+
+def checked_communication(communication: str) -> str:
+    """Returns it if TensorFlow has it, else raises ValueError."""
+    known = ("AUTO", "RING", "NCCL")
+    if communication not in known:
+        raise ValueError(f"communication={communication!r} is not one of {', '.join(known)}.")
+    return communication
+
+
+def checked_seconds(name: str, seconds: float) -> float:
+    """Returns a positive number of seconds, else raises ValueError."""
+    if not seconds > 0:
+        raise ValueError(f"{name}={seconds!r} must be a positive number of seconds.")
+    return float(seconds)

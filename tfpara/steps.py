@@ -18,20 +18,26 @@ def skip_empty(fn: Any) -> Any:
                 return fn(*args, **kwargs)
         if tf.executing_eagerly():
             return fn(*args, **kwargs) if int(count) else None
-        outputs: list[Any] = []
+        outputs = []  # AutoGraph, which converts this with a user's step, knows no annotation.
 
         def step() -> Any:
-            outputs.append(tf.nest.map_structure(tf.convert_to_tensor, fn(*args, **kwargs)))
+            outputs.append(tf.nest.map_structure(_tensor_or_none, fn(*args, **kwargs)))
             return outputs[0]
 
         def skip() -> Any:
-            return tf.nest.map_structure(
-                lambda t: tf.zeros([d or 0 for d in t.shape], t.dtype), outputs[0]
-            )
+            return tf.nest.map_structure(_zeros_like_or_none, outputs[0])
 
         return tf.cond(count > 0, step, skip)
 
     return guarded
+
+
+def _tensor_or_none(value: Any) -> tf.Tensor | None:
+    return None if value is None else tf.convert_to_tensor(value)
+
+
+def _zeros_like_or_none(tensor: tf.Tensor | None) -> tf.Tensor | None:
+    return None if tensor is None else tf.zeros([d or 0 for d in tensor.shape], tensor.dtype)
 
 
 def after(structure: Any) -> contextlib.AbstractContextManager:

@@ -22,13 +22,15 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tfpara import cluster, failures, startup
 from tfpara.collectives import Collectives, Loopback, TensorFlowCollectives
 from tfpara.fingerprint import agree
-from tfpara.model_variables import replica_variables
+from tfpara.model_variables import optimizers, replica_variables
 from tfpara.settings import (
     Settings,
     checked_averages,
+    checked_communication,
     checked_local_state,
     checked_period,
     checked_rule,
+    checked_seconds,
     warn_of_outlasting_momentum,
 )
 from tfpara.steps import after, batch_size, skip_empty
@@ -100,9 +102,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             sync_period=checked_period(sync_period),
             averages=checked_averages(averages or {}),
             local_state=checked_local_state(local_state),
-            timeout_seconds=timeout_seconds,
-            communication=communication,
+            timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),
+            communication=checked_communication(communication),
         )
+        checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         found = cluster.read()
         # The grandparent's constructor: the parent's would build its own extended class.
         with startup.guard(found, startup_timeout_seconds):
@@ -175,7 +178,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             synchronizer = extended.synchronizer_for(fn)
             extended.optimizer_stepped = False
             outputs = super().run(skip_empty(fn), args, kwargs, options)
-            if not extended.optimizer_stepped:
+            if not extended.optimizer_stepped and not _is_train_step(fn):
                 return outputs
             if synchronizer is None:
                 with tf.init_scope():
@@ -217,6 +220,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
         self.synchronize()
         synchronizer = self.extended.synchronizers.get(id(model))
+        if synchronizer is None and which != "local":
+            raise ValueError(
+                f"this model has no {which!r} weights: it has not been trained under this strategy "
+                "(perhaps it is part of a model that was). Give the model that fit was called on."
+            )
         if synchronizer is None or which == "local":
             yield
             return
@@ -328,6 +336,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "run() was given a function that updates weights, but not whose. Call "
                 "strategy.track(model) once before a custom training loop."
             )
+        _refuse(model)
         variables = replica_variables(model, self._container_strategy().experimental_local_results)
         name = f"model{len(self._models)}"
         shapes = [
@@ -351,6 +360,15 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             name=name,
             make_variable=_plain_variable,
         )
+        former = self.synchronizers.get(id(model))
+        if former is not None:
+            synchronizer.adopt(former)
+        shared = [s for key, s in self.synchronizers.items() if key != id(model)]
+        if any(other.shares_weights_with(synchronizer) for other in shared):
+            raise ValueError(
+                f"model {model.name!r} shares weights with another that was trained under this "
+                "strategy; each would keep a global model of them. Train one model that has both."
+            )
         self.synchronizers[id(model)] = synchronizer
         self._made_for[id(model)] = _identity(model)
         self._models.append(model)  # Keeps the id in use.
@@ -504,6 +522,30 @@ def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterR
 def _abort(message: str) -> None:
     # The way in which the parent's own health check ends collectives.
     _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
+
+
+def _is_train_step(fn: Any) -> bool:
+    """Whether `fn` is the training step of a model with weights, whatever writes these."""
+    model = getattr(fn, "__self__", None)
+    return (
+        isinstance(model, keras.Model)
+        and getattr(fn, "__name__", "") == "train_step"
+        and bool(model.trainable_variables)
+    )
+
+
+def _refuse(model: keras.Model) -> None:
+    """Raises ValueError for what Keras would do behind the strategy's back."""
+    if any(getattr(optimizer, "use_ema", False) for optimizer in optimizers(model)):
+        raise ValueError(
+            "the optimizer has use_ema=True, with which Keras overwrites each replica's weights by "
+            'its own average. Use averages={"ema": tfpara.EMA(...)} of the strategy instead.'
+        )
+    if getattr(model, "jit_compile", False) is True:
+        raise ValueError(
+            "the model was compiled with jit_compile=True; collectives cannot be compiled by XLA. "
+            "Compile it with jit_compile=False."
+        )
 
 
 def _identity(model: keras.Model) -> Any:

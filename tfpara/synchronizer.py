@@ -49,7 +49,9 @@ class ReplicaVariables:
     weights: Sequence[Sequence[tf.Variable]]
     weight_names: Sequence[str]
     state: Sequence[Sequence[tf.Variable]]
+    state_names: Sequence[str]
     slots: Sequence[Sequence[tf.Variable]]
+    slot_names: Sequence[str]
     slot_resets: Sequence[float]
 
 
@@ -106,6 +108,9 @@ class Synchronizer:
         averaged_slots = variables.slots if local_state == "average" else []
         self._slot_layout = _layout(averaged_slots, bucket_bytes)
         self._averaged_slots = averaged_slots
+        self._averaged = [*variables.weights, *variables.state, *averaged_slots]
+        slot_names = variables.slot_names if averaged_slots else []
+        self._averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
         self._make_variables(make_variable)
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
@@ -147,11 +152,6 @@ class Synchronizer:
             self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
 
     # -- what the strategy calls -------------------------------------------------------------
-
-    @property
-    def num_elements(self) -> int:
-        """Trainable weights of one replica."""
-        return self._layout.num_elements
 
     def after_step(self, samples: Sequence[tf.Tensor]) -> None:
         """Counts a minibatch of each local replica and syncs at the end of a block.
@@ -196,8 +196,48 @@ class Synchronizer:
                 part = value[piece.start : piece.stop]
                 _assign_part(self._rule_state[bucket], self._rule.init(part), at)
                 for name, average in self._averages.items():
-                    _assign_part(self._average_states[name][bucket], average.init(part), at)
+                    self._restart_average(name, average, bucket, part, at)
             self._unsigned.assign(True)
+
+    def _restart_average(
+        self, name: str, average: Any, bucket: int, part: tf.Tensor, at: int
+    ) -> None:
+        """Starts an average again from its present value, with `part` of a bucket set anew."""
+        for number, variables in enumerate(self._average_states[name]):
+            value = average.value(_read(variables))
+            if number == bucket:
+                value = tf.concat([value[:at], part, value[at + part.shape[0] :]], 0)
+            _assign(variables, average.init(value))
+
+    def adopt(self, former: Synchronizer) -> None:
+        """Goes on from the state of the synchronizer that the same model had before.
+
+        Weights that both have keep their global model, momentum and averages; the others start from
+        their present values.
+        """
+        for index, variable in enumerate(self._variables.weights):
+            kind, old_index = former._index.get(id(variable[0]), ("", 0))
+            if kind != "weight":
+                continue
+            _adopt(
+                self._layout, index, self._rule_state, former._layout, old_index, former._rule_state
+            )
+            for name, states in self._average_states.items():
+                _adopt(
+                    self._layout,
+                    index,
+                    states,
+                    former._layout,
+                    old_index,
+                    former._average_states[name],
+                )
+        for name in ("_steps", "_samples", "_syncs", "_seconds", "_distance"):
+            getattr(self, name).assign(getattr(former, name))
+
+    def shares_weights_with(self, other: Synchronizer) -> bool:
+        """Whether a weight belongs to both."""
+        mine = {id(v[0]) for v in self._variables.weights}
+        return any(id(v[0]) in mine for v in other._variables.weights)
 
     def waiting_since(self) -> float:
         """When the sync under way began, in seconds since the epoch; 0 if none is."""
@@ -247,9 +287,9 @@ class Synchronizer:
         reports = self._exchange_reports(running, began)
         with tf.control_dependencies([reports]):
             met = tf.timestamp()
-        with tf.control_dependencies(
-            checks(reports, self._variables.weight_names, len(self._devices))
-        ):
+            # What the checks stop is over: only a collective can be waited for.
+            self._sync_began.assign(0.0)
+        with tf.control_dependencies(checks(reports, self._averaged_names, len(self._devices))):
             total = tf.reduce_sum(reports[:, SAMPLES])
         committed = tf.cond(
             total > 0.0, lambda: self._commit(reports, total), lambda: tf.constant(0, tf.int64)
@@ -258,8 +298,6 @@ class Synchronizer:
             ended = tf.timestamp()
         self._syncs.assign_add(committed)
         self._seconds.assign_add(tf.stack([ended - began, met - began]))
-        with tf.control_dependencies([ended]):
-            self._sync_began.assign(0.0)
         self._pending_steps.assign(0)
         self._pending_samples.assign(tf.zeros_like(self._pending_samples))
         return tf.reduce_sum(reports[:, RUNNING]) == 0.0
@@ -270,7 +308,7 @@ class Synchronizer:
             samples = self._pending_samples.read_value()
         signature = self._global_signature()
         bad = [
-            first_nonfinite([v[r] for v in self._variables.weights], device)
+            first_nonfinite([v[r] for v in self._averaged], device)
             for r, device in enumerate(self._devices)
         ]
         rows = []
@@ -287,6 +325,7 @@ class Synchronizer:
 
     def _commit(self, reports: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
         """Averages, applies the rule and writes the result; returns 1."""
+        self._sync_began.assign(tf.timestamp())
         local_samples = reports[self._first_replica :, SAMPLES][: len(self._devices)]
         shares = tf.cast(local_samples / total, tf.float32)
         local = [self._packed(replica) for replica in range(len(self._devices))]
@@ -297,6 +336,7 @@ class Synchronizer:
         state = sums[cuts[0] : cuts[0] + cuts[1]]
         slots = sums[cuts[0] + cuts[1] :]
         with tf.control_dependencies(sums):
+            self._sync_began.assign(0.0)
             return self._write(local, average, state, slots)
 
     def _weighted_sums(
@@ -392,12 +432,14 @@ class Synchronizer:
         """
 
         def sign() -> tf.Tensor:
+            # Sums of the bits, as integers: the same in whatever order a machine adds them.
             sums = [
-                (1.0 + k) * tf.reduce_sum(tf.cast(state.global_model, tf.float64))
-                for k, state in enumerate(self._rule_state)
+                (1 + k) * tf.reduce_sum(tf.cast(tf.bitcast(s.global_model, tf.int32), tf.int64))
+                for k, s in enumerate(self._rule_state)
             ]
             self._unsigned.assign(False)
-            return self._signature.assign(tf.add_n(sums), read_value=True)
+            signature = tf.cast(tf.add_n(sums) % (1 << 52), tf.float64)
+            return self._signature.assign(signature, read_value=True)
 
         return tf.cond(self._unsigned, sign, self._signature.read_value)
 
@@ -422,6 +464,30 @@ def _state_variables(state: Any, name: str, make: Callable[[Any, str], tf.Variab
 
 def _read(variables: Any) -> Any:
     return type(variables)(*(v.read_value() for v in variables))
+
+
+def _adopt(
+    layout: Layout,
+    variable: int,
+    states: Sequence[Any],
+    old_layout: Layout,
+    old_variable: int,
+    old_states: Sequence[Any],
+) -> None:
+    """Copies one variable's part of every field, and the scalar fields, from other states."""
+    for number, field in enumerate(states[0]._fields):
+        if not states[0][number].shape.rank:
+            for state in states:
+                getattr(state, field).assign(getattr(old_states[0], field))
+            continue
+        parts = [
+            getattr(old_states[bucket], field)[at : at + piece.stop - piece.start]
+            for bucket, at, piece in old_layout.places(old_variable)
+        ]
+        whole = tf.concat(parts, 0)
+        for bucket, at, piece in layout.places(variable):
+            target = getattr(states[bucket], field)
+            target[at : at + piece.stop - piece.start].assign(whole[piece.start : piece.stop])
 
 
 def _assign_part(variables: Any, values: Any, at: int) -> None:
