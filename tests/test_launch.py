@@ -315,7 +315,8 @@ def test_a_very_long_line_arrives_whole_without_prefix(script):
 
 
 def test_log_files_hold_what_workers_wrote(script, tmp_path):
-    path = script(RANK + r"import sys; print(rank, end='\r\n'); print('e', file=sys.stderr)")
+    # In one write each: the two streams are merged as they come.
+    path = script(RANK + r"import sys; sys.stdout.write(f'{rank}\r\n'); sys.stderr.write('e\n')")
     log_dir = tmp_path / "new" / "logs"
     assert launch("-n", 2, f"--log_dir={log_dir}", path)[0] == 0
     assert sorted(file.name for file in log_dir.iterdir()) == ["chief.log", "worker-1.log"]
