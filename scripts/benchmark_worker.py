@@ -54,7 +54,8 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     first = options["sync_period"] or 1
     begun: list[Any] = []
 
-    def mark(batch: int, _: Any) -> None:
+    def mark(batch: int, logs: Any) -> None:
+        del logs
         if batch == first - 1:
             begun.extend([time.time(), strategy.statistics() if strategy else None])
 
