@@ -50,18 +50,23 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
     model.fit(data, epochs=1, steps_per_epoch=2, verbose=0)
     _wait_for_the_others()
-    # Timed from the end of the first block on: the start of `fit` is not training.
+    # Timed from the end of the first block to the last sync: the rest of `fit` is not training.
     first = options["sync_period"] or 1
     begun: list[Any] = []
+    times: list[float] = []
 
     def mark(batch: int, logs: Any) -> None:
         del logs
         if batch == first - 1:
             begun.extend([time.time(), strategy.statistics() if strategy else None])
 
-    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=mark)]
+    def finish(epoch: int, logs: Any) -> None:
+        del epoch, logs
+        times.append(time.time())
+
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=mark, on_epoch_end=finish)]
     model.fit(data, epochs=1, steps_per_epoch=first + steps, verbose=0, callbacks=callbacks)
-    ended = time.time()
+    (ended,) = times
     began, before = begun
     figures = {"began": began, "ended": ended, "samples": steps * batch}
     if strategy and before:

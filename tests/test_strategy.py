@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara.steps import without_tuner
 
 DEVICES = ["CPU:0", "CPU:1"]
 STEPS, TAU, BATCH = 8, 3, 6
@@ -279,6 +280,14 @@ def test_uneven_batches_and_dataset_splitting_use_every_sample_once():
         [loss, accuracy], plain.evaluate(x, y, verbose=0, batch_size=25), rtol=1e-5
     )
     np.testing.assert_allclose(history["val_loss"][-1], loss, rtol=1e-6)
+
+
+def test_datasets_go_without_the_tuner_unless_they_ask_for_it():
+    data = tf.data.Dataset.range(3)
+    assert without_tuner(data).options().autotune.enabled is False
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    assert without_tuner(data.with_options(options)).options().autotune.enabled is True
 
 
 def test_numpy_arrays_and_early_stopping_work_as_in_keras():

@@ -1,4 +1,4 @@
-"""A replica's step: how many samples it has, and not taking it where it has none."""
+"""A replica's step: its data, how many samples it has, and not taking it where it has none."""
 
 from __future__ import annotations
 
@@ -63,3 +63,16 @@ def batch_size(structure: Any) -> int | tf.Tensor | None:
             static = leaf.shape[0] if leaf.shape.rank is not None else None
             return static if static is not None else tf.shape(leaf)[0]
     return None
+
+
+def without_tuner(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset` without tf.data's tuner, unless its options ask for it.
+
+    The iterator of several devices cannot wake the tuner's thread, which sleeps for longer and
+    longer: the end of an epoch would wait for it, for up to a minute, and other workers with it.
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)

@@ -33,7 +33,7 @@ from tfpara.settings import (
     checked_seconds,
     warn_of_outlasting_momentum,
 )
-from tfpara.steps import after, batch_size, skip_empty
+from tfpara.steps import after, batch_size, skip_empty, without_tuner
 from tfpara.synchronizer import Synchronizer, SyncStatistics
 from tfpara.watchdog import Watchdog
 
@@ -434,6 +434,16 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             flat = tf.reshape(local, [-1])
             local = tf.reshape(self.control.all_reduce([flat], name)[0], local.shape)
         return local / self._num_replicas_in_sync if mean else local
+
+    # -- data --------------------------------------------------------------------------------
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return super()._experimental_distribute_dataset(without_tuner(dataset), options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        return super()._distribute_datasets_from_function(
+            lambda context: without_tuner(dataset_fn(context)), options
+        )
 
     # -- variables ---------------------------------------------------------------------------
 

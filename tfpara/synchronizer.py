@@ -283,7 +283,8 @@ class Synchronizer:
 
     def _sync_step(self, running: tf.Tensor) -> tf.Tensor:
         """One sync; returns whether no replica has data left."""
-        began = self._sync_began.assign(tf.timestamp(), read_value=True)
+        began = tf.timestamp()
+        self._sync_began.assign(began)
         reports = self._exchange_reports(running, began)
         with tf.control_dependencies([reports]):
             met = tf.timestamp()
