@@ -25,11 +25,6 @@ def held_out(
 
 
 def _distributed(corpus: index.CorpusIndex, split: str, strategy: Any, **plan: int) -> Any:
-    # Nothing is left to tune, and the tuner's thread may keep an iterator, and with it the other
-    # workers, waiting for up to a minute when an epoch is over.
-    options = tf.data.Options()
-    options.autotune.enabled = False
-
     def local(_: Any = None) -> tf.data.Dataset:
         return pipeline.minibatches(
             corpus,
@@ -37,6 +32,6 @@ def _distributed(corpus: index.CorpusIndex, split: str, strategy: Any, **plan: i
             num_replicas=strategy.num_replicas if strategy else 1,
             replica_ids=strategy.local_replica_ids if strategy else [0],
             **plan,
-        ).with_options(options)
+        )
 
     return strategy.distribute_datasets_from_function(local) if strategy else local()
