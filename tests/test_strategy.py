@@ -537,7 +537,7 @@ def test_models_that_share_weights_are_refused():
         outer = compiled(lambda: keras.Sequential([keras.Input((6,)), inner]), MODELS["dense"][1])
     outer.fit(distributed(strategy), verbose=0)
     with (
-        pytest.raises(ValueError, match="has no 'global' weights"),
+        pytest.raises(ValueError, match="has no 'global' weights of its own"),
         strategy.weights(inner, "global"),
     ):
         pass

@@ -206,24 +206,26 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Every worker must enter, since the open block is closed first. Leaving the context puts the
         former weights back, bit for bit, on every device. Statistics such as those of batch
-        normalisation are those of the last sync in each case.
+        normalisation are those of the last sync in each case. A model that has not been trained yet
+        has the same weights under every name.
 
         Args:
             model: a model that was made in the scope.
             which: "global", "local" or a name among `averages`.
 
         Raises:
-            ValueError: an unknown name; the message lists those there are.
+            ValueError: an unknown name; the message lists those there are. Or a model of another
+                strategy, or one that is part of the model that was trained.
         """
         known = ["global", "local", *self.extended.settings.averages]
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
         self.synchronize()
         synchronizer = self.extended.synchronizers.get(id(model))
-        if synchronizer is None and which != "local":
+        if synchronizer is None and self.extended.is_stranger(model):
             raise ValueError(
-                f"this model has no {which!r} weights: it has not been trained under this strategy "
-                "(perhaps it is part of a model that was). Give the model that fit was called on."
+                f"this model has no {which!r} weights of its own: it belongs to another strategy, "
+                "or is part of a model that was trained. Give the model that fit was called on."
             )
         if synchronizer is None or which == "local":
             yield
@@ -364,7 +366,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if former is not None:
             synchronizer.adopt(former)
         shared = [s for key, s in self.synchronizers.items() if key != id(model)]
-        if any(other.shares_weights_with(synchronizer) for other in shared):
+        if any(other.has_any_of([v[0] for v in variables.weights]) for other in shared):
             raise ValueError(
                 f"model {model.name!r} shares weights with another that was trained under this "
                 "strategy; each would keep a global model of them. Train one model that has both."
@@ -373,6 +375,14 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._made_for[id(model)] = _identity(model)
         self._models.append(model)  # Keeps the id in use.
         return synchronizer
+
+    def is_stranger(self, model: keras.Model) -> bool:
+        """Whether a model is another strategy's, or has weights that a trained model has."""
+        if model.distribute_strategy is not self._container_strategy():
+            return True
+        first = self._container_strategy().experimental_local_results
+        own = [first(v.value)[0] for v in model.trainable_variables]
+        return any(s.has_any_of(own) for s in self.synchronizers.values())
 
     def finish_blocks(self) -> None:
         for synchronizer in list(self.synchronizers.values()):

@@ -234,10 +234,10 @@ class Synchronizer:
         for name in ("_steps", "_samples", "_syncs", "_seconds", "_distance"):
             getattr(self, name).assign(getattr(former, name))
 
-    def shares_weights_with(self, other: Synchronizer) -> bool:
-        """Whether a weight belongs to both."""
+    def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
+        """Whether any of these is a weight's component on the first device."""
         mine = {id(v[0]) for v in self._variables.weights}
-        return any(id(v[0]) in mine for v in other._variables.weights)
+        return any(id(component) in mine for component in components)
 
     def waiting_since(self) -> float:
         """When the sync under way began, in seconds since the epoch; 0 if none is."""
