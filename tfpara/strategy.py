@@ -341,8 +341,9 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         _refuse(model)
         variables = replica_variables(model, self._container_strategy().experimental_local_results)
         name = f"model{len(self._models)}"
+        # Without the layers' names, whose numbers count every model that a process has made.
         shapes = [
-            f"{n} {tuple(v[0].shape)} {v[0].dtype.name}"
+            f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
         ]
         agree({"model": "; ".join(shapes)}, self.control, name)
