@@ -224,6 +224,92 @@ def test_averages_do_not_touch_training():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("rule", [tfpara.BSP(), tfpara.BMUF(0.8), tfpara.EASGD(0.2)], ids=repr)
+def test_sharded_state_gives_the_same_numbers_in_less_memory(rule):
+    """Three replicas and 104 weights: the parts are padded."""
+    seen, held = [], []
+    for aggregation in ("replicated", "sharded"):
+        averages = {"ema": tfpara.EMA(0.9, num_updates=True), "ma": tfpara.MA()}
+        strategy = make_strategy(
+            rule, devices=["CPU:0", "CPU:1", "CPU:2"], averages=averages, aggregation=aggregation
+        )
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = compiled(*MODELS["batchnorm"])
+        model.fit(distributed(strategy), epochs=2, verbose=0)
+        weights = components(strategy, model)
+        model.layers[0].set_weights([w + 0.01 for w in model.layers[0].get_weights()])
+        model.layers[0].trainable = False  # The next synchronizer adopts this one's state.
+        with strategy.scope():
+            model.compile("sgd", model.loss)
+        model.fit(distributed(strategy), verbose=0)
+        for which in ("global", "ema", "ma"):
+            with strategy.weights(model, which):
+                weights += components(strategy, model)
+        seen.append(weights)
+        held.append(strategy.extended.synchronizers[0].global_state.nbytes)
+        assert strategy.statistics().distance > 0
+    for replicated, sharded in zip(*seen, strict=True):
+        for a, b in zip(replicated, sharded, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-7)
+    assert len(held[1]) == 3
+    assert max(held[1]) < held[0][0] / 3 + 200
+
+
+def test_auto_shards_models_of_16_megabytes():
+    kinds = []
+    for width in (8, 2100):
+        strategy = make_strategy()
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width)])
+            model.compile("sgd", "mse")
+        synchronizer = strategy.extended.synchronizer_of(model)
+        kinds.append(len(synchronizer.global_state.nbytes))
+    assert kinds == [1, 2]
+
+
+def test_without_a_period_replicas_stay_apart_until_one_is_broadcast():
+    strategy = make_strategy(tfpara.BMUF(0.9), averages={"ema": tfpara.EMA(0.9)})
+    with strategy.scope():
+        model = compiled(*MODELS["batchnorm"])
+    initial = model.get_weights()
+    strategy.set_sync_period(None)
+    model.fit(distributed(strategy), epochs=2, verbose=0)
+    assert strategy.statistics().syncs == 0
+    apart = components(strategy, model)
+    assert np.abs(apart[0][0] - apart[1][0]).max() > 1e-3
+    with strategy.weights(model, "global"):
+        np.testing.assert_array_equal(model.get_weights()[0], initial[0])
+    strategy.broadcast_replica(model, 1)
+    strategy.set_sync_period(TAU)
+    for replica in components(strategy, model):
+        for got, want in zip(replica, apart[1], strict=True):
+            np.testing.assert_array_equal(got, want)
+    with strategy.weights(model, "ema"):
+        np.testing.assert_array_equal(model.get_weights()[0], apart[1][0])
+    model.fit(distributed(strategy), verbose=0)
+    assert strategy.statistics().syncs == 3
+    with pytest.raises(ValueError, match="replica=2 is not one of 0 … 1"):
+        strategy.broadcast_replica(model, 2)
+
+
+def test_the_sync_period_changes_between_epochs():
+    strategy = make_strategy(sync_period=1)
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    periods = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: strategy.set_sync_period([1, 4, 8][epoch])
+    )
+    model.fit(distributed(strategy), epochs=3, verbose=0, callbacks=[periods])
+    assert strategy.statistics().syncs == 8 + 2 + 1
+    assert strategy.sync_period == 8
+    inside = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: strategy.set_sync_period(2)
+    )
+    with pytest.raises(ValueError, match="inside a block"):
+        model.fit(distributed(strategy), verbose=0, callbacks=[inside])
+
+
 def test_every_replica_has_dropout_masks_of_its_own():
     strategy = make_strategy(tfpara.EASGD(0.0), sync_period=100)
     with strategy.scope():

@@ -2,16 +2,27 @@
 
 The reports of all replicas form a table, the same on every worker, one row per replica:
 samples since the last sync; 1 while the replica has data left, else 0; index of the first weight
-with a NaN or Inf, or −1; signature of the model that was set from outside last.
+with a NaN or Inf, or −1; signature of the weights that were set from outside; what its worker asks
+for (see `Request`).
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-SAMPLES, RUNNING, NONFINITE, SIGNATURE = range(4)
+SAMPLES, RUNNING, NONFINITE, SIGNATURE, REQUEST = range(5)
+
+
+class Request(enum.IntEnum):
+    """What a worker asks all others for; the largest number asked for is agreed on at a sync."""
+
+    NOTHING = 0
+    CHECKPOINT = 1
+    STOP = 2  # end the training
+    LEAVE = 3  # write a checkpoint and end the program, to be started again
 
 
 def first_nonfinite(weights: Sequence[tf.Variable], device: str) -> tf.Tensor:
@@ -22,6 +33,16 @@ def first_nonfinite(weights: Sequence[tf.Variable], device: str) -> tf.Tensor:
         finite = tf.math.is_finite(tf.stack(sums))
         first = tf.argmin(tf.cast(finite, tf.int32), output_type=tf.int32)
         return tf.where(tf.reduce_all(finite), -1, first)
+
+
+def signature_of(value: tf.Tensor) -> tf.Tensor:
+    """A number that equal tensors share and others almost surely do not, float64 below 2^40.
+
+    The sum of the elements' bits: the same in whatever order a machine adds them.
+    """
+    bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
+    places = 1 + tf.range(tf.size(bits, tf.int64)) % 251  # so that the order counts
+    return tf.cast(tf.reduce_sum(bits * places) % (1 << 40), tf.float64)
 
 
 def checks(

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import algorithms
+from tfpara.aggregation import AGGREGATIONS
 from tfpara.synchronizer import LOCAL_STATE
 from tfpara.version import __version__
 
@@ -23,6 +24,7 @@ class Settings:
     sync_period: int
     averages: dict[str, Any]
     local_state: str
+    aggregation: str
     timeout_seconds: float
     communication: str
 
@@ -36,6 +38,7 @@ class Settings:
             "sync_period": str(self.sync_period),
             "averages": repr(self.averages),
             "local_state": self.local_state,
+            "aggregation": self.aggregation,
         }
 
 
@@ -101,6 +104,13 @@ def checked_local_state(local_state: str) -> str:
     if local_state not in LOCAL_STATE:
         raise ValueError(f"local_state={local_state!r} is not one of {', '.join(LOCAL_STATE)}.")
     return local_state
+
+
+def checked_aggregation(aggregation: str) -> str:
+    """Returns the choice if there is such a one, else raises ValueError."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}.")
+    return aggregation
 
 
 def checked_communication(communication: str) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,6 +25,7 @@ from tfpara.fingerprint import agree
 from tfpara.model_variables import optimizers, replica_variables
 from tfpara.settings import (
     Settings,
+    checked_aggregation,
     checked_averages,
     checked_communication,
     checked_local_state,
@@ -68,6 +69,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             touch training.
         local_state: what becomes of the optimizer's slots (momentum …) at a sync: "keep", "reset"
             to their initial value, or "average" over the replicas.
+        aggregation: "replicated": every worker keeps the whole global model and averages.
+            "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
+            where there are several replicas and the model has 16 MB or more.
         devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`. None: all GPUs, or CPU:0.
         data_plan: facts about the data that all workers must share (numbers and strings by name);
             compared before the first step.
@@ -91,6 +95,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         sync_period: int,
         averages: Mapping[str, Any] | None = None,
         local_state: str = "keep",
+        aggregation: str = "auto",
         devices: Sequence[str] | None = None,
         data_plan: Mapping[str, Any] | None = None,
         timeout_seconds: float = 300.0,
@@ -102,6 +107,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             sync_period=checked_period(sync_period),
             averages=checked_averages(averages or {}),
             local_state=checked_local_state(local_state),
+            aggregation=checked_aggregation(aggregation),
             timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),
             communication=checked_communication(communication),
         )
@@ -153,9 +159,47 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return list(range(self.worker_index * count, (self.worker_index + 1) * count))
 
     @property
-    def sync_period(self) -> int:
-        """τ, minibatches of each replica between two syncs."""
-        return self.extended.settings.sync_period
+    def sync_period(self) -> int | None:
+        """τ, minibatches of each replica between two syncs; None while there are none."""
+        return self.extended.sync_period
+
+    def set_sync_period(self, sync_period: int | None) -> None:
+        """Sets τ from here on. Every worker must call it, between blocks: where an epoch begins.
+
+        Args:
+            sync_period: minibatches of each replica between two syncs, at least 1. None: the
+                replicas are independent until it is set again; the end of an epoch averages
+                nothing either.
+
+        Raises:
+            ValueError: not a whole number of at least 1; or steps were taken since the last sync.
+        """
+        if sync_period is not None:
+            checked_period(sync_period)
+        extended = self.extended
+        if any(s.agreement().block_open for s in extended.synchronizers):
+            raise ValueError(
+                f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
+                "sync. Call it where an epoch begins, or after strategy.synchronize()."
+            )
+        extended.sync_period = sync_period
+        for synchronizer in extended.synchronizers:
+            synchronizer.set_sync_period(sync_period)
+
+    def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
+        """All replicas go on from the weights of one; momentum and averages start again there.
+
+        Closes the open block first, so every worker must call it. The optimizers' slots of each
+        replica stay as they are.
+
+        Args:
+            model: the model that is trained.
+            replica: 0 … N − 1, the one whose local weights (and batch-norm statistics) are taken.
+
+        Raises:
+            ValueError: there is no such replica.
+        """
+        self.extended.broadcast_replica(model, replica)
 
     @property
     def rule(self) -> Any:
@@ -182,7 +226,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 return outputs
             if synchronizer is None:
                 with tf.init_scope():
-                    synchronizer = extended.make_synchronizer(fn)
+                    synchronizer = extended.make_synchronizer(extended.model_of(fn))
             locals_ = self.experimental_local_results((args, kwargs or {}))
             samples = [batch_size(values) for values in locals_]
             with after(locals_):
@@ -221,7 +265,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
         self.synchronize()
-        synchronizer = self.extended.synchronizers.get(id(model))
+        synchronizer = self.extended.trained(model)
         if synchronizer is None and self.extended.is_stranger(model):
             raise ValueError(
                 f"this model has no {which!r} weights of its own: it belongs to another strategy, "
@@ -240,7 +284,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def statistics(self) -> SyncStatistics:
         """What this worker has done so far, over all models of the strategy."""
         total = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
-        for synchronizer in self.extended.synchronizers.values():
+        for synchronizer in self.extended.synchronizers:
             one = synchronizer.statistics()
             total = SyncStatistics(
                 steps=total.steps + one.steps,
@@ -251,6 +295,14 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 distance=one.distance,
             )
         return total
+
+
+class _Trained(NamedTuple):
+    """A model that was trained, what its synchronizer was made for, and that."""
+
+    model: keras.Model
+    identity: Any
+    synchronizer: Synchronizer
 
 
 class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
@@ -272,9 +324,9 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._wanted_devices = devices
         self.optimizer_stepped = False
         self.tracked: keras.Model | None = None
-        self.synchronizers: dict[int, Synchronizer] = {}
-        self._models: list[keras.Model] = []
-        self._made_for: dict[int, Any] = {}
+        self.sync_period: int | None = settings.sync_period
+        self._trained: dict[int, _Trained] = {}  # by the model's id
+        self._synchronizers_made = 0
         self._created = 0
         super().__init__(
             strategy,
@@ -292,7 +344,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self._watchdog = Watchdog(settings.timeout_seconds, self._waiting_since, _abort)
 
     def _waiting_since(self) -> float:
-        return max((s.waiting_since() for s in list(self.synchronizers.values())), default=0.0)
+        return max((s.waiting_since() for s in self.synchronizers), default=0.0)
 
     def _collectives(
         self, group: int, device: str, communication: str, timeout_seconds: float = 0.0
@@ -320,19 +372,25 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def synchronizer_for(self, fn: Any) -> Synchronizer | None:
         """The synchronizer of the model whose step `fn` is, if there is one that still fits it."""
-        model = self._model_of(fn)
-        if model is None or self._made_for.get(id(model)) != _identity(model):
+        trained = self._trained.get(id(self.model_of(fn)))
+        if trained is None or trained.identity != _identity(trained.model):
             return None
-        return self.synchronizers[id(model)]
+        return trained.synchronizer
 
-    def _model_of(self, fn: Any) -> keras.Model | None:
+    def synchronizer_of(self, model: keras.Model) -> Synchronizer:
+        """The synchronizer of a model that is built and compiled; made if there is none."""
+        trained = self._trained.get(id(model))
+        if trained is None or trained.identity != _identity(model):
+            return self.make_synchronizer(model)
+        return trained.synchronizer
+
+    def model_of(self, fn: Any) -> keras.Model | None:
         # Keras hands its bound train_step or test_step to run().
         owner = getattr(fn, "__self__", None)
         return owner if isinstance(owner, keras.Model) else self.tracked
 
-    def make_synchronizer(self, fn: Any) -> Synchronizer:
-        """Makes the sync state of the model that `fn` trains, from its present weights."""
-        model = self._model_of(fn)
+    def make_synchronizer(self, model: keras.Model | None) -> Synchronizer:
+        """Makes the sync state of a model from its present weights."""
         if model is None:
             raise ValueError(
                 "run() was given a function that updates weights, but not whose. Call "
@@ -340,7 +398,8 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
         _refuse(model)
         variables = replica_variables(model, self._container_strategy().experimental_local_results)
-        name = f"model{len(self._models)}"
+        name = f"model{self._synchronizers_made}"
+        self._synchronizers_made += 1
         # Without the layers' names, whose numbers count every model that a process has made.
         shapes = [
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
@@ -354,7 +413,8 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             rule=settings.rule,
             averages=settings.averages,
             local_state=settings.local_state,
-            sync_period=settings.sync_period,
+            sync_period=self.sync_period,
+            aggregation=settings.aggregation,
             num_replicas=self._num_replicas_in_sync,
             first_replica=self._id_in_cluster * len(self.worker_devices),
             devices=self.worker_devices,
@@ -363,19 +423,27 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             name=name,
             make_variable=_plain_variable,
         )
-        former = self.synchronizers.get(id(model))
+        former = self._trained.get(id(model))
         if former is not None:
-            synchronizer.adopt(former)
-        shared = [s for key, s in self.synchronizers.items() if key != id(model)]
-        if any(other.has_any_of([v[0] for v in variables.weights]) for other in shared):
+            synchronizer.adopt(former.synchronizer)
+        others = [t.synchronizer for key, t in self._trained.items() if key != id(model)]
+        if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
             raise ValueError(
                 f"model {model.name!r} shares weights with another that was trained under this "
                 "strategy; each would keep a global model of them. Train one model that has both."
             )
-        self.synchronizers[id(model)] = synchronizer
-        self._made_for[id(model)] = _identity(model)
-        self._models.append(model)  # Keeps the id in use.
+        self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
         return synchronizer
+
+    @property
+    def synchronizers(self) -> list[Synchronizer]:
+        """Of all models that were trained, in the order in which they were made."""
+        return [trained.synchronizer for trained in list(self._trained.values())]
+
+    def trained(self, model: keras.Model) -> Synchronizer | None:
+        """The synchronizer of a model, if it was trained."""
+        found = self._trained.get(id(model))
+        return found.synchronizer if found else None
 
     def is_stranger(self, model: keras.Model) -> bool:
         """Whether a model is another strategy's, or has weights that a trained model has."""
@@ -383,11 +451,30 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return True
         first = self._container_strategy().experimental_local_results
         own = [first(v.value)[0] for v in model.trainable_variables]
-        return any(s.has_any_of(own) for s in self.synchronizers.values())
+        return any(s.has_any_of(own) for s in self.synchronizers)
 
     def finish_blocks(self) -> None:
-        for synchronizer in list(self.synchronizers.values()):
+        for synchronizer in self.synchronizers:
             synchronizer.finish_block()
+
+    def broadcast_replica(self, model: keras.Model, replica: int) -> None:
+        if not 0 <= replica < self._num_replicas_in_sync:
+            raise ValueError(
+                f"replica={replica} is not one of 0 … {self._num_replicas_in_sync - 1}."
+            )
+        synchronizer = self.synchronizer_of(model)
+        worker, device = divmod(replica, len(self.worker_devices))
+        weights, state = synchronizer.replica_values(device)
+
+        def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
+            mine = tensor if worker == self._id_in_cluster else tf.zeros_like(tensor)
+            flat = tf.reshape(mine, [-1])
+            total = self.control.all_reduce([flat], f"replica/{k}")[0]
+            return tf.reshape(total, tensor.shape)
+
+        values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]
+        self.finish_blocks()
+        synchronizer.restart(values[: len(weights)], values[len(weights) :])
 
     # -- local steps -------------------------------------------------------------------------
 
@@ -413,7 +500,7 @@ class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # Python code that sets a weight (load_weights, set_weights, assign) comes through here.
         result = super()._update(var, fn, args, kwargs, group)
         if tf.executing_eagerly():
-            for synchronizer in self.synchronizers.values():
+            for synchronizer in self.synchronizers:
                 synchronizer.was_set(var.values[0])
         return result
 

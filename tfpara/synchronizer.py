@@ -1,9 +1,9 @@
-"""The periodic step: pack, reduce, rule and averages, unpack; and agreeing on when to stop.
+"""The periodic step: pack, gather, rule and averages, spread, unpack; and agreeing on when to stop.
 
 A sync has two phases. First every replica sends a short *report* (samples since the last sync,
-whether it still has data, whether its weights are finite). All workers decide from the same table
-of reports: stop with an error, skip, or commit. Then, in the second phase, the weights travel. The
-weights of no replica are touched before every buffer has arrived.
+whether it still has data, whether its weights are finite, what its worker asks for). All workers
+decide from the same table of reports: stop with an error, skip, or commit. Then, in the second
+phase, the weights travel. The weights of no replica are touched before every buffer has arrived.
 """
 
 from __future__ import annotations
@@ -14,11 +14,26 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfpara import aggregation as aggregations
 from tfpara.buffers import Layout
 from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
-from tfpara.reports import RUNNING, SAMPLES, checks, first_nonfinite
+from tfpara.global_state import GlobalState
+from tfpara.reports import (
+    REQUEST,
+    RUNNING,
+    SAMPLES,
+    Request,
+    checks,
+    first_nonfinite,
+    signature_of,
+)
 
 LOCAL_STATE = ("keep", "reset", "average")
+# The replicas' distance is measured at each of the first syncs, then at every such one: it needs a
+# pass over the model, and where the state is sharded an all-gather.
+MEASURED_SYNCS = 16
+# A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
+NEVER = 2**62
 
 
 class SyncStatistics(NamedTuple):
@@ -26,8 +41,8 @@ class SyncStatistics(NamedTuple):
 
     steps: minibatches taken by each replica. samples: of all local replicas. syncs: committed.
     sync_seconds: in syncs, waiting included. wait_seconds: the part spent waiting for the slowest
-    replica. distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before the last
-    sync, root mean square over them.
+    replica. distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root
+    mean square over them; measured at the first 16 syncs and then at every 16th.
     """
 
     steps: int
@@ -36,6 +51,19 @@ class SyncStatistics(NamedTuple):
     sync_seconds: float
     wait_seconds: float
     distance: float
+
+
+class Agreement(NamedTuple):
+    """What all workers know alike after a sync.
+
+    request: the largest that any worker made. all_running: whether every replica still had data.
+    syncs: committed so far. block_open: whether steps were taken since (this worker's).
+    """
+
+    request: Request
+    all_running: bool
+    syncs: int
+    block_open: bool
 
 
 @dataclasses.dataclass
@@ -63,7 +91,8 @@ class Synchronizer:
         rule: a rule of `tfpara.algorithms`, resolved for `num_replicas`.
         averages: averages of the global model, by name.
         local_state: "keep", "reset" or "average": the optimizer's slots at a sync.
-        sync_period: τ, minibatches of each replica between two syncs.
+        sync_period: τ, minibatches of each replica between two syncs; None: no syncs.
+        aggregation: "replicated", "sharded" or "auto": see `tfpara.aggregation`.
         num_replicas: N, over all workers.
         first_replica: index of this worker's first replica.
         devices: this worker's devices, one for each local replica.
@@ -81,7 +110,8 @@ class Synchronizer:
         rule: Any,
         averages: Mapping[str, Any],
         local_state: str,
-        sync_period: int,
+        sync_period: int | None,
+        aggregation: str,
         num_replicas: int,
         first_replica: int,
         devices: Sequence[str],
@@ -93,13 +123,10 @@ class Synchronizer:
     ) -> None:
         self._variables = variables
         self._rule = rule
-        self._averages = dict(averages)
         self._local_state = local_state
-        self._period = sync_period
         self._num_replicas = num_replicas
         self._first_replica = first_replica
         self._devices = list(devices)
-        self._lead = self._devices[0]
         self._collectives = collectives
         self._report_collectives = reports
         self._name = name
@@ -111,45 +138,46 @@ class Synchronizer:
         self._averaged = [*variables.weights, *variables.state, *averaged_slots]
         slot_names = variables.slot_names if averaged_slots else []
         self._averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
-        self._make_variables(make_variable)
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
+        sizes = self._layout.bucket_sizes
+        self._aggregation = aggregations.choose(aggregation, sizes, collectives, devices)
+        with tf.device(self._devices[0]):
+            self.global_state = GlobalState(
+                self._aggregation,
+                rule,
+                averages,
+                num_replicas,
+                self._packed(0),
+                make_variable,
+                name,
+            )
+            anchors = self._state_layout.pack([v[0] for v in variables.state])
+            self._state_anchor = [make_variable(a, f"anchor_{k}") for k, a in enumerate(anchors)]
+        with tf.device("CPU:0"):
+            self._make_counters(make_variable, sync_period)
         # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
         # loop's iteration too, and would not meet that of a worker elsewhere in its loop.
         self._sync = tf.function(
             self._sync_step, autograph=False, experimental_attributes={"_noinline": True}
         )
 
-    def _make_variables(self, make: Callable[[Any, str], tf.Variable]) -> None:
-        with tf.device(self._lead):
-            weights = self._packed(0)
-            # Per bucket: the rule's state and each average's state, a variable for every field.
-            self._rule_state = [
-                _state_variables(self._rule.init(w), f"rule_{k}", make)
-                for k, w in enumerate(weights)
-            ]
-            self._average_states = {
-                name: [
-                    _state_variables(average.init(w), f"{name}_{k}", make)
-                    for k, w in enumerate(weights)
-                ]
-                for name, average in self._averages.items()
-            }
-            anchors = self._state_layout.pack([v[0] for v in self._variables.state])
-            self._state_anchor = [make(a, f"state_anchor_{k}") for k, a in enumerate(anchors)]
-        with tf.device("CPU:0"):
-            self._unsigned = make(True, "unsigned")
-            self._signature = make(tf.zeros([], tf.float64), "signature")
-            self._pending_steps = make(tf.zeros([], tf.int64), "pending_steps")
-            self._pending_samples = make(
-                tf.zeros([len(self._devices)], tf.float64), "pending_samples"
-            )
-            self._steps = make(tf.zeros([], tf.int64), "steps")
-            self._samples = make(tf.zeros([], tf.float64), "samples")
-            self._syncs = make(tf.zeros([], tf.int64), "syncs")
-            self._seconds = make(tf.zeros([2], tf.float64), "seconds")
-            self._distance = make(tf.zeros([]), "distance")
-            self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
+    def _make_counters(
+        self, make: Callable[[Any, str], tf.Variable], sync_period: int | None
+    ) -> None:
+        period = NEVER if sync_period is None else sync_period
+        self._period = make(tf.constant(period, tf.int64), "sync_period")
+        self._signatures = make(tf.zeros([len(self._variables.weights)], tf.float64), "signatures")
+        self._request = make(tf.zeros([], tf.float64), "request")
+        self._agreed = make(tf.zeros([2], tf.float64), "agreed")  # request, replicas running
+        self._pending_steps = make(tf.zeros([], tf.int64), "pending_steps")
+        self._pending_samples = make(tf.zeros([len(self._devices)], tf.float64), "pending_samples")
+        self._steps = make(tf.zeros([], tf.int64), "steps")
+        self._samples = make(tf.zeros([], tf.float64), "samples")
+        self._syncs = make(tf.zeros([], tf.int64), "syncs")
+        self._seconds = make(tf.zeros([2], tf.float64), "seconds")
+        self._distance = make(tf.zeros([]), "distance")
+        self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
 
     # -- what the strategy calls -------------------------------------------------------------
 
@@ -175,6 +203,29 @@ class Synchronizer:
         while not bool(self._sync(tf.constant(False))):
             pass
 
+    def set_sync_period(self, sync_period: int | None) -> None:
+        """τ from here on, None: no syncs; all workers must set it at the same sync."""
+        self._period.assign(NEVER if sync_period is None else sync_period)
+
+    def request(self, request: Request) -> None:
+        """Asks all workers for something; at the next sync they agree on the most that is asked."""
+        self._request.assign(float(request))
+
+    def agreement(self) -> Agreement:
+        """What the last sync has made known to all."""
+        request, running = self._agreed.numpy()
+        return Agreement(
+            request=Request(int(request)),
+            all_running=int(running) == self._num_replicas,
+            syncs=int(self._syncs),
+            block_open=int(self._pending_steps) > 0,
+        )
+
+    def answered(self) -> None:
+        """Forgets what was asked for and agreed on; every worker calls it at the same sync."""
+        self._request.assign(0.0)
+        self._agreed.assign(tf.zeros_like(self._agreed))
+
     def was_set(self, component: tf.Variable) -> None:
         """Notes that Python code has set a variable, on all devices alike.
 
@@ -193,45 +244,29 @@ class Synchronizer:
                 )
         if kind == "weight":
             for bucket, at, piece in self._layout.places(index):
-                part = value[piece.start : piece.stop]
-                _assign_part(self._rule_state[bucket], self._rule.init(part), at)
-                for name, average in self._averages.items():
-                    self._restart_average(name, average, bucket, part, at)
-            self._unsigned.assign(True)
-
-    def _restart_average(
-        self, name: str, average: Any, bucket: int, part: tf.Tensor, at: int
-    ) -> None:
-        """Starts an average again from its present value, with `part` of a bucket set anew."""
-        for number, variables in enumerate(self._average_states[name]):
-            value = average.value(_read(variables))
-            if number == bucket:
-                value = tf.concat([value[:at], part, value[at + part.shape[0] :]], 0)
-            _assign(variables, average.init(value))
+                self.global_state.set_part(bucket, at, value[piece.start : piece.stop])
+            self._signatures[index].assign(signature_of(value))
 
     def adopt(self, former: Synchronizer) -> None:
         """Goes on from the state of the synchronizer that the same model had before.
 
         Weights that both have keep their global model, momentum and averages; the others start from
-        their present values.
+        their present values. Every worker must call it.
         """
-        for index, variable in enumerate(self._variables.weights):
-            kind, old_index = former._index.get(id(variable[0]), ("", 0))
-            if kind != "weight":
+        sources = [former._index.get(id(v[0]), ("", 0)) for v in self._variables.weights]
+        old_cells = {cell.field: cell for cell in former.global_state.cells()}
+        for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
+            if cell.is_scalar:
+                self.global_state.set_field(cell.field, old_cells[cell.field].variable)
                 continue
-            _adopt(
-                self._layout, index, self._rule_state, former._layout, old_index, former._rule_state
-            )
-            for name, states in self._average_states.items():
-                _adopt(
-                    self._layout,
-                    index,
-                    states,
-                    former._layout,
-                    old_index,
-                    former._average_states[name],
-                )
-        for name in ("_steps", "_samples", "_syncs", "_seconds", "_distance"):
+            old = former._layout.unpack(former.global_state.whole(cell.field))
+            new = self._layout.unpack(self.global_state.whole(cell.field))
+            merged = [
+                old[index] if kind == "weight" else mine
+                for (kind, index), mine in zip(sources, new, strict=True)
+            ]
+            self.global_state.set_field(cell.field, self._layout.pack(merged))
+        for name in ("_period", "_steps", "_samples", "_syncs", "_seconds", "_distance"):
             getattr(self, name).assign(getattr(former, name))
 
     def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
@@ -256,15 +291,11 @@ class Synchronizer:
         )
 
     def global_weights(self, which: str) -> list[tf.Tensor]:
-        """The tensors of the "global" model or of a named average, one for each weight."""
-        with tf.device(self._lead):
-            if which == "global":
-                buckets = [s.global_model.read_value() for s in self._rule_state]
-            else:
-                average = self._averages[which]
-                states = [_read(s) for s in self._average_states[which]]
-                buckets = [average.value(s) for s in states]
-            return self._layout.unpack(buckets)
+        """The tensors of the "global" model or of a named average, one for each weight.
+
+        Every worker must call it.
+        """
+        return self._layout.unpack(self.global_state.value(which))
 
     def local_weights(self) -> list[list[tf.Tensor]]:
         """Copies of the local weights: for each device a list."""
@@ -275,9 +306,28 @@ class Synchronizer:
 
     def set_weights(self, per_device: Sequence[Sequence[tf.Tensor]]) -> None:
         """Puts weights into the model's variables, device by device."""
-        for replica, tensors in enumerate(per_device):
-            for variable, tensor in zip(self._variables.weights, tensors, strict=True):
-                variable[replica].assign(tf.cast(tensor, variable[replica].dtype))
+        _assign(self._variables.weights, per_device)
+
+    def restart(self, tensors: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> None:
+        """All replicas go on from these weights and state; momentum and averages start there too.
+
+        Every worker must call it, with equal tensors, right after a sync.
+        """
+        _assign(self._variables.weights, [tensors] * len(self._devices))
+        _assign(self._variables.state, [state] * len(self._devices))
+        for variable in (*self._variables.weights, *self._variables.state):
+            self.was_set(variable[0])
+
+    def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Copies of the weights and the state of a local replica."""
+        weights, state = self._variables.weights, self._variables.state
+        return [tf.identity(v[replica]) for v in weights], [tf.identity(v[replica]) for v in state]
+
+    def counters(self) -> dict[str, tf.Variable]:
+        """What a checkpoint keeps beside the global state and the replicas' own variables."""
+        names = ("_period", "_signatures", "_steps", "_samples", "_syncs", "_seconds", "_distance")
+        found = {name.strip("_"): getattr(self, name) for name in names}
+        return found | {f"anchor/{k}": anchor for k, anchor in enumerate(self._state_anchor)}
 
     # -- one sync ----------------------------------------------------------------------------
 
@@ -290,6 +340,8 @@ class Synchronizer:
             met = tf.timestamp()
             # What the checks stop is over: only a collective can be waited for.
             self._sync_began.assign(0.0)
+            still_running = tf.reduce_sum(reports[:, RUNNING])
+            self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), still_running]))
         with tf.control_dependencies(checks(reports, self._averaged_names, len(self._devices))):
             total = tf.reduce_sum(reports[:, SAMPLES])
         committed = tf.cond(
@@ -301,24 +353,24 @@ class Synchronizer:
         self._seconds.assign_add(tf.stack([ended - began, met - began]))
         self._pending_steps.assign(0)
         self._pending_samples.assign(tf.zeros_like(self._pending_samples))
-        return tf.reduce_sum(reports[:, RUNNING]) == 0.0
+        return still_running == 0.0
 
     def _exchange_reports(self, running: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
         """The table of all replicas' reports, [N, columns], the same on every worker."""
         with tf.control_dependencies([after]):
-            samples = self._pending_samples.read_value()
-        signature = self._global_signature()
-        bad = [
-            first_nonfinite([v[r] for v in self._averaged], device)
-            for r, device in enumerate(self._devices)
-        ]
+            counted = self._pending_samples.read_value()
+            samples = tf.where(self._period < NEVER, counted, tf.zeros_like(counted))
+            request = self._request.read_value()
+            signature = tf.reduce_sum(self._signatures)
         rows = []
-        for replica in range(len(self._devices)):
+        for replica, device in enumerate(self._devices):
+            bad = first_nonfinite([v[replica] for v in self._averaged], device)
             row = [
                 samples[replica],
                 tf.cast(running, tf.float64),
-                tf.cast(bad[replica], tf.float64),
+                tf.cast(bad, tf.float64),
                 signature,
+                request,
             ]
             rows.append(tf.stack(row))
         table = self._report_collectives.all_gather(tf.stack(rows), f"{self._name}/report")
@@ -330,94 +382,74 @@ class Synchronizer:
         local_samples = reports[self._first_replica :, SAMPLES][: len(self._devices)]
         shares = tf.cast(local_samples / total, tf.float32)
         local = [self._packed(replica) for replica in range(len(self._devices))]
-        buffers = self._weighted_sums(local, shares)
-        sums = self._collectives.all_reduce(buffers, f"{self._name}/reduce")
-        cuts = [len(self._rule_state), len(self._state_anchor), -1]
-        average = sums[: cuts[0]]
-        state = sums[cuts[0] : cuts[0] + cuts[1]]
-        slots = sums[cuts[0] + cuts[1] :]
-        with tf.control_dependencies(sums):
+        weighted, others = self._weighted(local, shares)
+        means = self._aggregation.gather(weighted, f"{self._name}/weights")
+        sums = sum_on_first_device(others, self._devices)
+        sums = self._collectives.all_reduce(sums, f"{self._name}/others")
+        state, slots = sums[: len(self._state_anchor)], sums[len(self._state_anchor) :]
+        with tf.control_dependencies([*tf.nest.flatten(means), *sums]):
+            distance = tf.cond(
+                (self._syncs < MEASURED_SYNCS) | (self._syncs % MEASURED_SYNCS == 0),
+                lambda: self._relative_distance(local, means),
+                self._distance.read_value,
+            )
+            update = self.global_state.update(means)
+        received = self._aggregation.spread(update.broadcasts, f"{self._name}/broadcast")
+        with tf.control_dependencies([distance, *tf.nest.flatten(received)]):
             self._sync_began.assign(0.0)
-            return self._write(local, average, state, slots)
+            self._distance.assign(distance)
+            self.global_state.commit(update)
+            self._write(local, received, state, slots)
+        return tf.constant(1, tf.int64)
 
-    def _weighted_sums(
+    def _weighted(
         self, local: Sequence[Sequence[tf.Tensor]], shares: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """This worker's share of the weighted means: of weights, state and averaged slots."""
-        per_device = []
+    ) -> tuple[list[list[tf.Tensor]], list[list[tf.Tensor]]]:
+        """The local replicas' shares of the means: of weights; of state and averaged slots."""
+        weights, others = [], []
         for replica, device in enumerate(self._devices):
             with tf.device(device):
                 state = self._state_layout.pack([v[replica] for v in self._variables.state])
                 # Measured from the last sync's value, so that what has not moved stays exact.
                 moved = [s - a for s, a in zip(state, self._state_anchor, strict=True)]
                 slots = self._slot_layout.pack([v[replica] for v in self._averaged_slots])
-                buffers = [*local[replica], *moved, *slots]
-                per_device.append([shares[replica] * b for b in buffers])
-        return sum_on_first_device(per_device, self._devices)
+                weights.append([shares[replica] * b for b in local[replica]])
+                others.append([shares[replica] * b for b in (*moved, *slots)])
+        return weights, others
 
     def _write(
         self,
         local: Sequence[Sequence[tf.Tensor]],
-        average: Sequence[tf.Tensor],
+        received: Sequence[Sequence[tf.Tensor]],
         state: Sequence[tf.Tensor],
         slots: Sequence[tf.Tensor],
-    ) -> tf.Tensor:
-        self._distance.assign(self._relative_distance(local, average))
-        with tf.device(self._lead):
-            before = [_read(s) for s in self._rule_state]
-            after = [
-                self._rule.update(b, w, self._num_replicas)
-                for b, w in zip(before, average, strict=True)
-            ]
-            for variables, values in zip(self._rule_state, after, strict=True):
-                _assign(variables, values)
-            for name, kind in self._averages.items():
-                for variables, new in zip(self._average_states[name], after, strict=True):
-                    _assign(variables, kind.update(_read(variables), new.global_model))
+    ) -> None:
+        """Writes every local replica's new weights, state and slots."""
+        restarted = []
+        for replica, device in enumerate(self._devices):
+            with tf.device(device):
+                pairs = zip(local[replica], received[replica], strict=True)
+                restarted.append(self._layout.unpack([self._rule.restart(w, b) for w, b in pairs]))
+        self.set_weights(restarted)
+        with tf.device(self._devices[0]):
             new_state = [a + s for a, s in zip(self._state_anchor, state, strict=True)]
             for anchor, value in zip(self._state_anchor, new_state, strict=True):
                 anchor.assign(value)
-        self._restart(local, before, after)
-        self._write_to_devices(self._state_layout, new_state, self._variables.state)
-        if self._local_state == "average":
-            self._write_to_devices(self._slot_layout, slots, self._averaged_slots)
-        elif self._local_state == "reset":
+        for layout, buckets, variables in (
+            (self._state_layout, new_state, self._variables.state),
+            (self._slot_layout, slots, self._averaged_slots),
+        ):
+            copies = broadcast_to_devices(buckets, self._devices)
+            _assign(variables, [layout.unpack(copy) for copy in copies])
+        if self._local_state == "reset":
             for slot, value in zip(self._variables.slots, self._variables.slot_resets, strict=True):
                 for component in slot:
                     component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
-        return tf.constant(1, tf.int64)
-
-    def _restart(
-        self, local: Sequence[Sequence[tf.Tensor]], before: Sequence[Any], after: Sequence[Any]
-    ) -> None:
-        """Writes every local replica's new weights."""
-        for replica, device in enumerate(self._devices):
-            with tf.device(device):
-                buckets = [
-                    self._rule.restart(w, b, a)
-                    for w, b, a in zip(local[replica], before, after, strict=True)
-                ]
-                for variable, tensor in zip(
-                    self._variables.weights, self._layout.unpack(buckets), strict=True
-                ):
-                    variable[replica].assign(tf.cast(tensor, variable[replica].dtype))
-
-    def _write_to_devices(
-        self,
-        layout: Layout,
-        buckets: Sequence[tf.Tensor],
-        variables: Sequence[Sequence[tf.Variable]],
-    ) -> None:
-        copies = broadcast_to_devices(buckets, self._devices)
-        for replica, device in enumerate(self._devices):
-            with tf.device(device):
-                tensors = layout.unpack(copies[replica])
-                for variable, tensor in zip(variables, tensors, strict=True):
-                    variable[replica].assign(tf.cast(tensor, variable[replica].dtype))
 
     def _relative_distance(
-        self, local: Sequence[Sequence[tf.Tensor]], average: Sequence[tf.Tensor]
+        self, local: Sequence[Sequence[tf.Tensor]], means: Sequence[Sequence[tf.Tensor]]
     ) -> tf.Tensor:
+        average = self._aggregation.spread(means, f"{self._name}/mean")[0]
         squares = [
             2.0 * tf.nn.l2_loss(w - m)
             for buckets in local
@@ -425,24 +457,6 @@ class Synchronizer:
         ]
         norm = tf.add_n([2.0 * tf.nn.l2_loss(m) for m in average])
         return tf.sqrt(tf.add_n(squares) / (len(local) * tf.maximum(norm, 1e-30)))
-
-    def _global_signature(self) -> tf.Tensor:
-        """A number that equal global models share and others almost surely do not.
-
-        Computed once for each model that was set from outside.
-        """
-
-        def sign() -> tf.Tensor:
-            # Sums of the bits, as integers: the same in whatever order a machine adds them.
-            sums = [
-                (1 + k) * tf.reduce_sum(tf.cast(tf.bitcast(s.global_model, tf.int32), tf.int64))
-                for k, s in enumerate(self._rule_state)
-            ]
-            self._unsigned.assign(False)
-            signature = tf.cast(tf.add_n(sums) % (1 << 52), tf.float64)
-            return self._signature.assign(signature, read_value=True)
-
-        return tf.cond(self._unsigned, sign, self._signature.read_value)
 
     def _packed(self, replica: int) -> list[tf.Tensor]:
         with tf.device(self._devices[replica]):
@@ -453,53 +467,12 @@ def _layout(variables: Sequence[Sequence[tf.Variable]], bucket_bytes: int) -> La
     return Layout([v[0].shape for v in variables], bucket_bytes)
 
 
-def _state_variables(state: Any, name: str, make: Callable[[Any, str], tf.Variable]) -> Any:
-    """A NamedTuple of variables that holds the NamedTuple `state`."""
-    return type(state)(
-        *(
-            make(tf.convert_to_tensor(value, tf.float32), f"{name}_{field}")
-            for field, value in zip(state._fields, state, strict=True)
-        )
-    )
-
-
-def _read(variables: Any) -> Any:
-    return type(variables)(*(v.read_value() for v in variables))
-
-
-def _adopt(
-    layout: Layout,
-    variable: int,
-    states: Sequence[Any],
-    old_layout: Layout,
-    old_variable: int,
-    old_states: Sequence[Any],
+def _assign(
+    variables: Sequence[Sequence[tf.Variable]], per_device: Sequence[Sequence[tf.Tensor]]
 ) -> None:
-    """Copies one variable's part of every field, and the scalar fields, from other states."""
-    for number, field in enumerate(states[0]._fields):
-        if not states[0][number].shape.rank:
-            for state in states:
-                getattr(state, field).assign(getattr(old_states[0], field))
-            continue
-        parts = [
-            getattr(old_states[bucket], field)[at : at + piece.stop - piece.start]
-            for bucket, at, piece in old_layout.places(old_variable)
-        ]
-        whole = tf.concat(parts, 0)
-        for bucket, at, piece in layout.places(variable):
-            target = getattr(states[bucket], field)
-            target[at : at + piece.stop - piece.start].assign(whole[piece.start : piece.stop])
-
-
-def _assign_part(variables: Any, values: Any, at: int) -> None:
-    """Assigns to `at` … of the flat variables; scalars as they are."""
-    for variable, value in zip(variables, values, strict=True):
-        if variable.shape.rank:
-            variable[at : at + value.shape[0]].assign(value)
-        else:
-            variable.assign(value)
-
-
-def _assign(variables: Any, values: Any) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    """Assigns to every variable's component on each device; `per_device` has a list for each."""
+    for replica, tensors in enumerate(per_device):
+        for variable, tensor in zip(variables, tensors, strict=True):
+            component = variable[replica]
+            with tf.device(component.device):
+                component.assign(tf.cast(tensor, component.dtype))

@@ -27,7 +27,7 @@ def follow(rule, start, averages, num_replicas=2):
     out = []
     for average in averages:
         before, state = state, rule.update(state, average, num_replicas)
-        out.append((state.global_model, rule.restart(average, before, state)))
+        out.append((state.global_model, rule.restart(average, rule.broadcast(before, state))))
     return out
 
 
@@ -65,7 +65,7 @@ def test_easgd_by_hand():
     local = np.array([3.0, 7.0])
     after = rule.update(before, local.mean(), 2)
     assert after.global_model == 1.0 + 0.25 * (2 + 6)
-    np.testing.assert_array_equal(rule.restart(local, before, after), [2.5, 5.5])
+    np.testing.assert_array_equal(rule.restart(local, rule.broadcast(before, after)), [2.5, 5.5])
 
 
 def test_default_block_momentum_is_one_minus_one_over_n():
@@ -125,7 +125,7 @@ def test_easgd_stability_bound_is_the_true_one(n, fraction, seed):
     start = np.abs(local).max()
     for _ in range(2000):
         before, state = state, rule.update(state, local.mean(), n)
-        local = rule.restart(local, before, state)
+        local = rule.restart(local, rule.broadcast(before, state))
     assert np.abs(local - state.global_model).max() < 1e-3 * start
     if bound < 1.0:
         with pytest.raises(ValueError, match=f"{n} replicas"):

@@ -82,6 +82,21 @@ def test_rule_equals_simulation(tmp_path, name):
     check(*train(tmp_path, rule, EVEN), kind, EVEN, settings)
 
 
+@pytest.mark.parametrize("name", ["bsp", "bmuf", "easgd"])
+def test_sharded_state_gives_the_same(tmp_path, name):
+    rule, kind, settings = RULES[name]
+    averages = "{'ema': tfpara.EMA(0.8, zero_debias=True), 'ma': tfpara.MA()}"
+    options = {"averages": averages, "epochs": 2, "aggregation": "sharded"}
+    results, workers = train(tmp_path, rule, UNEVEN, **options)
+    center = check(results, workers, kind, UNEVEN, settings, epochs=2)
+    ema = np.zeros_like(center.history[0])
+    for w in center.history[1:]:
+        ema = 0.8 * ema + 0.2 * w
+    ema /= 1 - 0.8 ** (len(center.history) - 1)
+    np.testing.assert_allclose(model(results, "ema"), ema, atol=1e-5)
+    np.testing.assert_allclose(model(results, "ma"), np.mean(center.history[1:], 0), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["bmuf", "easgd"])
 def test_uneven_data_are_weighted_and_nobody_waits_for_ever(tmp_path, name):
     rule, kind, settings = RULES[name]

@@ -6,8 +6,11 @@ that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow te
 * ``init(weights) -> state``: the state (a NamedTuple of arrays) of a run that starts at `weights`;
 * ``update(state, average, num_replicas) -> state``: the global step, given the sample-weighted
   mean of the local models;
-* ``restart(local, before, after) -> weights``: the weights a replica goes on from, given its local
-  weights and the state before and after the global step.
+* ``broadcast(before, after) -> array``: what the replicas need to go on, given the state before and
+  after the global step; all of them receive the same;
+* ``restart(local, broadcast) -> weights``: the weights a replica goes on from.
+
+All of it works element by element, so a rule may be applied to any part of the weights.
 
 ``resolve(num_replicas)`` fills in defaults that depend on the number of replicas and refuses
 hyper-parameters that are unstable for it.

@@ -89,7 +89,7 @@ class BMUF:
     def update(self, state: BMUFState, average: Any, num_replicas: int) -> BMUFState:
         """The global step, from the mean of the local models."""
         eta = self._momentum(num_replicas)
-        update = average - self._broadcast(state, eta)
+        update = average - self._anchor(state, eta)
         gain = self.block_learning_rate
         if self.compat == "cntk":
             gain *= (1.0 - eta) * num_replicas
@@ -99,18 +99,23 @@ class BMUF:
             global_model = global_model + eta * delta
         return BMUFState(global_model=global_model, delta=delta)
 
-    def restart(self, local: Any, before: BMUFState | None, after: BMUFState) -> Any:
-        """The weights that a replica goes on from: the broadcast point."""
-        del local, before
+    def broadcast(self, before: BMUFState | None, after: BMUFState) -> Any:
+        """What the replicas need: the point they go on from, W or W + ηΔ."""
+        del before
         if self.block_momentum is None:
             raise ValueError("Call resolve(num_replicas) first: block_momentum is still None.")
-        return self._broadcast(after, self.block_momentum)
+        return self._anchor(after, self.block_momentum)
+
+    def restart(self, local: Any, broadcast: Any) -> Any:
+        """The weights that a replica goes on from: the broadcast point."""
+        del local
+        return broadcast
 
     def _momentum(self, num_replicas: int) -> float:
         eta = self.block_momentum
         return 1.0 - 1.0 / num_replicas if eta is None else eta
 
-    def _broadcast(self, state: BMUFState, eta: float) -> Any:
+    def _anchor(self, state: BMUFState, eta: float) -> Any:
         if self.nesterov and not self.compat:
             return state.global_model + eta * state.delta
         return state.global_model

@@ -26,7 +26,7 @@ class BSP:
     Example:
         >>> rule = BSP()
         >>> state = rule.update(rule.init(0.0), average=2.0, num_replicas=4)
-        >>> rule.restart(local=3.0, before=None, after=state)
+        >>> rule.restart(local=3.0, broadcast=rule.broadcast(None, state))
         2.0
     """
 
@@ -44,7 +44,12 @@ class BSP:
         del state, num_replicas
         return BSPState(global_model=average)
 
-    def restart(self, local: Any, before: BSPState | None, after: BSPState) -> Any:
-        """The weights that a replica goes on from: the global model."""
-        del local, before
+    def broadcast(self, before: BSPState | None, after: BSPState) -> Any:
+        """What the replicas need: the global model."""
+        del before
         return after.global_model
+
+    def restart(self, local: Any, broadcast: Any) -> Any:
+        """The weights that a replica goes on from: the global model."""
+        del local
+        return broadcast

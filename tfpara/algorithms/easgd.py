@@ -38,7 +38,7 @@ class EASGD:
         >>> rule = EASGD(elasticity=0.25)
         >>> before = rule.init(0.0)
         >>> after = rule.update(before, average=2.0, num_replicas=2)
-        >>> after.global_model, rule.restart(4.0, before, after)
+        >>> after.global_model, rule.restart(4.0, rule.broadcast(before, after))
         (1.0, 3.0)
     """
 
@@ -76,9 +76,13 @@ class EASGD:
     def _alpha(self, num_replicas: int) -> float:
         return 0.9 / num_replicas if self.elasticity is None else self.elasticity
 
-    def restart(self, local: Any, before: EASGDState, after: EASGDState) -> Any:
-        """The replica's step, towards the centre as it was before the sync."""
+    def broadcast(self, before: EASGDState, after: EASGDState) -> Any:
+        """What the replicas need: the centre as it was before the sync."""
         del after
+        return before.global_model
+
+    def restart(self, local: Any, broadcast: Any) -> Any:
+        """The replica's step, towards the centre as it was before the sync."""
         if self.elasticity is None:
             raise ValueError("Call resolve(num_replicas) first: elasticity is still None.")
-        return local - self.elasticity * (local - before.global_model)
+        return local - self.elasticity * (local - broadcast)

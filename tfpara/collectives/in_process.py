@@ -18,6 +18,11 @@ class Loopback:
         del name
         return list(buffers)
 
+    def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Returns the buffers."""
+        del name
+        return list(buffers)
+
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """Returns the buffer with a leading axis of 1."""
         del name

@@ -21,6 +21,12 @@ class Collectives(Protocol):
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""
 
+    def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Of each float buffer, this rank's part of the sums over the workers.
+
+        Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
+        """
+
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""
 

@@ -66,6 +66,33 @@ class TensorFlowCollectives:
                 for index, buffer in enumerate(buffers)
             ]
 
+    def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Of each float buffer, this rank's part of the sums over the workers.
+
+        Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
+        """
+        with tf.device(self._device):
+            return [
+                self._reduce_scatter(buffer, f"scatter/{name}/{index}")
+                for index, buffer in enumerate(buffers)
+            ]
+
+    def _reduce_scatter(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        rows = tf.reshape(buffer, [self.size, -1])
+        attributes = self._attributes(name, rows)
+        if self._tokens:
+            part = tf.raw_ops.CollectiveReduceScatterV2(
+                input=rows,
+                merge_op="Add",
+                final_op="Id",
+                ordering_token=self._tokens,
+                **attributes,
+            )
+            return tf.reshape(part, [-1])
+        # TensorFlow has no reduce-scatter on CPUs. The same bytes travel; the sum is taken here.
+        received = tf.raw_ops.CollectiveAllToAllV2(input=rows, ordering_token=[], **attributes)
+        return tf.add_n(tf.unstack(received, num=self.size))
+
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""
         with tf.device(self._device):

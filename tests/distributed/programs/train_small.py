@@ -2,7 +2,7 @@
 
 Options (JSON): rule (Python expression), sync_period, local_devices, optimizer (expression),
 epochs, minibatches (a list for each replica of minibatch sizes), local_state, averages,
-steps_per_execution, out (npz path). Weights are initialised differently on each worker on purpose.
+aggregation, steps_per_execution, out (npz path). Weights are initialised differently on each worker on purpose.
 """
 
 import json
@@ -32,6 +32,7 @@ def main():
         sync_period=options["sync_period"],
         averages=eval(options.get("averages", "None")),
         local_state=options.get("local_state", "keep"),
+        aggregation=options.get("aggregation", "auto"),
         devices=[f"CPU:{i}" for i in range(local)],
         data_plan=options.get("data_plan"),
         timeout_seconds=options.get("timeout_seconds", 60),

@@ -1,0 +1,227 @@
+"""The global side of a sync: the rule's state and the averages, in the parts kept here.
+
+Variables are created here and nowhere else. A *field* is one array of the state, such as
+"rule/global_model", "rule/delta" or "averages/ema/average"; scalars are kept once for each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfpara.aggregation import Aggregation, Part
+
+MakeVariable = Callable[[Any, str], tf.Variable]
+
+
+class Cell(NamedTuple):
+    """One variable of the state: a part of one field, or a scalar field of that part."""
+
+    field: str
+    holder: int
+    part: Part
+    variable: tf.Variable
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the field is a number and not one for each weight."""
+        return self.variable.shape.rank == 0
+
+
+class Update(NamedTuple):
+    """A global step that is not written yet: for each holder, states and what to broadcast."""
+
+    rule_states: list[list[Any]]
+    broadcasts: list[list[tf.Tensor]]
+    average_states: dict[str, list[list[Any]]]
+
+
+class GlobalState:
+    """State of the rule and of the averages.
+
+    Args:
+        aggregation: says which parts are kept here, and where.
+        rule: a resolved rule of `tfpara.algorithms`.
+        averages: averages of the global model, by name.
+        num_replicas: N.
+        buckets: the initial weights, equal on all workers.
+        make: creates a plain variable, `make(initial_value, name)`.
+        name: of this state's exchanges, the same on every worker.
+    """
+
+    def __init__(
+        self,
+        aggregation: Aggregation,
+        rule: Any,
+        averages: Mapping[str, Any],
+        num_replicas: int,
+        buckets: Sequence[tf.Tensor],
+        make: MakeVariable,
+        name: str,
+    ) -> None:
+        self.aggregation = aggregation
+        self._rule = rule
+        self._averages = dict(averages)
+        self._num_replicas = num_replicas
+        self._name = name
+        self._sizes = [int(b.shape[0]) for b in buckets]
+        self._rule_states: list[list[Any]] = []
+        self._average_states: dict[str, list[list[Any]]] = {name: [] for name in averages}
+        for holder, device in enumerate(aggregation.holders):
+            with tf.device(device):
+                parts = aggregation.parts(holder)
+                own = [_cut(buckets[p.bucket], p) for p in parts]
+                self._rule_states.append(
+                    [_variables(rule.init(w), f"rule_{k}", make) for k, w in enumerate(own)]
+                )
+                for label, average in averages.items():
+                    self._average_states[label].append(
+                        [
+                            _variables(average.init(w), f"{label}_{k}", make)
+                            for k, w in enumerate(own)
+                        ]
+                    )
+
+    def update(self, means: Sequence[Sequence[tf.Tensor]]) -> Update:
+        """The global step and the averages' on every holder; nothing is written.
+
+        Args:
+            means: for each holder its parts of the mean of the local models.
+        """
+        update = Update([], [], {label: [] for label in self._averages})
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                before = [_read(state) for state in self._rule_states[holder]]
+                after = [
+                    self._rule.update(state, mean, self._num_replicas)
+                    for state, mean in zip(before, means[holder], strict=True)
+                ]
+                update.rule_states.append(after)
+                update.broadcasts.append(list(map(self._rule.broadcast, before, after)))
+                for label, average in self._averages.items():
+                    states = self._average_states[label][holder]
+                    update.average_states[label].append(
+                        [
+                            average.update(_read(state), new.global_model)
+                            for state, new in zip(states, after, strict=True)
+                        ]
+                    )
+        return update
+
+    def commit(self, update: Update) -> None:
+        """Writes what `update` returned."""
+        pairs = [(self._rule_states, update.rule_states)]
+        pairs += [(self._average_states[k], v) for k, v in update.average_states.items()]
+        for kept, new in pairs:
+            for variables, values in zip(kept, new, strict=True):
+                for variable, value in zip(variables, values, strict=True):
+                    _assign(variable, value)
+
+    def whole(self, field: str) -> list[tf.Tensor]:
+        """The buckets of a field; every worker must call it."""
+        per_holder: list[list[tf.Tensor]] = [[] for _ in self.aggregation.holders]
+        for cell in self.cells():
+            if cell.field == field:
+                per_holder[cell.holder].append(cell.variable.read_value())
+        return self.aggregation.spread(per_holder, f"{self._name}/{field}")[0]
+
+    def value(self, which: str) -> list[tf.Tensor]:
+        """The buckets of the "global" model or of an average; every worker must call it."""
+        if which == "global":
+            return self.whole("rule/global_model")
+        average = self._averages[which]
+        per_holder = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = self._average_states[which][holder]
+                per_holder.append([average.value(_read(s)) for s in states])
+        return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
+
+    def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
+        """Elements `at` … of a bucket start anew from `values`: no momentum, averages restarted."""
+        stop = at + int(values.shape[0])
+        for holder, part in self._held():
+            own = self._rule_states[holder][part.bucket]
+            start, end = max(at, part.start), min(stop, part.stop)
+            inside = part.bucket == bucket and start < end
+            piece = values[start - at : end - at] if inside else values[:0]
+            if inside:
+                _assign_at(own, self._rule.init(piece), start - part.start)
+            for label, average in self._averages.items():
+                state = self._average_states[label][holder][part.bucket]
+                if not inside and float(state.count) == 0.0:
+                    continue  # Has been restarted, by the weight before this one.
+                value = average.value(_read(state))
+                if inside:
+                    before, after = value[: start - part.start], value[end - part.start :]
+                    value = tf.concat([before, piece, after], 0)
+                _assign(state, average.init(value))
+
+    def cells(self) -> Iterator[Cell]:
+        """Every variable of the state that is kept here."""
+        for holder, part in self._held():
+            state = self._rule_states[holder][part.bucket]
+            for name, variable in zip(state._fields, state, strict=True):
+                yield Cell(f"rule/{name}", holder, part, variable)
+            for label, states in self._average_states.items():
+                state = states[holder][part.bucket]
+                for name, variable in zip(state._fields, state, strict=True):
+                    yield Cell(f"averages/{label}/{name}", holder, part, variable)
+
+    def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
+        """Gives a field its value: whole buckets, or a number for a scalar field."""
+        for cell in self.cells():
+            if cell.field != field:
+                continue
+            value = buckets if cell.is_scalar else _cut(buckets[cell.part.bucket], cell.part)
+            cell.variable.assign(tf.cast(value, cell.variable.dtype))
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of state that each local holder keeps."""
+        totals = [0] * len(self.aggregation.holders)
+        for cell in self.cells():
+            totals[cell.holder] += cell.variable.shape.num_elements() * cell.variable.dtype.size
+        return totals
+
+    def _held(self) -> Iterator[tuple[int, Part]]:
+        for holder in range(len(self.aggregation.holders)):
+            for part in self.aggregation.parts(holder):
+                yield holder, part
+
+
+def _cut(bucket: tf.Tensor, part: Part) -> tf.Tensor:
+    """A part of a bucket, with zeros past its end."""
+    values = tf.convert_to_tensor(bucket)[part.start : part.stop]
+    missing = part.stop - part.start - int(values.shape[0])
+    return tf.pad(values, [[0, missing]]) if missing else values
+
+
+def _variables(state: Any, name: str, make: MakeVariable) -> Any:
+    """A NamedTuple of variables that holds the NamedTuple `state`."""
+    return type(state)(
+        *(
+            make(tf.convert_to_tensor(value), f"{name}_{field}")
+            for field, value in zip(state._fields, state, strict=True)
+        )
+    )
+
+
+def _read(variables: Any) -> Any:
+    return type(variables)(*(v.read_value() for v in variables))
+
+
+def _assign(variables: Any, values: Any) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(tf.cast(value, variable.dtype))
+
+
+def _assign_at(variables: Any, values: Any, at: int) -> None:
+    """Assigns to elements `at` … of the flat variables; scalars as they are."""
+    for variable, value in zip(variables, values, strict=True):
+        if variable.shape.rank:
+            variable[at : at + value.shape[0]].assign(value)
+        else:
+            variable.assign(value)
