@@ -1,0 +1,97 @@
+"""Limited-memory Adagrad as a Keras optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="tfpara")
+class Adapt(keras.optimizers.Optimizer):
+    """Adagrad that remembers the last few gradients only.
+
+    For each parameter j, with g the gradient times `gradient_scale`:
+
+        γ_j(t) = γ(t) / √(K + Σ_{s=τ}^{t} g_j(s)²),    w_j ← w_j − γ_j(t) g_j(t).
+
+    You & Xu (2014), eq. 2, "ASGD-adapt", with K = 1 and τ = t, so that the rate depends on the
+    current gradient alone, and γ = 0.008. Their gradient is the *sum* over the samples of a
+    minibatch, Keras' loss a mean: give the minibatch size as `gradient_scale` for their numbers.
+
+    Args:
+        learning_rate: γ, a number or a Keras schedule.
+        constant: K > 0.
+        memory: gradients in the sum, t − τ + 1 ≥ 1; all of them with None, which is Adagrad.
+        gradient_scale: > 0.
+        name: of the optimizer.
+        **kwargs: `clipnorm`, `weight_decay` and so on, as every Keras optimizer takes them.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.008,
+        constant: float = 1.0,
+        memory: int | None = 1,
+        gradient_scale: float = 1.0,
+        name: str = "adapt",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate=learning_rate, name=name, **kwargs)
+        if not constant > 0.0:
+            raise ValueError(f"constant={constant!r} must be positive. The paper's K is 1.")
+        if memory is not None and not memory >= 1:
+            raise ValueError(
+                f"memory={memory!r} must be at least 1 gradient, or None for all of them."
+            )
+        if not gradient_scale > 0.0:
+            raise ValueError(
+                f"gradient_scale={gradient_scale!r} must be positive: 1, or the minibatch size."
+            )
+        self.constant = constant
+        self.memory = memory
+        self.gradient_scale = gradient_scale
+        self._squares: list[Any] = []
+
+    def build(self, variables: Any) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        # With one gradient there is nothing to remember.
+        slots = 1 if self.memory is None else self.memory if self.memory > 1 else 0
+        self._squares = [
+            self.add_optimizer_variables(variables, f"square_{slot}") for slot in range(slots)
+        ]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        rate = ops.cast(learning_rate, variable.dtype)
+        gradient = ops.cast(gradient, variable.dtype) * self.gradient_scale
+        total = self.constant + self._sum_of_squares(ops.square(gradient), variable)
+        self.assign_sub(variable, rate * gradient / ops.sqrt(total))
+
+    def _sum_of_squares(self, square: Any, variable: Any) -> Any:
+        if self.memory == 1:
+            return square
+        index = self._get_variable_index(variable)
+        slots = [slot[index] for slot in self._squares]
+        if self.memory is None:
+            self.assign_add(slots[0], square)
+            return slots[0]
+        # A ring: this gradient takes the place of the oldest.
+        place = ops.cast(self.iterations, "int32") % self.memory
+        kept = [ops.where(place == k, square, slot) for k, slot in enumerate(slots)]
+        for slot, value in zip(slots, kept, strict=True):
+            self.assign(slot, value)
+        return sum(kept)
+
+    def get_config(self) -> dict[str, Any]:
+        config = super().get_config()
+        return config | {
+            "constant": self.constant,
+            "memory": self.memory,
+            "gradient_scale": self.gradient_scale,
+        }

@@ -1,0 +1,123 @@
+"""Newbob: hold the learning rate while the held-out score improves, then halve it, then stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+
+class NewbobState(NamedTuple):
+    """What Newbob remembers between epochs.
+
+    score: the score that the next one is compared with; None before the first. gain: what the last
+    epoch gained; None before there were two scores. fading: the rate falls at every epoch from here
+    on. stopped: training is over. rejected: the last epoch's model is to be given up.
+    """
+
+    score: float | None = None
+    gain: float | None = None
+    fading: bool = False
+    stopped: bool = False
+    rejected: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class NewbobRule:
+    """When to lower the learning rate, and when to stop, from one held-out score after each epoch.
+
+    An epoch's gain is the fall of a loss (or, with ``rising=True``, the rise of an accuracy) since
+    the epoch before; with ``relative=True`` as a part of the score before. The rate stays as long
+    as the gain is at least `start`. The first gain below it begins the fading: from then on every
+    epoch ends with rate ← factor · rate, until one gains less than `stop`.
+
+    * `NewbobRule.cross_entropy()`, the default: 1 % and 0.1 %, relative (Li et al. 2017,
+      section 3.1).
+    * `NewbobRule.accuracy()`: 0.5 % and 0.1 % of all frames, absolute (Su et al. 2015,
+      section 5.6).
+
+    As in Kaldi's nnet1 schedule, which the papers use, an epoch that begins the fading never stops.
+
+    Args:
+        start: gain below which the rate begins to fall, ≥ `stop`.
+        stop: gain below which training ends once the rate is falling, ≥ 0.
+        factor: what the rate is multiplied by, in (0, 1).
+        rising: whether higher scores are better.
+        relative: whether gains are parts of the score before.
+        reject_worse: whether an epoch that made the score worse is given up, and training goes back
+            to where it began, as Kaldi's nnet1 schedule does; the score it is compared with stays.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Example:
+        >>> rule = NewbobRule()
+        >>> state = rule.update(rule.init(), 2.0)
+        >>> state = rule.update(state, 1.99)  # 0.5 % less: below 1 %
+        >>> state.fading, state.stopped
+        (True, False)
+        >>> rule.update(state, 1.989).stopped  # 0.05 % less: below 0.1 %
+        True
+    """
+
+    start: float = 0.01
+    stop: float = 0.001
+    factor: float = 0.5
+    rising: bool = False
+    relative: bool = True
+    reject_worse: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.stop <= self.start < math.inf:
+            raise ValueError(
+                f"start={self.start!r} and stop={self.stop!r} must be gains with "
+                "0 ≤ stop ≤ start: training may end only once the rate falls."
+            )
+        if not 0.0 < self.factor < 1.0:
+            raise ValueError(f"factor={self.factor!r} must be in (0, 1). The usual value is 0.5.")
+
+    @classmethod
+    def cross_entropy(cls, reject_worse: bool = False) -> NewbobRule:
+        """Of a held-out cross-entropy: a relative fall of 1 %, then 0.1 %."""
+        return cls(reject_worse=reject_worse)
+
+    @classmethod
+    def accuracy(cls, reject_worse: bool = False) -> NewbobRule:
+        """Of a held-out frame accuracy in [0, 1]: a rise of 0.005, then 0.001."""
+        return cls(start=0.005, rising=True, relative=False, reject_worse=reject_worse)
+
+    def init(self) -> NewbobState:
+        """The state before the first score."""
+        return NewbobState()
+
+    def update(self, state: NewbobState, score: float) -> NewbobState:
+        """The state after an epoch whose held-out score is `score`.
+
+        The next epoch's rate is `factor` times the last one's if the new state is `fading` and not
+        `stopped`. The first score of a run only serves to compare with.
+
+        Raises:
+            ValueError: the score is not a finite number.
+        """
+        if not math.isfinite(score):
+            raise ValueError(
+                f"the held-out score is {score!r}: training has diverged. Lower the learning rate."
+            )
+        if state.score is None:
+            return state._replace(score=score)
+        gain = self._gain(state.score, score)
+        rejected = self.reject_worse and gain < 0.0
+        return NewbobState(
+            score=state.score if rejected else score,
+            gain=gain,
+            fading=state.fading or gain < self.start,
+            stopped=state.fading and gain < self.stop,
+            rejected=rejected,
+        )
+
+    def _gain(self, before: float, after: float) -> float:
+        gain = after - before if self.rising else before - after
+        if self.relative:
+            # A score of 0 cannot get better.
+            gain = gain / abs(before) if before else min(gain, 0.0)
+        return gain

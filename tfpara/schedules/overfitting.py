@@ -1,0 +1,79 @@
+"""The overfitting guard: stop when training and validation error part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+
+class OverfittingState(NamedTuple):
+    """The smallest gap so far (None before the first), epochs in a row beyond it, and the end."""
+
+    smallest: float | None = None
+    epochs: int = 0
+    stopped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OverfittingRule:
+    """Stops when the gap between validation and training error has opened.
+
+    With gap = max(0, validation error − training error), an epoch is *open* if its gap exceeds the
+    smallest one so far by more than `threshold`. `patience` open epochs in a row end training.
+
+    A negative gap counts as none: an epoch's training error is measured while the model improves,
+    and with dropout, so that it is the larger of the two at first.
+
+    Tian et al. (2017), section 3.1, watch for "an apparent gap" of the frame error rates and give
+    no number; threshold and patience are ours.
+
+    Args:
+        threshold: how far the gap may open, > 0, in units of the error (0.05 is 5 % of the frames).
+        patience: epochs in a row, ≥ 1.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Example:
+        >>> rule = OverfittingRule(threshold=0.05)
+        >>> state = rule.update(rule.init(), training=0.30, validation=0.32)
+        >>> state = rule.update(state, training=0.24, validation=0.31)  # 0.07 ≤ 0.02 + 0.05
+        >>> rule.update(state, training=0.22, validation=0.31).stopped  # 0.09 > 0.02 + 0.05
+        True
+    """
+
+    threshold: float = 0.05
+    patience: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.threshold < math.inf:
+            raise ValueError(
+                f"threshold={self.threshold!r} must be positive: the gap always varies a little."
+            )
+        if isinstance(self.patience, bool) or self.patience != int(self.patience):
+            raise ValueError(f"patience={self.patience!r} must be a whole number of epochs.")
+        if self.patience < 1:
+            raise ValueError(f"patience={self.patience!r} must be at least 1 epoch.")
+
+    def init(self) -> OverfittingState:
+        """The state before the first epoch."""
+        return OverfittingState()
+
+    def update(
+        self, state: OverfittingState, training: float, validation: float
+    ) -> OverfittingState:
+        """The state after an epoch with these two errors.
+
+        Raises:
+            ValueError: an error is not a finite number.
+        """
+        if not (math.isfinite(training) and math.isfinite(validation)):
+            raise ValueError(
+                f"training error {training!r} and validation error {validation!r} must be finite: "
+                "training has diverged. Lower the learning rate."
+            )
+        gap = max(0.0, validation - training)
+        smallest = gap if state.smallest is None else min(gap, state.smallest)
+        epochs = state.epochs + 1 if gap > smallest + self.threshold else 0
+        return OverfittingState(smallest, epochs, epochs >= self.patience)

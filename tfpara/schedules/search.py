@@ -1,0 +1,37 @@
+"""The choice among candidate learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def candidate_rates(rate: float, factors: Sequence[float]) -> list[float]:
+    """The rates to try next to the present one, ascending, each once: factor · rate.
+
+    Raises:
+        ValueError: no factor, one that is not positive, or a rate that is not.
+    """
+    if not factors:
+        raise ValueError("factors is empty: there is no candidate rate. Give at least one.")
+    rates = sorted({rate * factor for factor in factors})
+    if not 0.0 < rates[0] <= rates[-1] < math.inf:
+        raise ValueError(
+            f"factors={list(factors)!r} of the learning rate {rate!r}: candidates must be positive."
+        )
+    return rates
+
+
+def best_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """The rate with the smallest loss; the lowest of equal ones. NaN is worse than any number.
+
+    Raises:
+        ValueError: no loss is finite.
+    """
+    finite = [(loss, rate) for rate, loss in zip(rates, losses, strict=True) if math.isfinite(loss)]
+    if not finite:
+        raise ValueError(
+            f"every candidate rate diverged: {', '.join(f'{rate:g}' for rate in rates)}. Give "
+            "lower ones."
+        )
+    return min(finite)[1]
