@@ -1,0 +1,168 @@
+"""BMUF with local Adam: the first and second moments are filtered along with the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from tfpara.algorithms.bmuf import BMUF
+
+
+class MomentState(NamedTuple):
+    """The moments that every replica starts a block with, and how far the filter reaches.
+
+    momentum, velocity: Adam's m and v at the start of the block. equivalent_steps: ρ, the local
+    steps that the last global-model update Δ is worth.
+    """
+
+    momentum: Any
+    velocity: Any
+    equivalent_steps: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BMUFAdam(BMUF):
+    """BMUF for replicas that train with Adam or AdamW.
+
+    The weights follow `tfpara.BMUF`. Block momentum puts the replicas at a point further on than
+    their average w̄, where no replica has been, so neither their own moments nor the average of
+    those belong there. The moments of that point are estimated: with τ steps in the block, m the
+    moment that the block began with and m̄ the average of the replicas' moments at its end,
+
+        g = (m̄ − β^τ m) / (1 − β^τ)                the block's mean gradient (squared, for v)
+        ρ ← ηρ + ζτ                                 Δ in steps, as Δ ← ηΔ + ζG
+        a = ηρ + (ζ − 1)τ  (Nesterov),  ρ − τ  (classical)     steps from w̄ to the broadcast point
+        m ← β^a m̄ + (1 − β^a) g                     as if `a` more steps had seen g
+
+    for both moments, β being β₁ or β₂. With ζ = 1, as published, a = ηρ and
+
+        m ← [(1 − β^(τ+a)) m̄ − (β^τ − β^(τ+a)) m] / (1 − β^τ).
+
+    Adam's bias correction divides by 1 − β^t for t steps. The authors raise t by `a` as well. A
+    Keras optimizer has one counter for that and for learning-rate schedules, so it is left alone
+    and the new moment is multiplied by (1 − β^t) / (1 − β^(t+a)) instead: the corrected moments
+    are the same, then and unbiased in all later steps.
+
+    With η = 0 and ζ = 1 the moments are simply averaged.
+
+    Args:
+        block_momentum: η, as in `tfpara.BMUF`.
+        block_learning_rate: ζ.
+        nesterov: the form of block momentum; the default, True, is the authors'.
+        compat: None; the other toolkits' forms have no filtered moments.
+        beta_1: β₁ of the local optimizer.
+        beta_2: β₂ of the local optimizer.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: Chen, Ding & Huo, "Parallelizing Adam optimizer with blockwise model-update filtering"
+    (ICASSP 2020). The general ζ and the classical form follow from the same argument.
+
+    Example:
+        >>> rule = BMUFAdam(block_momentum=0.0)
+        >>> moments = rule.init_moments(0.0, 0.0)
+        >>> moments = rule.update_moments(moments, 0.5, 0.25, steps=4, iterations=4, num_replicas=2)
+        >>> moments.momentum, moments.velocity
+        (0.5, 0.25)
+    """
+
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compat is not None:
+            raise ValueError(
+                f"compat={self.compat!r}: BMUFAdam has no such form. Leave compat out, or use "
+                "tfpara.BMUF."
+            )
+        for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
+            if not 0.0 < beta < 1.0:
+                raise ValueError(
+                    f"{name}={beta!r} is outside (0, 1). Give the local optimizer's; 0.9 and 0.999 "
+                    "are Keras' defaults."
+                )
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuses a local optimizer whose moments this rule would not filter rightly.
+
+        Args:
+            optimizer: the Keras optimizer that the replicas train with.
+
+        Raises:
+            ValueError: it is not Adam or AdamW, has amsgrad, or has other betas than the rule.
+        """
+        names = {kind.__name__ for kind in type(optimizer).__mro__}
+        if "Adam" not in names or getattr(optimizer, "amsgrad", False):
+            shown = f"{type(optimizer).__name__}(amsgrad=True)" if "Adam" in names else optimizer
+            raise ValueError(
+                f"BMUFAdam filters the moments of keras.optimizers.Adam and AdamW (without "
+                f"amsgrad), but the model is compiled with {shown!s}. Compile it with one of them, "
+                "or use tfpara.BMUF."
+            )
+        for name in ("beta_1", "beta_2"):
+            if getattr(optimizer, name) != getattr(self, name):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} in BMUFAdam and "
+                    f"{getattr(optimizer, name)!r} in the local optimizer. Give both the same."
+                )
+
+    def init_moments(self, momentum: Any, velocity: Any) -> MomentState:
+        """State of a run whose replicas start with these moments, flat vectors (zeros if new)."""
+        return MomentState(momentum=momentum, velocity=velocity, equivalent_steps=0.0)
+
+    def update_moments(
+        self,
+        state: MomentState,
+        momentum: Any,
+        velocity: Any,
+        *,
+        steps: Any,
+        iterations: Any,
+        num_replicas: int,
+    ) -> MomentState:
+        """The moments for the next block, at the point that `broadcast` gives.
+
+        Args:
+            state: of the block that has ended.
+            momentum: mean of the replicas' first moments at its end, weighted as the weights are.
+            velocity: the same of the second moments.
+            steps: τ ≥ 1, minibatches of the block (of the replica with the most). As `iterations`
+                a number, or a scalar tensor of the moments' type.
+            iterations: t ≥ τ, minibatches since the moments were zero: what the local optimizer
+                counts.
+            num_replicas: N.
+
+        Returns:
+            The new state, whose `momentum` and `velocity` all replicas go on with. The second
+            moment is never negative.
+        """
+        eta, zeta = self._momentum(num_replicas), self.block_learning_rate
+        equivalent = eta * state.equivalent_steps + zeta * steps
+        # Of B = W + ηΔ and of W, measured from w̄.
+        ahead = eta * equivalent + (zeta - 1.0) * steps if self.nesterov else equivalent - steps
+        gradient = _block_mean(self.beta_1, state.momentum, momentum, steps)
+        next_momentum = _go_on(self.beta_1, momentum, gradient, ahead, iterations)
+        # At least 0 but for rounding, as v̄ holds at least β^τ v.
+        square = _positive_part(_block_mean(self.beta_2, state.velocity, velocity, steps))
+        next_velocity = _go_on(self.beta_2, velocity, square, ahead, iterations)
+        return MomentState(next_momentum, _positive_part(next_velocity), equivalent)
+
+
+def _block_mean(beta: float, start: Any, end: Any, steps: Any) -> Any:
+    """g with end = β^τ start + (1 − β^τ) g."""
+    kept = beta**steps
+    return (end - kept * start) / (1.0 - kept)
+
+
+def _go_on(beta: float, moment: Any, gradient: Any, ahead: Any, iterations: Any) -> Any:
+    """The moment after `ahead` more steps with this gradient, biased as after `iterations`."""
+    kept = beta**ahead
+    bias = (1.0 - beta**iterations) / (1.0 - beta ** (iterations + ahead))
+    return bias * (kept * moment + (1.0 - kept) * gradient)
+
+
+def _positive_part(x: Any) -> Any:
+    """max(x, 0) in plain arithmetic, for NumPy and TensorFlow alike."""
+    return 0.5 * (x + abs(x))

@@ -1,0 +1,259 @@
+"""Outer optimizers: any element-by-element Keras optimizer as the global step; DiLoCo, SlowMo."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.algorithms.keras_step import KerasStep, shortest
+
+_FIX = "Use an optimizer that treats every weight by itself: SGD, Adam, AdamW, Adagrad, RMSprop, …"
+_REFUSED = {
+    "Adafactor": "scales its step by the norm of whole weight matrices",
+    "Lamb": "scales its step by the norm of whole weight matrices",
+    "Muon": "works on whole weight matrices",
+    "ScheduleFreeAdamW": "keeps a second copy of the weights, which its slots must start from",
+    "LossScaleOptimizer": "scales losses, and a pseudo-gradient has none",
+    "MultiOptimizer": "treats variables differently, and the rule sees one flat vector",
+}
+_OPTIONS = {
+    "clipnorm": "the norm of a whole variable; use clipvalue",
+    "global_clipnorm": "the norm of the whole gradient; use clipvalue",
+    "use_ema": "averages beside the model; use averages={'ema': tfpara.EMA(...)} of the strategy",
+    "gradient_accumulation_steps": "several updates; use a longer sync_period",
+    "loss_scale_factor": "a scaled loss, and a pseudo-gradient comes from none; leave it out",
+}
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Outer:
+    """A Keras optimizer as the global step, on the pseudo-gradient.
+
+        G = W − w̄;  W ← optimizer step with the gradient G;  every replica goes on from W
+
+    with w̄ the (sample-weighted) mean of the local models. Many rules are of this form:
+    SGD(1.0) is model averaging; SGD(ζ, momentum=η) classical block momentum; SGD(ζ, momentum=η,
+    nesterov=True) Nesterov block momentum, with W the point that is broadcast. For a constant rate,
+    Keras' SGD with Nesterov momentum, m ← ηm − ζG, W ← W + ηm − ζG, is torch's b ← ηb + G,
+    W ← W − ζ(G + ηb), by m = −ζb.
+
+    A LearningRateSchedule counts syncs. `weight_decay` pulls all weights, biases among them, to 0
+    at each sync.
+
+    Args:
+        keras_optimizer: any Keras optimizer whose step treats every weight by itself, new and with
+            no state of its own: the rule takes its settings as they are now.
+
+    Raises:
+        TypeError: this is no Keras optimizer.
+        ValueError: its step is not element by element (Adafactor, Lamb, Muon, clipping by norm), or
+            it does more than a step (use_ema, gradient_accumulation_steps, loss scaling).
+
+    Source: Reddi et al., "Adaptive federated optimization" (2021), algorithm 1 (there FedOpt).
+
+    Example:
+        >>> rule = Outer(keras.optimizers.SGD(0.5))
+        >>> float(rule.update(rule.init(0.0), average=2.0, num_replicas=2).global_model)
+        1.0
+    """
+
+    keras_optimizer: keras.optimizers.Optimizer
+
+    def __post_init__(self) -> None:
+        _check_kind(self.keras_optimizer)
+        _check_options(self.keras_optimizer)
+        object.__setattr__(self, "_settings", _settings(self.keras_optimizer))
+        step = KerasStep(self.keras_optimizer)
+        object.__setattr__(self, "_step", step)
+        self._check_element_by_element()
+
+    def __repr__(self) -> str:
+        return f"Outer({self._settings})"  # type: ignore[attr-defined]
+
+    def resolve(self, num_replicas: int) -> Outer:
+        """Returns this rule: nothing in it depends on the number of replicas."""
+        del num_replicas
+        return self
+
+    def init(self, weights: Any) -> Any:
+        """State of a run that starts at `weights`: a NamedTuple of W, the slots and the syncs.
+
+        Its fields are `global_model`, the optimizer's slots by their Keras names (momentum,
+        velocity, …) and `iterations` (syncs so far, a float).
+        """
+        step: KerasStep = self._step  # type: ignore[attr-defined]
+        slots = [
+            weights * 0.0 + float(value[0]) if value.ndim else float(value)
+            for value in step.initial.values()
+        ]
+        return step.State(weights, *slots, 0.0)
+
+    def update(self, state: Any, average: Any, num_replicas: int) -> Any:
+        """The global step, from the mean of the local models."""
+        del num_replicas
+        step: KerasStep = self._step  # type: ignore[attr-defined]
+        if tf.is_tensor(average) or tf.is_tensor(state.global_model):
+            return step(state, state.global_model - average)
+        gradient = tf.convert_to_tensor(np.asarray(state.global_model) - average)
+        return step.State(*(np.asarray(v)[()] for v in step(state, gradient)))
+
+    def broadcast(self, before: Any, after: Any) -> Any:
+        """What the replicas need: the point they go on from, W."""
+        del before
+        return after.global_model
+
+    def restart(self, local: Any, broadcast: Any) -> Any:
+        """The weights that a replica goes on from: W."""
+        del local
+        return broadcast
+
+    def _check_element_by_element(self) -> None:
+        """Two steps on three weights together must be those on each alone."""
+        weights = np.array([0.5, -1.0, 2.0], np.float32)
+        averages = weights + np.array([[1e-3, 0.2, -30.0], [-0.7, 0.1, 4.0]], np.float32)
+
+        def run(part: slice) -> list[Any]:
+            state = self.init(weights[part])
+            for average in averages:
+                state = self.update(state, average[part], 2)
+            return [np.broadcast_to(value, weights[part].shape) for value in state]
+
+        whole = run(slice(None))
+        parts = [run(slice(i, i + 1)) for i in range(3)]
+        alone = [np.concatenate(values) for values in zip(*parts, strict=True)]
+        if not np.allclose(whole, alone, rtol=1e-5, atol=1e-9):
+            name = type(self.keras_optimizer).__name__
+            raise ValueError(
+                f"{name} cannot be an outer optimizer: its step or its start mixes weights, and "
+                f"every replica owns only a part of them. {_FIX}"
+            )
+
+
+def DiLoCo(learning_rate: float = 0.7, momentum: float = 0.9) -> Outer:
+    """DiLoCo's outer step: SGD with Nesterov momentum on the pseudo-gradient.
+
+        G = W − w̄;  b ← μb + G;  W ← W − lr (G + μb);  every replica goes on from W
+
+    The same as Nesterov BMUF with η = μ and ζ = lr. The authors' local optimizer is AdamW with its
+    state kept across syncs (`local_state="keep"`), and a period of about 500 steps.
+
+    Args:
+        learning_rate: lr > 0.
+        momentum: μ, 0 ≤ μ < 1.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models"
+    (2023), algorithm 1.
+
+    Example:
+        >>> rule = DiLoCo(learning_rate=0.5, momentum=0.5)
+        >>> float(rule.update(rule.init(0.0), average=2.0, num_replicas=2).global_model)
+        1.5
+    """
+    _check_rate("learning_rate", learning_rate)
+    _check_momentum("momentum", momentum)
+    return Outer(keras.optimizers.SGD(float(learning_rate), float(momentum), nesterov=True))
+
+
+def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer:
+    """Slow momentum over blocks of local steps.
+
+        u ← βu + (W − w̄)/γ;  W ← W − αγu;  every replica goes on from W
+
+    with γ the local learning rate. Kept here as v = γu, in units of weights, v ← βv + (W − w̄),
+    W ← W − αv, so that the rule need not know γ. For a constant γ that is the same; where a
+    schedule changes γ between two syncs, the paper scales the older v by the ratio of the new rate
+    to the old one, and this rule does not. The average is exact, as in the paper's Local SGD form.
+    With α = ζ and β = η it is classical block momentum, `BMUF(η, ζ, nesterov=False)`.
+
+    Args:
+        slow_learning_rate: α > 0.
+        slow_momentum: β, 0 ≤ β < 1. The paper uses 0.4 to 0.8.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: Wang, Tantia, Ballas & Rabbat, "SlowMo: Improving communication-efficient distributed
+    SGD with slow momentum" (ICLR 2020), algorithm 1.
+
+    Example:
+        >>> rule = SlowMo(slow_momentum=0.5)
+        >>> state = rule.update(rule.init(0.0), average=2.0, num_replicas=2)
+        >>> float(rule.update(state, average=2.0, num_replicas=2).global_model)
+        3.0
+    """
+    _check_rate("slow_learning_rate", slow_learning_rate)
+    _check_momentum("slow_momentum", slow_momentum)
+    return Outer(keras.optimizers.SGD(float(slow_learning_rate), float(slow_momentum)))
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be a positive number. 0.7 to 1 is usual.")
+
+
+def _check_momentum(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(
+            f"{name}={value!r} is outside [0, 1): at 1 or more the model update grows without "
+            "bound. 0.5 to 0.9 is usual."
+        )
+
+
+def _check_kind(optimizer: Any) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"Outer({optimizer!r}): give a Keras optimizer object, for example "
+            "tfpara.Outer(keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True))."
+        )
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _REFUSED:
+            raise ValueError(
+                f"{kind.__name__} cannot be an outer optimizer: it {_REFUSED[kind.__name__]}. "
+                f"{_FIX}"
+            )
+
+
+def _check_options(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    for option, reason in _OPTIONS.items():
+        if getattr(optimizer, option, None):
+            raise ValueError(
+                f"{name}({option}={getattr(optimizer, option)!r}) cannot be an outer optimizer: "
+                f"the option needs {reason}."
+            )
+    # What `exclude_from_weight_decay` of Keras' optimizers sets.
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    if excluded or getattr(optimizer, "_exclude_from_weight_decay_pattern", None):
+        raise ValueError(
+            f"{name} excludes variables from weight decay, but an outer optimizer sees one flat "
+            "vector without names. Leave weight_decay to the local optimizer."
+        )
+    rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call a schedule.
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    if not isinstance(rate, keras.Variable | schedule):
+        raise ValueError(
+            f"{name}(learning_rate={rate!r}) cannot be an outer optimizer: a function's result may "
+            "differ between workers. Give a number or a keras LearningRateSchedule."
+        )
+
+
+def _settings(optimizer: Any) -> str:
+    """The optimizer as it is written, the same on every worker, as the fingerprint needs it."""
+    config = optimizer.get_config()
+    shown = []
+    for key, value in config.items():
+        if key == "name" or key.startswith("ema_") or value is None or value is False:
+            continue
+        if isinstance(value, float):
+            value = shortest(value)
+        text = json.dumps(value, sort_keys=True, default=repr) if value is not True else "True"
+        shown.append(f"{key}={text}")
+    return f"{type(optimizer).__name__}({', '.join(shown)})"
