@@ -1,8 +1,10 @@
-"""The fully connected acoustic model of the BMUF and averaging papers."""
+"""The fully connected acoustic model of all four papers."""
 
 from __future__ import annotations
 
 import keras
+
+from models.arguments import check_sizes, kernel, logits
 
 
 def dnn(
@@ -32,16 +34,15 @@ def dnn(
     Raises:
         ValueError: an argument is out of range.
 
-    Source: Li et al. (2017), section 4: 1320-6×1024-5723, 12.5 million parameters.
+    Source: Li et al. (2017), section 3.1: 1320-6×1024-5723, which are 12.5 million parameters. The
+    other papers' shapes, and what is to be said about the 13.5 million that this one gives, are in
+    `models.presets`.
     """
-    sizes = {"input_dim": (input_dim, 1), "num_classes": (num_classes, 2), "width": (width, 1)}
-    for name, (value, least) in {**sizes, "layers": (layers, 0)}.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}. Received: {name}={value!r}")
+    check_sizes(input_dim=input_dim, width=width)
+    check_sizes(2, num_classes=num_classes)
+    check_sizes(0, layers=layers)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must lie in [0, 1). Received: dropout={dropout!r}")
-    # He's scaling keeps the variance through ReLU layers; Glorot's suits the saturating ones.
-    kind = keras.initializers.HeNormal if "elu" in activation else keras.initializers.GlorotUniform
     seeds = [None if seed is None else seed * 1000 + layer for layer in range(2 * layers + 1)]
     inputs = keras.Input((input_dim,), name="frames")
     hidden = inputs
@@ -49,15 +50,9 @@ def dnn(
         hidden = keras.layers.Dense(
             width,
             activation=activation,
-            kernel_initializer=kind(seeds[layer]),
+            kernel_initializer=kernel(activation, seeds[layer]),
             name=f"hidden{layer + 1}",
         )(hidden)
         if dropout:
             hidden = keras.layers.Dropout(dropout, seed=seeds[layers + layer])(hidden)
-    logits = keras.layers.Dense(
-        num_classes,
-        kernel_initializer=keras.initializers.GlorotUniform(seeds[-1]),
-        dtype="float32",  # also under mixed precision: the loss needs its range
-        name="logits",
-    )(hidden)
-    return keras.Model(inputs, logits, name="dnn")
+    return keras.Model(inputs, logits(num_classes, seeds[-1])(hidden), name="dnn")

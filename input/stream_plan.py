@@ -1,0 +1,103 @@
+"""The division of an epoch between parallel streams of utterances.
+
+A replica reads S streams side by side. A stream is one utterance after another, and every minibatch
+holds the next T frames of each. An utterance begins at a step of its own; what its last step has
+too many is padding. The division is a function of the utterances' lengths and (seed, epoch, N)
+alone, so workers agree on it without speaking:
+
+1. The utterances are put in an order drawn for (seed, epoch).
+2. Each goes, in this order, to whichever of the N·S streams is free first, the lowest-numbered one
+   of several. So streams, and with them replicas, differ at the end by one utterance at most.
+3. Stream k is row k // N of replica k mod N.
+
+Pure functions of NumPy; nothing here reads a file.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Which stream reads which utterance when. Make it with `plan`, which validates.
+
+    The columns have one entry for each utterance, in the order of the epoch.
+    """
+
+    num_replicas: int
+    streams: int  # of one replica
+    truncation: int  # frames of a step
+    utterance: np.ndarray  # int64: number in the split
+    stream: np.ndarray  # int64: which of the num_replicas * streams
+    first_step: np.ndarray  # int64
+    end_step: np.ndarray  # int64: the step after its last
+
+    @property
+    def num_steps(self) -> int:
+        """Minibatches of the replica that has most."""
+        return int(self.end_step.max())
+
+    @property
+    def num_minibatches(self) -> int:
+        """Minibatches of the epoch, over all replicas."""
+        return sum(self.steps(replica) for replica in range(self.num_replicas))
+
+    def steps(self, replica: int) -> int:
+        """Minibatches of one replica."""
+        if not 0 <= replica < self.num_replicas:
+            raise ValueError(f"replica must lie in [0, {self.num_replicas}). Received: {replica}")
+        return int(self.end_step[self.stream % self.num_replicas == replica].max())
+
+    def rows(self, replica: int) -> list[np.ndarray]:
+        """For each stream of a replica its utterances' positions in the columns, in order."""
+        mine = np.flatnonzero(self.stream % self.num_replicas == replica)
+        row = self.stream[mine] // self.num_replicas
+        by_row = mine[np.argsort(row, kind="stable")]
+        return np.split(by_row, np.cumsum(np.bincount(row, minlength=self.streams))[:-1])
+
+
+def plan(
+    frames: np.ndarray,
+    *,
+    num_replicas: int,
+    streams: int,
+    truncation: int,
+    order: np.ndarray | None = None,
+) -> StreamPlan:
+    """The division of an epoch.
+
+    Args:
+      frames: int [utterances]: frames of each, as the model sees them.
+      num_replicas: N, the number of replicas of all workers.
+      streams: S, rows of a replica's minibatch.
+      truncation: T, frames of a step.
+      order: the utterances in the order of the epoch; None: as they are numbered.
+
+    Raises:
+      ValueError: an argument is out of range, or there are fewer utterances than replicas.
+    """
+    for name, value in (
+        ("num_replicas", num_replicas),
+        ("streams", streams),
+        ("truncation", truncation),
+    ):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1. Received: {value!r}")
+    if len(frames) < num_replicas:
+        raise ValueError(
+            f"{len(frames)} utterances are too few for num_replicas={num_replicas}: every replica"
+            " needs one at least. Start fewer replicas"
+        )
+    utterance = np.arange(len(frames)) if order is None else order
+    steps = -(-np.asarray(frames, np.int64)[utterance] // truncation)
+    stream, first_step = np.empty_like(steps), np.empty_like(steps)
+    free = [(0, number) for number in range(num_replicas * streams)]  # (free from step, stream)
+    for position, count in enumerate(steps.tolist()):
+        since, number = free[0]
+        first_step[position], stream[position] = since, number
+        heapq.heapreplace(free, (since + count, number))
+    return StreamPlan(
+        num_replicas, streams, truncation, utterance, stream, first_step, first_step + steps
+    )

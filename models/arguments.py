@@ -1,0 +1,43 @@
+"""What the builders share: checks of their arguments, initial weights, the layer of logits."""
+
+from __future__ import annotations
+
+import keras
+
+
+def check_sizes(least: int = 1, **sizes: int) -> None:
+    """Raises ValueError for the first size that is below `least`, and names it."""
+    for name, value in sizes.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}. Received: {name}={value!r}")
+
+
+def kernel(activation: str, seed: int | None) -> keras.initializers.Initializer:
+    """The initial kernel of a layer with this activation."""
+    # He's scaling keeps the variance through ReLU layers; Glorot's suits the saturating ones.
+    kind = keras.initializers.HeNormal if "elu" in activation else keras.initializers.GlorotUniform
+    return kind(seed)
+
+
+class Seeds:
+    """A seed for each layer in turn, all following from one; None for each without one."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._next = None if seed is None else seed * 1000
+
+    def __call__(self) -> int | None:
+        """The next seed."""
+        if self._next is None:
+            return None
+        self._next += 1
+        return self._next
+
+
+def logits(num_classes: int, seed: int | None) -> keras.layers.Layer:
+    """The linear layer of logits."""
+    return keras.layers.Dense(
+        num_classes,
+        kernel_initializer=keras.initializers.GlorotUniform(seed),
+        dtype="float32",  # also under mixed precision: the loss needs its range
+        name="logits",
+    )

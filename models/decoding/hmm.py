@@ -1,0 +1,237 @@
+"""A hidden Markov model of phone states with a phone bigram, estimated on labelled frames."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_POOLED_WEIGHT = 10.0  # moves that a phone's own share its estimate with
+_MOVE_FLOOR = 0.5  # moves added to every possible one of all phones together
+
+
+@dataclasses.dataclass(frozen=True)
+class PhoneStates:
+    """The states of each phone, in the order in which they are passed.
+
+    Attributes:
+        phones: names, in the order of their first class.
+        classes: int [P, S], the class of each state; -1 beyond the last of a phone with fewer.
+    """
+
+    phones: tuple[str, ...]
+    classes: np.ndarray
+
+    @classmethod
+    def of(cls, class_names: Sequence[str]) -> PhoneStates:
+        """Reads the names of the classes, PHONE.STATE with states counted from 0.
+
+        Raises:
+            ValueError: the classes are others, such as tied states ("pdf-17").
+        """
+        states: dict[str, dict[int, int]] = {}
+        for number, name in enumerate(class_names):
+            phone, dot, state = name.rpartition(".")
+            if not (dot and phone and state.isascii() and state.isdigit()):
+                raise ValueError(
+                    f"class {number} is named {name!r}, but decoding needs phone states, "
+                    "PHONE.STATE. Of tied states write log-likelihoods for Kaldi's decoders "
+                    "instead: --write_loglikes."
+                )
+            if int(state) in states.setdefault(phone, {}):
+                raise ValueError(f"two classes are named {name!r}.")
+            states[phone][int(state)] = number
+        for phone, found in states.items():
+            if sorted(found) != list(range(len(found))):
+                raise ValueError(
+                    f"phone {phone!r} has the states {sorted(found)}; they must be counted from 0 "
+                    "without gaps."
+                )
+        classes = np.full([len(states), max(map(len, states.values()))], -1)
+        for row, found in zip(classes, states.values(), strict=True):
+            row[: len(found)] = [found[state] for state in range(len(found))]
+        return cls(tuple(states), classes)
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.classes.max()) + 1
+
+    def segments(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where phones begin in a sequence of frame labels.
+
+        A phone begins at the first frame, where the phone changes, and where the state goes back: a
+        phone said twice. (Said twice within as few frames as show no earlier state, it counts
+        once.)
+
+        Args:
+            labels: int [num_frames], classes.
+
+        Returns:
+            Phone and state of each frame, int [num_frames], and the frames where phones begin.
+        """
+        phone_of, state_of = np.empty([2, self.num_classes], np.int64)
+        phones, states = np.nonzero(self.classes >= 0)
+        phone_of[self.classes[phones, states]] = phones
+        state_of[self.classes[phones, states]] = states
+        phone, state = phone_of[labels], state_of[labels]
+        begins = (np.diff(phone) != 0) | (np.diff(state) < 0)
+        return phone, state, np.flatnonzero(np.concatenate([[True], begins]))
+
+
+@dataclasses.dataclass
+class Counts:
+    """What is counted in labelled utterances.
+
+    Attributes:
+        states: the phones' states.
+        frames: [K], frames of each class.
+        moves: [P, S + 1, S + 1], moves within each phone, from a state or (last row) its beginning
+            to a state or (last column) its end.
+        bigram: [P + 1, P + 1], phones that follow each other, from a phone or (last row) the
+            utterance's beginning to a phone or (last column) its end.
+    """
+
+    states: PhoneStates
+    frames: np.ndarray
+    moves: np.ndarray
+    bigram: np.ndarray
+
+    @classmethod
+    def zero(cls, states: PhoneStates) -> Counts:
+        """Counts of no utterance."""
+        phones, width = states.classes.shape
+        return cls(
+            states,
+            np.zeros(states.num_classes, np.int64),
+            np.zeros([phones, width + 1, width + 1], np.int64),
+            np.zeros([phones + 1, phones + 1], np.int64),
+        )
+
+    def add(self, labels: np.ndarray) -> None:
+        """Counts an utterance: labels int [num_frames], at least one."""
+        phone, state, first = self.states.segments(labels)
+        end = self.moves.shape[1] - 1
+        last = np.concatenate([first[1:], [len(labels)]]) - 1
+        inside = np.setdiff1d(np.arange(len(labels)), first)
+        np.add.at(self.frames, labels, 1)
+        np.add.at(self.moves, (phone[inside], state[inside - 1], state[inside]), 1)
+        np.add.at(self.moves, (phone[first], end, state[first]), 1)
+        np.add.at(self.moves, (phone[last], state[last], end), 1)
+        boundary = [len(self.states.phones)]
+        sequence = np.concatenate([boundary, phone[first], boundary])
+        np.add.at(self.bigram, (sequence[:-1], sequence[1:]), 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers as JSON can hold them."""
+        return {name: getattr(self, name).tolist() for name in ("frames", "moves", "bigram")}
+
+    @classmethod
+    def from_json(cls, states: PhoneStates, content: dict[str, Any]) -> Counts:
+        """Reads what `to_json` gave.
+
+        Raises:
+            ValueError: something is missing, or of another shape.
+        """
+        counts = cls.zero(states)
+        for name in ("frames", "moves", "bigram"):
+            value = np.array(content.get(name), np.int64)
+            if value.shape != getattr(counts, name).shape or (value < 0).any():
+                raise ValueError(
+                    f"{name} must be {list(getattr(counts, name).shape)} counts. Received: "
+                    f"{list(value.shape)}"
+                )
+            setattr(counts, name, value)
+        return counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Hmm:
+    """Probabilities, as natural logarithms, -inf for what cannot be.
+
+    Attributes:
+        states: the phones' states.
+        prior: [K], of each class; log posteriors minus these are pseudo-log-likelihoods,
+            log p(x | k) up to a number that depends on x alone.
+        moves: [P, S, S], from state to state within a phone.
+        entry: [P, S], of the state that a phone begins with.
+        exit: [P, S], of leaving the phone after a frame in each state.
+        bigram: [P, P], of the next phone (column) after a phone (row).
+        start: [P], of the first phone.
+        end: [P], of the utterance's end after each phone.
+    """
+
+    states: PhoneStates
+    prior: np.ndarray
+    moves: np.ndarray
+    entry: np.ndarray
+    exit: np.ndarray
+    bigram: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+
+def estimate(counts: Counts) -> Hmm:
+    """The model that the counts give, smoothed so that nothing that can be has probability 0.
+
+    * Priors: see `log_prior`.
+    * Moves within a phone: (n + 10 p̄) / (N + 10), with p̄ the distribution of all phones of as many
+      states together, to each of whose counts 1/2 is added. States are passed in order; they may be
+      skipped, as a phone of one or two frames does.
+    * Bigram: Witten & Bell's, p(q | p) = (n_pq + t_p p(q)) / (n_p + t_p), with t_p the number of
+      different phones seen after p, and at least 1; p(q) = (n_q + 1) / (n + P + 1), the utterance's
+      end among the q. No utterance is empty.
+
+    Source: Witten & Bell, "The zero-frequency problem" (1991), method C, interpolated.
+    """
+    with np.errstate(divide="ignore"):
+        moves = np.log(_moves(counts))
+        bigram = np.log(_bigram(counts.bigram))
+    return Hmm(
+        counts.states,
+        log_prior(counts.frames),
+        moves=moves[:, :-1, :-1],
+        entry=moves[:, -1, :-1],
+        exit=moves[:, :-1, -1],
+        bigram=bigram[:-1, :-1],
+        start=bigram[-1, :-1],
+        end=bigram[:-1, -1],
+    )
+
+
+def log_prior(frames: np.ndarray) -> np.ndarray:
+    """log p(k) = log((n_k + 1) / (n + K)), [K], from the frames n_k of each class."""
+    return np.log((frames + 1) / (frames.sum() + len(frames)))
+
+
+def _moves(counts: Counts) -> np.ndarray:
+    """Probabilities in the layout of `Counts.moves`; rows of states that a phone lacks are 0."""
+    width = counts.states.classes.shape[1]
+    sizes = (counts.states.classes >= 0).sum(1)
+    result = np.zeros(counts.moves.shape)
+    for size in np.unique(sizes):
+        group = sizes == size
+        # From a state to itself, a later one or the end; from the beginning to any state.
+        allowed = np.zeros([width + 1, width + 1])
+        allowed[:size, :size] = np.triu(np.ones([size, size]))
+        allowed[:size, -1] = 1
+        allowed[-1, :size] = 1
+        pooled = _normalised(allowed * (counts.moves[group].sum(0) + _MOVE_FLOOR))
+        own = allowed * counts.moves[group]
+        result[group] = _normalised(own + _POOLED_WEIGHT * pooled)
+    return result
+
+
+def _bigram(counts: np.ndarray) -> np.ndarray:
+    totals = counts.sum(0)
+    unigram = (totals + 1) / (totals.sum() + len(totals))
+    kinds = np.maximum((counts > 0).sum(1, keepdims=True), 1)
+    smoothed = counts + kinds * unigram
+    smoothed[-1, -1] = 0  # an utterance of no phone
+    return _normalised(smoothed)
+
+
+def _normalised(rows: np.ndarray) -> np.ndarray:
+    totals = rows.sum(-1, keepdims=True)
+    return np.divide(rows, totals, out=np.zeros(rows.shape), where=totals > 0)

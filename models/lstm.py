@@ -1,0 +1,61 @@
+"""The recurrent acoustic model of the paper on exponential moving averages."""
+
+from __future__ import annotations
+
+import keras
+
+from models.arguments import Seeds, check_sizes, logits
+from models.recurrent import dense_layers, inputs, lstm_layer
+
+
+def lstm(
+    input_dim: int,
+    num_classes: int,
+    *,
+    layers: int = 2,
+    cells: int = 1024,
+    projection: int = 0,
+    dense: int = 1,
+    width: int = 1024,
+    activation: str = "relu",
+    streams: int | None = None,
+    seed: int | None = None,
+) -> keras.Model:
+    """Unidirectional LSTM layers, Dense layers, logits.
+
+    Args:
+        input_dim: width of a frame, 252 for 3 stacked frames of 84.
+        num_classes: tied states to tell apart.
+        layers: LSTM layers, at least 1.
+        cells: memory cells of each.
+        projection: width of their recurrent projection (see `models.lstmp`); 0 for none.
+        dense: Dense layers after them.
+        width: units of each Dense layer.
+        activation: of the Dense layers, as Keras names it.
+        streams: for truncated BPTT, the rows of each batch, whose state is carried over to the
+            next (see `models.streaming`). None takes whole utterances.
+        seed: seed of the initial weights; None draws one.
+
+    Returns:
+        A model to float32 logits [batch, frames, num_classes], from float32 [batch, frames,
+        input_dim], or with streams from {"frames": [streams, frames, input_dim], "reset":
+        [streams]}, with 1 where an utterance starts and 0 elsewhere.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: "Exponential moving average model in parallel speech recognition training" (2017),
+    section 3.2: 84 × 3 inputs, two LSTM layers, a full-connection layer, 11088 states. The paper
+    does not give the widths (1024 here), nor the Dense layer's activation (ReLU here), and its
+    "sigmoid activation function" is read as that of the gates.
+    """
+    check_sizes(input_dim=input_dim, layers=layers, cells=cells, width=width)
+    check_sizes(2, num_classes=num_classes)
+    check_sizes(0, projection=projection, dense=dense)
+    seeds = Seeds(seed)
+    taken, hidden, reset = inputs(input_dim, streams)
+    for number in range(layers):
+        layer = lstm_layer(f"lstm{number + 1}", streams, seeds, cells=cells, projection=projection)
+        hidden = layer(hidden, reset=reset)
+    hidden = dense_layers(hidden, dense, width, activation, seeds)
+    return keras.Model(taken, logits(num_classes, seeds())(hidden), name="lstm")

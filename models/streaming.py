@@ -1,0 +1,167 @@
+"""Truncated BPTT: a recurrent layer that goes on from where the last batch ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from models.arguments import check_sizes
+
+
+@keras.saving.register_keras_serializable(package="models")
+class Streaming(keras.layers.Layer):
+    """Runs a recurrent layer over utterances that come in pieces.
+
+    Row i of every batch is the next piece of stream i. The layer's state after a batch, s_i, is
+    kept for the next one, in which row i starts from
+
+        s_i           where reset[i] is false,
+        zero          where it is true: the piece is the first of an utterance.
+
+    Gradients do not reach back beyond the batch: that is truncated backpropagation through time,
+    with as many steps as the batch has frames. Keras' own `stateful=True` has one `reset_state()`
+    for all rows at once; here utterances may start and end in any row at any batch.
+
+    The kept state belongs to the data that is being read. As with `stateful=True` it is no weight:
+    it is not in `weights`, nor in files of weights, so a model with streams and the same model
+    without (`streams=None`) can read each other's weight files.
+
+    Args:
+        layer: a keras.layers.RNN, LSTM, GRU or SimpleRNN, with return_sequences=True and
+            return_state=True.
+        streams: rows of every batch. None keeps nothing: each row is a whole utterance.
+
+    Raises:
+        TypeError: `layer` is no recurrent layer.
+        ValueError: `layer` does not give its sequence and state, goes backwards or is stateful; or
+            streams < 1.
+    """
+
+    def __init__(self, layer: keras.layers.RNN, streams: int | None = None, **kwargs: Any) -> None:
+        if not isinstance(layer, keras.layers.RNN):
+            raise TypeError(
+                f"layer must be a keras.layers.RNN, LSTM, GRU or SimpleRNN. Received: {layer!r}"
+            )
+        if not (layer.return_sequences and layer.return_state):
+            raise ValueError(
+                f"layer {layer.name!r} must be made with return_sequences=True, return_state=True."
+            )
+        if layer.stateful or layer.go_backwards:
+            raise ValueError(
+                f"layer {layer.name!r} must not be stateful, which Streaming itself is, nor go "
+                "backwards, since the future of a stream is not known."
+            )
+        if streams is not None:
+            check_sizes(streams=streams)
+        super().__init__(**kwargs)
+        self.layer = layer
+        self.streams = streams
+        self.supports_masking = True
+        self._carried: _Carried | None = None
+
+    @property
+    def states(self) -> list[keras.Variable]:
+        """The kept state, float [streams, width] each; none without streams or before `build`."""
+        return [] if self._carried is None else self._carried.of_streams
+
+    def reset_state(self) -> None:
+        """Sets the state of all streams to zero."""
+        for variable in self.states:
+            variable.assign(ops.zeros_like(variable.value))
+
+    def build(self, sequences_shape: Any, reset_shape: Any = None) -> None:
+        """Makes the layer's weights, and the state of each stream."""
+        if not self.layer.built:
+            self.layer.build(sequences_shape)
+            self.layer.built = True
+        if self.streams is None or self._carried is not None:
+            return
+        zeros = keras.tree.flatten(self.layer.get_initial_state(self.streams))
+        self._carried = _Carried(
+            [
+                keras.Variable(
+                    ops.cast(zero, self.variable_dtype), trainable=False, name="rnn_state"
+                )
+                for zero in zeros
+            ]
+        )
+
+    def call(
+        self, sequences: Any, reset: Any = None, mask: Any = None, training: bool = False
+    ) -> Any:
+        """The layer's outputs for the next piece of every stream.
+
+        Args:
+            sequences: [streams, frames, dim].
+            reset: bool or number [streams]: where it is true (not 0) an utterance starts. None
+                starts none; without streams it must be None.
+            mask: bool [streams, frames]: false skips a frame, as in Keras' recurrent layers.
+            training: as Keras gives it.
+
+        Returns:
+            [streams, frames, width of the output].
+
+        Raises:
+            ValueError: a batch of another number of rows, where it is known; otherwise
+                tf.errors.InvalidArgumentError. Or `reset` without streams.
+        """
+        if self.streams is None and reset is not None:
+            raise ValueError(
+                f"layer {self.name!r} got reset=, but was made without streams, so each batch "
+                "starts from zero. Give it streams=, or leave out reset."
+            )
+        start = None if self.streams is None else self._start(sequences, reset)
+        outputs, *states = self.layer(sequences, initial_state=start, mask=mask, training=training)
+        # Without streams there are no variables, and the state is dropped.
+        for variable, state in zip(self.states, keras.tree.flatten(states), strict=False):
+            variable.assign(ops.cast(state, variable.dtype))
+        return outputs
+
+    def _start(self, sequences: Any, reset: Any) -> Any:
+        """The state that each stream starts this batch from."""
+        message = (
+            f"layer {self.name!r} keeps the state of {self.streams} streams, so every batch must "
+            f"have {self.streams} rows. Build the model with streams= as many rows as the data have"
+        )
+        if sequences.shape[0] not in (None, self.streams):
+            raise ValueError(f"{message}. Received: shape {tuple(sequences.shape)}")
+        # To the gradient the variables are constants: here is where it is truncated.
+        carried = [ops.cast(variable, self.compute_dtype) for variable in self.states]
+        if sequences.shape[0] is None and tf.is_tensor(sequences):
+            check = tf.debugging.assert_equal(tf.shape(sequences)[0], self.streams, message)
+            with tf.control_dependencies([check]):
+                carried = [tf.identity(state) for state in carried]
+        if reset is not None:
+            fresh = ops.reshape(ops.cast(reset, "bool"), [self.streams, 1])
+            carried = [ops.where(fresh, ops.zeros_like(state), state) for state in carried]
+        return keras.tree.pack_sequence_as(self.layer.get_initial_state(self.streams), carried)
+
+    def compute_mask(self, sequences: Any, previous_mask: Any) -> Any:
+        """The mask of the sequences."""
+        return keras.tree.flatten(previous_mask)[0]
+
+    def compute_output_shape(self, sequences_shape: Any, reset_shape: Any = None) -> Any:
+        """[streams, frames, width of the output]."""
+        return self.layer.compute_output_shape(sequences_shape)[0]
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        layer = keras.saving.serialize_keras_object(self.layer)
+        return {**super().get_config(), "layer": layer, "streams": self.streams}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Streaming:
+        """The layer that has this configuration."""
+        layer = keras.saving.deserialize_keras_object(config["layer"])
+        return cls(**{**config, "layer": layer})
+
+
+class _Carried(tf.Module):
+    """Variables that TensorFlow's SavedModel finds, and that are no weights to Keras."""
+
+    def __init__(self, variables: list[keras.Variable]) -> None:
+        super().__init__()
+        self.of_streams = variables
