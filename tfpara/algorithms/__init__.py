@@ -18,10 +18,24 @@ hyper-parameters that are unstable for it.
 
 from tfpara.algorithms.averages import EMA, MA
 from tfpara.algorithms.bmuf import BMUF
+from tfpara.algorithms.bmuf_adam import BMUFAdam
 from tfpara.algorithms.bsp import BSP
 from tfpara.algorithms.easgd import EASGD
+from tfpara.algorithms.outer import DiLoCo, Outer, SlowMo
 
 RULES = (BSP, BMUF, EASGD)
 AVERAGES = (EMA, MA)
 
-__all__ = ["AVERAGES", "BMUF", "BSP", "EASGD", "EMA", "MA", "RULES"]
+__all__ = [
+    "AVERAGES",
+    "BMUF",
+    "BMUFAdam",
+    "BSP",
+    "DiLoCo",
+    "EASGD",
+    "EMA",
+    "MA",
+    "Outer",
+    "RULES",
+    "SlowMo",
+]
