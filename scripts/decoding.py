@@ -1,0 +1,205 @@
+"""A run's model on whole utterances: phones decoded, or log-likelihoods for Kaldi's decoders.
+
+Priors, bigram and transitions are counted in the labels of the training split, once: the counts are
+kept in RUN_DIR/decoding.json, with the fingerprint of the corpus they are of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from input import index
+from input.index import CorpusIndex
+from models import decoding
+from scripts import common
+
+FILE_NAME = "decoding.json"
+
+
+class Utterance(NamedTuple):
+    """What a model makes of an utterance."""
+
+    id: str
+    labels: np.ndarray  # int [num_frames], of the corpus
+    log_posteriors: np.ndarray  # float32 [num_frames, num_classes]
+
+
+def utterances(
+    model: keras.Model, description: dict[str, Any], corpus: CorpusIndex, split: str
+) -> Iterator[Utterance]:
+    """The utterances of a split, one at a time, with the model's log posteriors.
+
+    Args:
+        model: gives logits, for frames [n, dim], or for sequences of frames [1, n, dim].
+        description: of the run. Its `context` frames are spliced on each side, its `stack` frames
+            (1 if not given) put together, and its first `label_delay` outputs (0) left out.
+        corpus: has the frames, and the mean and deviation that normalise them.
+        split: "train", "validation" or "test".
+    """
+    sequences = len(model.inputs[0].shape) == 3
+    context, stack = description["context"], description.get("stack", 1)
+    delay = description.get("label_delay", 0)
+
+    @tf.function(
+        autograph=False, input_signature=[tf.TensorSpec([None, model.inputs[0].shape[-1]])]
+    )
+    def log_posteriors(frames: tf.Tensor) -> tf.Tensor:
+        logits = model(frames[None], training=False)[0] if sequences else model(frames)
+        return tf.nn.log_softmax(tf.cast(logits, tf.float32))
+
+    part = corpus.split(split)
+    with index.open_shards(part) as files:
+        for number in range(len(part)):
+            features, labels = index.read_utterance(corpus, part, files, number)
+            normal = (features - corpus.mean) * (np.float32(1.0) / corpus.stddev)
+            outputs = log_posteriors(_model_input(normal, context, stack, delay))
+            yield Utterance(part.id[number], stacked(labels, stack), outputs.numpy()[delay:])
+
+
+def stacked(labels: np.ndarray, stack: int) -> np.ndarray:
+    """The labels of `stack` frames put together: those of the middle ones."""
+    middle = stack * np.arange(-(-len(labels) // stack)) + stack // 2
+    return labels[np.minimum(middle, len(labels) - 1)]
+
+
+def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) -> dict[str, Any]:
+    """What was counted in the training split of the corpus that a run was trained on.
+
+    Args:
+        run_dir: of the run; the counts are kept there.
+        description: of the run.
+        corpus: the one to be evaluated; used if it is that of the training.
+
+    Returns:
+        `frames`, [K] of each class, and if the classes are phone states, `moves` and `bigram` of
+        `models.decoding.Counts`; as JSON has them.
+
+    Raises:
+        ValueError: the corpus of the training has changed since.
+        FileNotFoundError: it is not there, and the counts have not been kept.
+    """
+    path = run_dir / FILE_NAME
+    mark = {
+        "corpus_fingerprint": description["corpus_fingerprint"],
+        "stack": description.get("stack", 1),
+    }
+    if path.is_file():
+        kept = _read(path)
+        if all(kept.get(key) == value for key, value in mark.items()):
+            return kept
+    if corpus.fingerprint != mark["corpus_fingerprint"]:
+        corpus = index.read(description["corpus"])
+    if corpus.fingerprint != mark["corpus_fingerprint"]:
+        raise ValueError(
+            f"corpus {corpus.directory} has changed since the run {run_dir} was trained on it, so "
+            "its priors and bigram do not fit. Train again, or prepare that corpus again."
+        )
+    content = {**mark, **_count(corpus, mark["stack"])}
+    common.write_json(path, content)
+    return content
+
+
+def hmm(content: dict[str, Any], class_names: tuple[str, ...]) -> decoding.Hmm:
+    """The phone model of what `statistics` gave.
+
+    Raises:
+        ValueError: the classes are not phone states, or the counts are not of these classes.
+    """
+    states = decoding.PhoneStates.of(class_names)
+    try:
+        return decoding.estimate(decoding.Counts.from_json(states, content))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{FILE_NAME} does not fit the corpus: {error} Delete it.") from error
+
+
+def score(
+    spoken: Iterator[Utterance],
+    model: decoding.Hmm,
+    *,
+    acoustic_scale: float,
+    insertion_penalty: float,
+    uncounted: Collection[str],
+) -> dict[str, float]:
+    """Decodes utterances and compares them with their labels.
+
+    Args:
+        spoken: from `utterances`.
+        model: from `hmm`.
+        acoustic_scale: see `models.decoding.decode`.
+        insertion_penalty: see `models.decoding.decode`.
+        uncounted: names of phones that are left out before phones are compared, such as silence.
+
+    Returns:
+        phone_error_rate and decoded_frame_error_rate in %, phones said, insertions, deletions and
+        substitutions.
+    """
+    left_out = [n for n, name in enumerate(model.states.phones) if name in uncounted]
+    total, wrong, frames = decoding.PhoneErrors(), 0, 0
+    for utterance in spoken:
+        found = decoding.decode(
+            utterance.log_posteriors - model.prior, model, acoustic_scale, insertion_penalty
+        )
+        phone, _, first = model.states.segments(utterance.labels)
+        said = phone[first]
+        total += decoding.count_errors(
+            [n for n in said if n not in left_out], [n for n in found.phones if n not in left_out]
+        )
+        wrong += int((found.classes != utterance.labels).sum())
+        frames += len(utterance.labels)
+    return {
+        "phone_error_rate": total.rate,
+        "phones": total.reference,
+        "insertions": total.insertions,
+        "deletions": total.deletions,
+        "substitutions": total.substitutions,
+        "decoded_frame_error_rate": 100.0 * wrong / frames,
+    }
+
+
+def log_likelihoods(
+    spoken: Iterator[Utterance], content: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(id, log posteriors minus log priors), in the order of the classes, as Kaldi decodes them."""
+    prior = decoding.log_prior(np.array(content["frames"])).astype(np.float32)
+    for utterance in spoken:
+        yield utterance.id, utterance.log_posteriors - prior
+
+
+def _model_input(frames: np.ndarray, context: int, stack: int, delay: int) -> np.ndarray:
+    """[n, dim] -> [ceil(n / stack) + delay, (2 context + stack) dim]; edge frames are repeated."""
+    seen = -(-len(frames) // stack)
+    first = stack * np.minimum(np.arange(seen + delay), seen - 1)
+    gather = first[:, None] + np.arange(-context, stack + context)
+    return frames[np.clip(gather, 0, len(frames) - 1)].reshape(len(first), -1)
+
+
+def _count(corpus: CorpusIndex, stack: int) -> dict[str, Any]:
+    """Counts of the training split; frames alone where the classes are not phone states."""
+    try:
+        counts = decoding.Counts.zero(decoding.PhoneStates.of(corpus.class_names))
+    except ValueError:
+        counts = None
+    frames = np.zeros(corpus.num_classes, np.int64)
+    split = corpus.split("train")
+    with index.open_shards(split) as files:
+        for number in range(len(split)):
+            labels = stacked(index.read_utterance(corpus, split, files, number)[1], stack)
+            frames += np.bincount(labels, minlength=corpus.num_classes)
+            if counts is not None:
+                counts.add(labels)
+    return {"frames": frames.tolist()} if counts is None else counts.to_json()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged ({error}). Delete it; it is made anew.") from error
+    return content if isinstance(content, dict) else {}
