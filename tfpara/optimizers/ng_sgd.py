@@ -1,0 +1,341 @@
+"""Stochastic gradient descent with Kaldi's online natural gradient, as a Keras optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, sensible_rank
+from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_matrix
+
+# How the variables of a layer get their gradient.
+ROWS = "rows"  # natural, from the rows of the minibatch: Dense
+MATRIX = "matrix"  # natural, from the summed gradient: convolutions
+PLAIN = "plain"  # as it is: all others
+
+# Kaldi's convolutions remember four minibatches. Their rows are sums over a minibatch there, and
+# means here, at least this much smaller when squared.
+_MATRIX_HISTORY = 4.0
+_MATRIX_EPSILON = 1e-6
+
+
+@keras.saving.register_keras_serializable("tfpara")
+class NGSGD(keras.optimizers.SGD):
+    """SGD whose gradients are those of Kaldi's online natural gradient (NG-SGD).
+
+    In a Dense layer y = W x + b of a minibatch of N rows, the gradient of [W b] is not ēᵀx̄ of the
+    layer's inputs x̄ (a 1 appended) and its output derivatives e, but that of both matrices after
+    each has been multiplied by the smoothed inverse of its own mean scatter, which is estimated
+    online, and rescaled to its former norm: see `OnlineNaturalGradient`. So a step is about as
+    long as one of SGD, and learning rates carry over. Convolutions are preconditioned as Kaldi
+    preconditions its own: on the summed gradient's rows and columns. All other layers get plain
+    SGD: so do Dense layers inside wrappers and recurrent layers, or with LoRA.
+
+    The method needs the rows of the minibatch, which an optimizer never sees, so the optimizer has
+    to be shown the model, once built:
+
+        model.compile(tfpara.optimizers.NGSGD(0.1).attach(model), loss)
+
+    This leaves the model's weights, its outputs and what is saved of it as they are. Training
+    calls of its Dense layers go through a custom gradient as long as this optimizer is the one
+    that the model is compiled with (or that it is compiled with none).
+
+    The state (for each side of a layer R, d, ρ and a counter) is among `optimizer.variables`, so it
+    is saved with them. After `keras.models.load_model`, `model.optimizer.attach(model)` goes on
+    with it. Under a strategy every replica follows the scatter of its own data: a sync neither
+    averages nor resets it, whatever `local_state` says, since a mean of orthonormal bases, each
+    free in sign and order, is none. Weights and momentum are treated as those of SGD are.
+
+    Args:
+        learning_rate: as of `keras.optimizers.SGD`.
+        momentum: in [0, 1).
+        nesterov: Nesterov momentum.
+        input_rank: rank for the inputs' side; never more than half of its width.
+        output_rank: rank for the output derivatives' side.
+        update_period: minibatches between two updates of the scatters, after the first ten.
+        history: rows after whose number a scatter is forgotten.
+        alpha: α ≥ 0, smoothing by the unit matrix.
+        epsilon: absolute floor of the scatters' eigenvalues.
+        delta: the same, relative to the largest eigenvalue.
+        max_change: largest norm of learning rate × gradient of a layer, kernel and bias together,
+            beyond which this is scaled down; None for no limit. Momentum m can add up such steps
+            to max_change / (1 − m).
+        layers: how each layer gets its gradient; filled in by `attach`, for saving.
+        **options: those of any Keras optimizer, such as `clipnorm`; they see natural gradients.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: Povey, Zhang and Khudanpur (2014); Su and Chen (2015), section 4; defaults of Kaldi's
+    NaturalGradientAffineComponent.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        *,
+        input_rank: int = 20,
+        output_rank: int = 80,
+        update_period: int = 4,
+        history: float = 2000.0,
+        alpha: float = 4.0,
+        epsilon: float = 1e-10,
+        delta: float = 5e-4,
+        max_change: float | None = 2.0,
+        layers: Sequence[dict[str, Any]] | None = None,
+        name: str = "NGSGD",
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate, momentum, nesterov, name=name, **options)
+        for key, count in {
+            "input_rank": input_rank,
+            "output_rank": output_rank,
+            "update_period": update_period,
+        }.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{key} must be a whole number, at least 1. Received: {count!r}")
+        for key, value in {"history": history, "epsilon": epsilon, "delta": delta}.items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{key} must be positive and finite. Received: {value!r}")
+        if not 0 <= alpha < float("inf"):
+            raise ValueError(f"alpha must be 0 or more, and finite. Received: {alpha!r}")
+        if max_change is not None and not max_change > 0:
+            raise ValueError(f"max_change must be positive, or None. Received: {max_change!r}")
+        self.input_rank = input_rank
+        self.output_rank = output_rank
+        self.update_period = update_period
+        self.history = history
+        self.alpha = alpha
+        self.epsilon = epsilon
+        self.delta = delta
+        self.max_change = max_change
+        self._layers_plan = [dict(entry) for entry in layers] if layers else []
+        self._sides: dict[int, tuple[Preconditioner | None, Preconditioner | None]] = {}
+        self._attached = False
+
+    def attach(self, model: keras.Model) -> NGSGD:
+        """Shows the optimizer the model that it is to train; returns the optimizer.
+
+        Args:
+            model: built, with all its trainable weights; freeze layers first.
+
+        Raises:
+            TypeError: not a Keras model.
+            ValueError: the model has no weights yet, or the optimizer has another model.
+        """
+        if not isinstance(model, keras.Model):
+            raise TypeError(f"attach needs a Keras model. Received: {type(model).__name__}")
+        if not model.built or not model.trainable_variables:
+            raise ValueError(
+                f"model {model.name!r} has no trainable weights yet. Give it a keras.Input or call "
+                "model.build(...) before NGSGD(...).attach(model)."
+            )
+        layers = _plan(model)
+        plan = [entry for _, entry in layers]
+        if self._layers_plan and plan != self._layers_plan:
+            raise ValueError(
+                f"this optimizer belongs to a model with other trainable layers than {model.name!r}"
+                " has. Make a new NGSGD for each model, and again after freezing layers."
+            )
+        self._layers_plan = plan
+        with model.distribute_strategy.scope():
+            self.build(model.trainable_variables)
+        known = {id(v) for v in self._trainable_variables}
+        if any(id(v) not in known for v in model.trainable_variables):
+            raise ValueError("this optimizer has another model. Make a new NGSGD for each model.")
+        owner, mine = weakref.ref(model), weakref.ref(self)
+
+        def active() -> bool:
+            compiled = getattr(owner(), "optimizer", None)
+            return compiled is None or getattr(compiled, "inner_optimizer", compiled) is mine()
+
+        for number, (layer, entry) in enumerate(layers):
+            if entry["kind"] == ROWS:
+                input_side, output_side = map(_or_unchanged, self._sides[number])
+                hook(layer, input_side, output_side, active)
+        self._attached = True
+        return self
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Makes the slots and, once the layers are known, the scatters' variables."""
+        if self.built:
+            return
+        super().build(variables)
+        for number, entry in enumerate(self._layers_plan):
+            if entry["kind"] == PLAIN:
+                continue
+            kernel = variables[entry["variables"][0]]
+            width, outputs = entry["width"], kernel.shape[-1]
+            by_rows = entry["kind"] == ROWS
+            name = f"{kernel.path.replace('/', '_')}"
+            self._sides[number] = (
+                self._make_side(self.input_rank, width, by_rows, f"{name}_input"),
+                self._make_side(self.output_rank, outputs, by_rows, f"{name}_output"),
+            )
+
+    def apply(
+        self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None
+    ) -> None:
+        """A step with gradients as the tape gives them; those of Dense layers are natural by then.
+
+        Raises:
+            ValueError: `attach` was not called.
+        """
+        if not self._attached:
+            raise ValueError(
+                "NGSGD has not been shown the model. Compile with NGSGD(...).attach(model), or "
+                "after load_model call model.optimizer.attach(model)."
+            )
+        variables = trainable_variables or self._trainable_variables
+        index = {self._get_variable_index(v): i for i, v in enumerate(variables)}
+        changed = list(grads)
+        for number, entry in enumerate(self._layers_plan):
+            places = [index[v] for v in entry["variables"] if v in index]
+            places = [p for p in places if changed[p] is not None]
+            found = [changed[p] for p in places]
+            if not found:
+                continue
+            if entry["kind"] == MATRIX and len(found) == len(entry["variables"]):
+                bias = found[1] if len(found) > 1 else None
+                sides = map(_or_unchanged, self._sides[number])
+                found = precondition_matrix(found[0], bias, *sides)
+            for place, gradient in zip(places, self._limited(found), strict=True):
+                changed[place] = gradient
+        super().apply(changed, trainable_variables)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make an equal optimizer."""
+        names = (
+            "input_rank",
+            "output_rank",
+            "update_period",
+            "history",
+            "alpha",
+            "epsilon",
+            "delta",
+            "max_change",
+        )
+        own = {name: getattr(self, name) for name in names}
+        layers = [dict(entry) for entry in self._layers_plan]
+        return {**super().get_config(), **own, "layers": layers}
+
+    def _make_side(self, rank: int, width: int, by_rows: bool, name: str) -> Preconditioner | None:
+        rank = sensible_rank(rank, width)
+        if not rank:
+            return None
+
+        method = OnlineNaturalGradient(
+            rank,
+            self.history,
+            self.alpha,
+            self.epsilon if by_rows else self.epsilon * _MATRIX_EPSILON,
+            self.delta,
+            None if by_rows else _MATRIX_HISTORY,
+        )
+
+        def variable(start: Any, what: str, dtype: str = "float32") -> keras.Variable:
+            return self.add_variable(
+                start.shape,
+                # A function of the shape, which strategies may call again on another device.
+                lambda shape, dtype: tf.cast(start, dtype),
+                dtype,
+                # A sync leaves what is named an average to each replica, as it must.
+                name=f"{name}_{what}_of_scatter_average",
+            )
+
+        first = method.arbitrary(width)
+        return Preconditioner(
+            method,
+            self.update_period,
+            basis=variable(first.basis, "basis"),
+            diagonal=variable(first.diagonal, "diagonal"),
+            rho=variable(first.rho, "rho"),
+            minibatches=variable(tf.constant(0), "minibatches", "int32"),
+        )
+
+    def _limited(self, gradients: Sequence[Any]) -> list[Any]:
+        """A layer's gradients, scaled down together if their step would exceed `max_change`."""
+        if self.max_change is None:
+            return list(gradients)
+        norm = tf.sqrt(tf.add_n([_square(g) for g in gradients]))
+        step = norm * tf.cast(self.learning_rate, tf.float32) / (self.loss_scale_factor or 1.0)
+        scale = tf.minimum(1.0, self.max_change / tf.maximum(step, 1e-30))
+        return [_scaled(g, scale) for g in gradients]
+
+
+def _plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Any]]]:
+    """The layers with trainable weights, and for each how its gradient is made.
+
+    An entry has the kind of the layer, the places of its variables (kernel first) in the model's
+    trainable ones, and the width of its input rows.
+    """
+    place = {id(v): number for number, v in enumerate(model.trainable_variables)}
+    found = []
+    for layer, bare in _leaves(model):
+        weights = [v for v in layer.trainable_variables if id(v) in place]
+        kind = _kind(layer, weights) if bare else PLAIN
+        entry: dict[str, Any] = {"kind": kind, "variables": [place.pop(id(v)) for v in weights]}
+        if kind != PLAIN:
+            entry["width"] = _size(weights[0]) // weights[0].shape[-1] + len(weights) - 1
+        if weights:
+            found.append((layer, entry))
+    if place:  # weights that a model itself has
+        found.append((model, {"kind": PLAIN, "variables": sorted(place.values())}))
+    return found
+
+
+def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bool]]:
+    """The layers that are made of no others, each once, and whether they are called as they are.
+
+    Wrappers and recurrent layers call what they hold in loops or on parts of their input.
+    """
+    # Keras' own way to a layer's parts, which has no public name.
+    parts = list(layer._flatten_layers(include_self=False, recursive=False))
+    if not parts:
+        return [(layer, bare)]
+    bare = bare and not isinstance(layer, (keras.layers.Wrapper, keras.layers.RNN))
+    # A layer may have weights of its own beside its parts.
+    leaves = [leaf for part in parts for leaf in _leaves(part, bare)]
+    return list({id(leaf): (leaf, alone) for leaf, alone in leaves}.values())
+
+
+def _kind(layer: keras.Layer, weights: Sequence[keras.Variable]) -> str:
+    """`ROWS` or `MATRIX` where kernel and bias are all that a layer of that kind trains."""
+    own = [
+        v for v in (getattr(layer, "kernel", None), getattr(layer, "bias", None)) if v is not None
+    ]
+    if [id(v) for v in own] != [id(v) for v in weights]:
+        return PLAIN
+    if isinstance(layer, keras.layers.Dense) and type(layer).call is keras.layers.Dense.call:
+        return ROWS
+    convolutions = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+    return MATRIX if type(layer) in convolutions else PLAIN
+
+
+def _size(variable: keras.Variable) -> int:
+    return int(tf.TensorShape(variable.shape).num_elements())
+
+
+def _square(gradient: Any) -> tf.Tensor:
+    """The squared norm of a gradient, dense or of some rows."""
+    if isinstance(gradient, tf.IndexedSlices):
+        rows, place = tf.unique(gradient.indices)
+        gradient = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(rows))
+    return tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
+
+
+def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(scale, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(scale, gradient.dtype)
+
+
+def _or_unchanged(side: Preconditioner | None) -> Any:
+    return side if side is not None else tf.identity

@@ -1,0 +1,145 @@
+"""The online natural gradient of Povey, Zhang and Khudanpur (2014), on the rows of one matrix.
+
+The rows of X [N, D] are vectors (the inputs of a layer, or the derivatives of its outputs) whose
+scatter is followed over the minibatches by a low-rank matrix plus a multiple of the unit matrix.
+Each minibatch is multiplied by the smoothed inverse of what the earlier ones have left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import tensorflow as tf
+
+# eta beyond this would forget F altogether, which all-zero rows then would not survive.
+MAX_ETA = 0.9
+# Rows of R further from orthonormal than this are made so again.
+ORTHONORMALITY = 1e-3
+
+
+class Scatter(NamedTuple):
+    """The estimate F = Rᵀ diag(d) R + ρ I of the rows' mean scatter XᵀX / N.
+
+    basis: R, float32 [rank, D], orthonormal rows. diagonal: d, float32 [rank], positive.
+    rho: ρ, float32 [], positive.
+    """
+
+    basis: tf.Tensor
+    diagonal: tf.Tensor
+    rho: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineNaturalGradient:
+    """The method, for rows of one width.
+
+    With S = XᵀX / N, T = η S + (1−η) F and Y = R T, of which Y Yᵀ = U C Uᵀ, an update is
+
+        R ← C^{-1/2} Uᵀ Y
+        ρ ← (tr T − tr C^{1/2}) / (D − rank)
+        d ← C^{1/2} − ρ
+
+    so that tr F = tr T; and with G = F + (α/D) tr(F) I the rows become
+
+        X̂ = X G⁻¹ · β,   β = ρ + (α/D) tr F
+        X̄ = X̂ · sqrt(tr XXᵀ / tr X̂X̂ᵀ)
+
+    Args:
+        rank: of the low-rank part, below the rows' width; at most `sensible_rank(width)` of it.
+        history: rows after whose number F forgets: η = 1 − exp(−N / history), at most 0.9.
+        alpha: α ≥ 0, the smoothing of F by the unit matrix.
+        epsilon: absolute floor of ρ and d.
+        delta: floor of ρ, relative to the largest eigenvalue of F.
+        history_minibatches: if set, η = 1 / history_minibatches instead, whatever N is.
+
+    Source: Povey, Zhang and Khudanpur (2014), sections 4 and appendix A, and the notes in Kaldi's
+    nnet3/natural-gradient-online.h, from which the start and the floors are.
+    """
+
+    rank: int
+    history: float = 2000.0
+    alpha: float = 4.0
+    epsilon: float = 1e-10
+    delta: float = 5e-4
+    history_minibatches: float | None = None
+
+    def arbitrary(self, width: int) -> Scatter:
+        """A small F to start from; updates with the first minibatch then make it meaningful."""
+        epsilon = tf.constant(self.epsilon, tf.float32)
+        return Scatter(arbitrary_basis(self.rank, width), tf.fill([self.rank], epsilon), epsilon)
+
+    def precondition(self, scatter: Scatter, rows: tf.Tensor) -> tf.Tensor:
+        """X̄: the rows, float32 [N, D], times the smoothed inverse of F, at their former norm."""
+        width = rows.shape[1]
+        trace = width * scatter.rho + tf.reduce_sum(scatter.diagonal)
+        beta = scatter.rho + self.alpha / width * trace
+        # By Woodbury's identity beta G^-1 = I - R^T E R.
+        e = scatter.diagonal / (scatter.diagonal + beta)
+        projected = tf.matmul(rows, scatter.basis, transpose_b=True)
+        turned = rows - tf.matmul(projected * e, scatter.basis)
+        before, after = _square(rows), _square(turned)
+        return turned * tf.sqrt(tf.math.divide_no_nan(before, after))
+
+    def update(self, scatter: Scatter, rows: tf.Tensor) -> Scatter:
+        """F after one more minibatch."""
+        number, width = tf.cast(tf.shape(rows)[0], tf.float64), rows.shape[1]
+        eta = self._eta(number)
+        basis, diagonal, rho = (tf.cast(t, tf.float64) for t in scatter)
+        projected = tf.matmul(rows, scatter.basis, transpose_b=True)
+        basis_s = tf.cast(tf.matmul(projected, rows, transpose_a=True), tf.float64) / number
+        # In double precision: Z has the fourth power of the data.
+        y = eta * basis_s + (1 - eta) * (diagonal + rho)[:, None] * basis
+        z = tf.matmul(y, y, transpose_b=True)
+        c, u = tf.linalg.eigh(z)
+        c, u = c[::-1], u[:, ::-1]  # the largest first
+        # In exact arithmetic no eigenvalue is below this.
+        root = tf.sqrt(tf.maximum(c, tf.square((1 - eta) * rho)))
+        new_basis = tf.matmul(u, y, transpose_a=True) / root[:, None]
+        trace_s = tf.cast(_square(rows), tf.float64) / number
+        trace_f = width * rho + tf.reduce_sum(diagonal)
+        trace_t = eta * trace_s + (1 - eta) * trace_f
+        new_rho = (trace_t - tf.reduce_sum(root)) / (width - self.rank)
+        new_diagonal = tf.maximum(root - new_rho, self.epsilon)
+        new_rho = tf.maximum(new_rho, tf.maximum(self.delta * root[0], self.epsilon))
+        return Scatter(
+            tf.cast(orthonormal(new_basis), tf.float32),
+            tf.cast(new_diagonal, tf.float32),
+            tf.cast(new_rho, tf.float32),
+        )
+
+    def _eta(self, number: tf.Tensor) -> tf.Tensor:
+        if self.history_minibatches is not None:
+            return tf.constant(1.0 / self.history_minibatches, tf.float64)
+        return tf.minimum(1.0 - tf.exp(-number / self.history), tf.constant(MAX_ETA, tf.float64))
+
+
+def sensible_rank(rank: int, width: int) -> int:
+    """`rank`, but at most half the width; 0 for a width of 1, where the method changes nothing."""
+    return min(rank, (width + 1) // 2) if width > 1 else 0
+
+
+def arbitrary_basis(rank: int, width: int) -> tf.Tensor:
+    """Orthonormal rows, float32 [rank, width]: row r is constant on columns r, r + rank, …"""
+    columns = tf.range(width) % rank
+    member = tf.one_hot(columns, rank, axis=0)
+    counts = [math.ceil((width - row) / rank) for row in range(rank)]
+    return member / tf.sqrt(tf.constant(counts, tf.float32))[:, None]
+
+
+def orthonormal(basis: tf.Tensor) -> tf.Tensor:
+    """`basis`, its rows made orthonormal in turn if rounding has left them far from it."""
+    product = tf.matmul(basis, basis, transpose_b=True)
+    error = tf.reduce_max(tf.abs(product - tf.eye(basis.shape[0], dtype=basis.dtype)))
+
+    def again() -> tf.Tensor:
+        q, r = tf.linalg.qr(tf.transpose(basis))
+        sign = tf.where(tf.linalg.diag_part(r) < 0, -1.0, 1.0)
+        return tf.transpose(q) * tf.cast(sign, basis.dtype)[:, None]
+
+    return tf.cond(error <= ORTHONORMALITY, lambda: basis, again)
+
+
+def _square(rows: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.square(rows))

@@ -1,0 +1,180 @@
+"""The online natural gradient with its state in variables, and the layers that it goes into."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, Scatter
+
+# As in Kaldi, F is updated with each of so many first minibatches, whatever the period is.
+FIRST_UPDATES = 10
+# As in Kaldi, so many more updates with the very first one, from the arbitrary start.
+START_UPDATES = 3
+
+
+@dataclasses.dataclass(eq=False)
+class Preconditioner:
+    """Follows the scatter of one side of a layer and preconditions its rows.
+
+    Args:
+        method: the equations.
+        update_period: minibatches between two updates of F.
+        basis, diagonal, rho: variables for `Scatter`, at first as `method.arbitrary(width)` has it.
+        minibatches: int32 variable, the minibatches seen; at first 0.
+    """
+
+    method: OnlineNaturalGradient
+    update_period: int
+    basis: keras.Variable
+    diagonal: keras.Variable
+    rho: keras.Variable
+    minibatches: keras.Variable
+
+    def __call__(self, rows: tf.Tensor) -> tf.Tensor:
+        """The preconditioned rows, float32 [N, D] of the same norm; F is updated if it is due.
+
+        Rows that are not finite, as loss scaling makes on purpose, are returned as they are and
+        leave F alone. So are zero rows.
+        """
+        variables = (self.basis, self.diagonal, self.rho)
+        # tf.identity: what is there before the assignments below.
+        before = Scatter(*(tf.identity(v.value) for v in variables))
+        seen = tf.identity(self.minibatches.value)
+        total = tf.reduce_sum(tf.square(rows))
+        usable = tf.math.is_finite(total) & (total > 0)
+        due = (seen < FIRST_UPDATES) | ((seen - FIRST_UPDATES) % self.update_period == 0)
+        # The first minibatch starts F, the others meet the F that their predecessors left.
+        start = tf.where(seen == 0, START_UPDATES, 0)
+        number = tf.where(usable, start + tf.cast(due, tf.int32), 0)
+
+        def update(count: tf.Tensor, used: Scatter, now: Scatter) -> tuple[Any, ...]:
+            new = Scatter(*_update(self.method, rows.shape[1])(now, rows))
+            used = Scatter(*(tf.where(count < start, n, u) for n, u in zip(new, used, strict=True)))
+            return count + 1, used, new
+
+        # One loop, which is traced once, for all cases.
+        _, used, after = tf.while_loop(
+            lambda count, *_: count < number, update, (0, before, before), parallel_iterations=1
+        )
+        self.minibatches.assign(seen + tf.cast(usable, tf.int32))
+        for variable, value in zip(variables, after, strict=True):
+            variable.assign(value)
+        return tf.where(usable, self.method.precondition(used, rows), rows)
+
+
+@functools.cache
+def _update(method: OnlineNaturalGradient, width: int) -> Callable[..., Scatter]:
+    """`method.update` as a graph that layers of the same size share."""
+    scatter = Scatter(*(tf.TensorSpec(t.shape) for t in method.arbitrary(width)))
+    rows = tf.TensorSpec([None, width])
+    return tf.function(method.update, input_signature=[scatter, rows], autograph=False)
+
+
+def affine(
+    inputs: tf.Tensor,
+    kernel: tf.Tensor,
+    bias: tf.Tensor | None,
+    input_side: Callable[[tf.Tensor], tf.Tensor],
+    output_side: Callable[[tf.Tensor], tf.Tensor],
+) -> tf.Tensor:
+    """inputs · kernel + bias, with the natural gradient for kernel and bias.
+
+    The gradient of both is X̄ᵀ Ē / N, where X̄ are the preconditioned rows of the inputs, with a 1
+    appended for the bias, and Ē those of the derivatives of the outputs. The derivative for the
+    inputs is the ordinary one.
+
+    Args:
+        inputs: [..., in].
+        kernel: [in, out].
+        bias: [out], or None.
+        input_side, output_side: precondition float32 rows [N, in + 1] and [N, out].
+    """
+
+    @tf.custom_gradient
+    def call(*arguments: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        inputs, kernel = arguments[:2]
+        outputs = keras.ops.matmul(inputs, kernel)
+        if bias is not None:
+            outputs = keras.ops.add(outputs, arguments[2])
+
+        def gradient(derivative: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            below = tf.tensordot(derivative, kernel, [[-1], [1]])
+            x = tf.cast(_rows(inputs), tf.float32)
+            e = tf.cast(_rows(derivative), tf.float32)
+            number = tf.cast(tf.shape(x)[0], tf.float32)
+            if bias is not None:
+                x = tf.concat([x, tf.ones_like(x[:, :1])], 1)
+            # Losses are means over N rows; the method, and its epsilon, are about single rows.
+            e = output_side(e * number) / number
+            both = tf.cast(tf.matmul(input_side(x), e, transpose_a=True), kernel.dtype)
+            if bias is None:
+                return below, both
+            return below, both[:-1], both[-1]
+
+        return outputs, gradient
+
+    return call(inputs, kernel) if bias is None else call(inputs, kernel, bias)
+
+
+def hook(
+    layer: keras.layers.Dense,
+    input_side: Callable[[tf.Tensor], tf.Tensor],
+    output_side: Callable[[tf.Tensor], tf.Tensor],
+    active: Callable[[], bool],
+) -> None:
+    """Makes training calls of a Dense layer go through `affine` while `active()`.
+
+    Other calls, and so evaluation and export, are those of the layer's class.
+    """
+    ordinary = type(layer).call
+
+    def call(inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+        if not training or not active():
+            return ordinary(layer, inputs, training=training)
+        kernel = tf.convert_to_tensor(layer.kernel)
+        bias = None if layer.bias is None else tf.convert_to_tensor(layer.bias)
+        outputs = affine(inputs, kernel, bias, input_side, output_side)
+        return outputs if layer.activation is None else layer.activation(outputs)
+
+    layer.call = call
+    # XLA would compile the decomposition of Z into something very slow.
+    layer.supports_jit = False
+
+
+def precondition_matrix(
+    kernel: tf.Tensor,
+    bias: tf.Tensor | None,
+    input_side: Callable[[tf.Tensor], tf.Tensor],
+    output_side: Callable[[tf.Tensor], tf.Tensor],
+) -> list[tf.Tensor]:
+    """The natural gradient of a convolution, from its summed gradient.
+
+    As Kaldi does for its convolutions, the gradient itself is the matrix whose rows are
+    preconditioned: those of the output channels first, [out, in + 1] with the bias, then those of
+    the inputs, [in + 1, out].
+
+    Args:
+        kernel: the kernel's gradient [..., channels, out]; all but the last axis are the inputs.
+        bias: the bias' gradient [out], or None.
+        input_side, output_side: precondition float32 rows [out, in + 1] and [in + 1, out].
+    """
+    matrix = tf.cast(tf.reshape(kernel, [-1, kernel.shape[-1]]), tf.float32)
+    if bias is not None:
+        matrix = tf.concat([matrix, tf.cast(bias, tf.float32)[None]], 0)
+    matrix = output_side(tf.transpose(input_side(tf.transpose(matrix))))
+    if bias is None:
+        return [tf.cast(tf.reshape(matrix, tf.shape(kernel)), kernel.dtype)]
+    return [
+        tf.cast(tf.reshape(matrix[:-1], tf.shape(kernel)), kernel.dtype),
+        tf.cast(matrix[-1], bias.dtype),
+    ]
+
+
+def _rows(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tensor, [-1, tensor.shape[-1]])
