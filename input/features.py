@@ -1,8 +1,9 @@
-"""Kaldi's log-mel filterbank features, their deltas, normalisation and splice.
+"""Kaldi's features: log-mel and MFCC, their deltas, normalisation, splice and stacking.
 
-`log_mel` is NumPy in and out and runs kaldi-native-fbank. The others are TensorFlow functions that
-can be traced with an unknown number of frames: the corpus is prepared with `add_deltas`, training
-reads through `normalise` and `splice`, and an exported model runs all three.
+`log_mel` and `mfcc` are NumPy in and out and run kaldi-native-fbank. The others are TensorFlow
+functions that can be traced with an unknown number of frames, for use in tf.data and in an exported
+model: a corpus is prepared with `apply_cmvn` and `add_deltas`, training reads through `normalise`
+and `splice` or `stack`.
 """
 
 from typing import Any
@@ -14,35 +15,69 @@ SAMPLE_RATE = 16000  # Hz
 FRAME_SHIFT = 0.010  # seconds
 FRAME_LENGTH = 0.025  # seconds
 NUM_MEL = 40
+NUM_CEPS = 13
 FEATURE_DIM = 3 * NUM_MEL  # static, delta, delta-delta
 DELTA_WINDOW = 2  # frames on each side
+_MFCC_MEL = 23  # Kaldi's number of mel filters below the cepstrum
 
 
-def log_mel(samples: np.ndarray) -> np.ndarray:
-    """40 log-mel filterbank energies of each frame, as Kaldi's `compute-fbank-feats` gives them.
+def log_mel(
+    samples: np.ndarray, sample_rate: int = SAMPLE_RATE, num_mel: int = NUM_MEL
+) -> np.ndarray:
+    """Log-mel filterbank energies of each frame, as Kaldi's `compute-fbank-feats` gives them.
 
     25 ms Povey windows every 10 ms that lie whole within the signal (`snip-edges`), no dither,
-    pre-emphasis 0.97, DC removed, power spectrum, no energy column.
+    pre-emphasis 0.97, DC removed, power spectrum, no energy column, filters from 20 Hz to half the
+    sample rate.
 
     Args:
-      samples: float or int16 [num_samples] at 16 kHz, on the scale of 16-bit integers (Kaldi's).
+      samples: float or int16 [num_samples], on the scale of 16-bit integers (Kaldi's).
+      sample_rate: of the samples, in Hz.
+      num_mel: number of filters.
 
     Returns:
-      float32 [num_frames, 40]; no frames if the signal is shorter than 25 ms.
+      float32 [num_frames, num_mel]; no frames if the signal is shorter than 25 ms.
 
     Raises:
       ValueError: samples is not one-dimensional, or kaldi-native-fbank is not installed.
     """
-    if samples.ndim != 1:
-        raise ValueError(f"samples must be one channel, [num_samples]. Received: {samples.shape}")
-    fbank = _online_fbank()
-    fbank.accept_waveform(SAMPLE_RATE, samples.astype(np.float32))
-    fbank.input_finished()
-    frames = [fbank.get_frame(index) for index in range(fbank.num_frames_ready)]
-    return np.stack(frames) if frames else np.zeros([0, NUM_MEL], np.float32)
+    library = _library()
+    options = library.FbankOptions()
+    _set_frames(options, sample_rate, num_mel)
+    options.use_energy = False
+    return _compute(library.OnlineFbank(options), samples, sample_rate, num_mel)
 
 
-def _online_fbank() -> Any:
+def mfcc(
+    samples: np.ndarray, sample_rate: int = SAMPLE_RATE, num_ceps: int = NUM_CEPS
+) -> np.ndarray:
+    """Cepstral coefficients of each frame, as `compute-mfcc-feats --use-energy=false` gives them.
+
+    The frames are those of `log_mel`; 23 mel filters, orthonormal DCT, coefficients 0 to
+    `num_ceps` - 1, liftered with 22.
+
+    Args:
+      samples: float or int16 [num_samples], on the scale of 16-bit integers (Kaldi's).
+      sample_rate: of the samples, in Hz.
+      num_ceps: number of coefficients, 1 to 23.
+
+    Returns:
+      float32 [num_frames, num_ceps]; no frames if the signal is shorter than 25 ms.
+
+    Raises:
+      ValueError: an argument is out of range, or kaldi-native-fbank is not installed.
+    """
+    if not 1 <= num_ceps <= _MFCC_MEL:
+        raise ValueError(f"num_ceps must lie in [1, {_MFCC_MEL}]. Received: {num_ceps}")
+    library = _library()
+    options = library.MfccOptions()
+    _set_frames(options, sample_rate, _MFCC_MEL)
+    options.num_ceps = num_ceps
+    options.use_energy = False
+    return _compute(library.OnlineMfcc(options), samples, sample_rate, num_ceps)
+
+
+def _library() -> Any:
     try:
         import kaldi_native_fbank  # needed to prepare a corpus, not to train on it
     except ImportError as error:
@@ -50,42 +85,72 @@ def _online_fbank() -> Any:
             "filterbank features need kaldi-native-fbank, which is not installed."
             " Install it with: pip install kaldi-native-fbank"
         ) from error
-    options = kaldi_native_fbank.FbankOptions()
-    options.frame_opts.samp_freq = SAMPLE_RATE
+    return kaldi_native_fbank
+
+
+def _set_frames(options: Any, sample_rate: int, num_mel: int) -> None:
+    options.frame_opts.samp_freq = sample_rate
     options.frame_opts.frame_shift_ms = 1000 * FRAME_SHIFT
     options.frame_opts.frame_length_ms = 1000 * FRAME_LENGTH
     options.frame_opts.dither = 0.0
     options.frame_opts.window_type = "povey"
     options.frame_opts.snip_edges = True
-    options.mel_opts.num_bins = NUM_MEL
-    options.use_energy = False
-    return kaldi_native_fbank.OnlineFbank(options)
+    options.mel_opts.num_bins = num_mel
 
 
-def delta_filters(window: int = DELTA_WINDOW) -> list[np.ndarray]:
-    """Kaldi's regression filters of orders 0, 1 and 2 (`feature-functions.cc`, DeltaFeatures).
+def _compute(computer: Any, samples: np.ndarray, sample_rate: int, dim: int) -> np.ndarray:
+    if samples.ndim != 1:
+        raise ValueError(f"samples must be one channel, [num_samples]. Received: {samples.shape}")
+    computer.accept_waveform(sample_rate, samples.astype(np.float32))
+    computer.input_finished()
+    frames = [computer.get_frame(index) for index in range(computer.num_frames_ready)]
+    return np.stack(frames) if frames else np.zeros([0, dim], np.float32)
 
-    Order 1 is j / sum(j^2) for j in [-window, window]; order 2 is order 1 convolved with itself,
-    applied to the static features.
+
+def delta_filters(window: int = DELTA_WINDOW, order: int = 2) -> list[np.ndarray]:
+    """Kaldi's regression filters of orders 0 to `order` (`feature-functions.cc`, DeltaFeatures).
+
+    Order 1 is j / sum(j^2) for j in [-window, window]; each further one is the one before it
+    convolved with order 1. All are applied to the static features.
+
+    Raises:
+      ValueError: window is below 1 or order below 0.
     """
+    if window < 1 or order < 0:
+        raise ValueError(
+            f"deltas need a window of 1 frame or more and an order of 0 or more. Received:"
+            f" window={window}, order={order}"
+        )
     offsets = np.arange(-window, window + 1, dtype=np.float64)
     first = offsets / np.sum(offsets**2)
-    return [np.ones(1), first, np.convolve(first, first)]
+    filters = [np.ones(1)]
+    for _ in range(order):
+        filters.append(np.convolve(filters[-1], first))
+    return filters
 
 
-def add_deltas(frames: tf.Tensor) -> tf.Tensor:
-    """Appends deltas and delta-deltas: [num_frames, dim] -> [num_frames, 3 * dim], float32.
+def add_deltas(frames: tf.Tensor, order: int = 2, window: int = DELTA_WINDOW) -> tf.Tensor:
+    """Appends deltas: [num_frames, dim] -> [num_frames, (order + 1) * dim], float32.
 
-    As Kaldi's `add-deltas`: window 2, orders 1 and 2, the first and last frames repeated.
+    As Kaldi's `add-deltas`; the first and last frames are repeated beyond the edges.
+
+    Args:
+      frames: static features [num_frames, dim].
+      order: 1 appends deltas, 2 delta-deltas too; 0 appends nothing.
+      window: frames on each side that a delta is taken over.
+
+    Raises:
+      ValueError: window is below 1 or order below 0.
     """
     frames = tf.convert_to_tensor(frames, tf.float32)
     num_frames = tf.shape(frames)[0]
-    reach = 2 * DELTA_WINDOW
+    filters = delta_filters(window, order)
+    reach = order * window
     padded = tf.concat(
         [tf.repeat(frames[:1], reach, 0), frames, tf.repeat(frames[-1:], reach, 0)], axis=0
     )
     orders = []
-    for taps in delta_filters():
+    for taps in filters:
         first = reach - len(taps) // 2
         terms = [
             np.float32(tap) * padded[first + j : first + j + num_frames]
@@ -94,6 +159,37 @@ def add_deltas(frames: tf.Tensor) -> tf.Tensor:
         ]
         orders.append(tf.add_n(terms))
     return tf.concat(orders, axis=1)
+
+
+def cmvn_stats(frames: tf.Tensor) -> tf.Tensor:
+    """Statistics of some frames as Kaldi's `compute-cmvn-stats` keeps them, to be added up.
+
+    [num_frames, dim] -> float64 [2, dim + 1]: row 0 is the sum of the frames and their number,
+    row 1 the sum of their squares and 0.
+    """
+    wide = tf.cast(frames, tf.float64)
+    count = tf.cast(tf.shape(wide)[:1], tf.float64)
+    sums = tf.concat([tf.reduce_sum(wide, 0), count], 0)
+    squares = tf.concat([tf.reduce_sum(tf.square(wide), 0), tf.zeros_like(count)], 0)
+    return tf.stack([sums, squares])
+
+
+def apply_cmvn(frames: tf.Tensor, stats: tf.Tensor, variance: bool = False) -> tf.Tensor:
+    """Takes the mean off and, if asked, divides by the standard deviation: float32 as `frames`.
+
+    As Kaldi's `apply-cmvn`, with `--norm-vars` for `variance`; the variance is at least 1e-20.
+
+    Args:
+      frames: [num_frames, dim].
+      stats: [2, dim + 1] of the utterance, of its speaker or of everything; see `cmvn_stats`.
+      variance: whether to make the variance 1.
+    """
+    stats = tf.cast(stats, tf.float64)
+    mean, square = tf.unstack(stats[:, :-1] / stats[0, -1])
+    shifted = tf.cast(frames, tf.float64) - mean
+    if variance:
+        shifted *= tf.math.rsqrt(tf.maximum(square - tf.square(mean), 1e-20))
+    return tf.cast(shifted, tf.float32)
 
 
 def normalise(frames: tf.Tensor, mean: Any, stddev: Any) -> tf.Tensor:
@@ -131,3 +227,31 @@ def context_offsets(left: int, right: int) -> np.ndarray:
             f" left={left}, right={right}"
         )
     return np.arange(-left, right + 1, dtype=np.int32)
+
+
+def stack(frames: tf.Tensor, count: int) -> tf.Tensor:
+    """Joins every `count` frames to one, without overlap: paper 000, section 3.2 (3 frames).
+
+    [num_frames, dim] -> [ceil(num_frames / count), count * dim]; the last frame is repeated where
+    the utterance ends within a stack, so that none is lost.
+
+    Raises:
+      ValueError: count is below 1.
+    """
+    num_frames = tf.shape(frames)[0]
+    indices = tf.minimum(_stacks(num_frames, count), num_frames - 1)
+    return tf.reshape(tf.gather(frames, indices), [-1, count * frames.shape[1]])
+
+
+def stack_labels(labels: tf.Tensor, count: int) -> tf.Tensor:
+    """The label of each stack of `stack`: that of its middle frame. [n] -> [ceil(n / count)]."""
+    num_frames = tf.shape(labels)[0]
+    middle = _stacks(num_frames, count)[:, count // 2]
+    return tf.gather(labels, tf.minimum(middle, num_frames - 1))
+
+
+def _stacks(num_frames: tf.Tensor, count: int) -> tf.Tensor:
+    """int32 [ceil(num_frames / count), count]: numbers of the frames of each stack."""
+    if count < 1:
+        raise ValueError(f"a stack has 1 frame or more. Received: count={count}")
+    return tf.reshape(tf.range(-(-num_frames // count) * count), [-1, count])
