@@ -1,0 +1,248 @@
+"""Kaldi's archives: matrices of features, vectors of labels; binary, compressed or text.
+
+Binary objects are decoded by kaldiio. Of its functions only those for one object whose type was
+looked at first are called: its general ones (`load_mat`, `load_ark`, `read_kaldi`) run the commands
+and load the pickles that a file may hold. Text is parsed here, because kaldiio takes a matrix for
+integers when its first number has no point. One object is in memory at a time.
+"""
+
+import gzip
+import io
+import os
+import shutil
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from input import kaldi_tables
+from input.kaldi_tables import Location
+from input.records import CorpusError
+
+_MAX_KEY = 1000  # bytes; a longer key is no key
+_BINARY = b"\0B"
+_WHITE = b" \t\r\n"
+_DAMAGE = (ValueError, AssertionError, struct.error, IndexError, TypeError, UnicodeDecodeError)
+
+
+class Item(NamedTuple):
+    """An object of an archive."""
+
+    key: str
+    offset: int  # bytes, of the object itself: what an scp file names
+    value: np.ndarray
+
+
+def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
+    """The matrix that an scp line names: `dtype` [rows, columns].
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      CorpusError: it is cut short, not a matrix, or smaller than the line's range.
+    """
+    with _opened(location) as file:
+        file.seek(location.offset)
+        value = _read_value(file, str(location))
+    if value.ndim != 2:
+        raise CorpusError(f"{location}: a vector where a matrix is expected")
+    for size, part, name in zip(
+        value.shape, (location.rows, location.columns), ("rows", "columns"), strict=True
+    ):
+        if part.stop is not None and not part.start < part.stop <= size:
+            raise CorpusError(
+                f"{location}: the line asks for {name} {part.start} to {part.stop - 1} of {size}"
+            )
+    return value[location.rows, location.columns].astype(dtype)
+
+
+def read_archive(file: BinaryIO, path: str) -> Iterator[Item]:
+    """The objects of an archive in order.
+
+    Args:
+      file: the open archive, from `open_seekable`.
+      path: its name, for messages.
+
+    Raises:
+      CorpusError: it is damaged, or its keys are out of order or there twice; the message names
+        the file, the key and the byte offset (of the uncompressed archive).
+    """
+    last = None
+    file.seek(0)
+    while (key := _read_key(file, path)) is not None:
+        offset = file.tell()
+        where = f"{path}, utterance {key} at byte {offset}"
+        kaldi_tables.check_order(where, key, last)
+        yield Item(key, offset, _read_value(file, where))
+        last = key
+    if last is None:
+        raise CorpusError(f"archive {path} is empty")
+
+
+def read_vector(file: BinaryIO, offset: int, where: str) -> np.ndarray:
+    """The vector of integers at `offset` of an archive: int32 [length]. Raises CorpusError."""
+    file.seek(offset)
+    return as_labels(_read_value(file, where), where)
+
+
+def as_labels(value: np.ndarray, where: str) -> np.ndarray:
+    """`value` as int32 [length], or a CorpusError if it is something else."""
+    if value.size == 0:
+        raise CorpusError(f"{where}: no labels at all")
+    if value.ndim != 1 or not np.array_equal(value, np.rint(value)) or np.abs(value).max() >= 2**31:
+        raise CorpusError(
+            f"{where}: a vector of integers is expected, such as ali-to-pdf writes. Received:"
+            f" {value.dtype} {list(value.shape)}"
+        )
+    return value.astype(np.int32)
+
+
+@contextmanager
+def open_seekable(path: str) -> Iterator[BinaryIO]:
+    """A file that can be read at any offset: a gzipped one is unpacked to a temporary file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      CorpusError: its compressed data is damaged.
+    """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"archive {path} does not exist")
+    with open(path, "rb") as file:
+        if file.read(2) != b"\x1f\x8b":
+            file.seek(0)
+            yield file
+            return
+    with tempfile.TemporaryFile(prefix="kaldi-") as unpacked:
+        try:
+            with gzip.open(path) as packed:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise CorpusError(
+                f"{path}: its gzip data is damaged after {unpacked.tell()} unpacked bytes ({error})"
+            ) from error
+        unpacked.seek(0)
+        yield unpacked
+
+
+@contextmanager
+def _opened(location: Location) -> Iterator[BinaryIO]:
+    if location.pipe:
+        yield io.BytesIO(kaldi_tables.run_pipe(location))
+    else:
+        try:
+            with open(location.path, "rb") as file:
+                yield file
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise FileNotFoundError(
+                f"{location.where}: {location.path} is not a file. Paths in scp files are taken"
+                " from the current directory, as in Kaldi"
+            ) from error
+
+
+def _read_key(file: BinaryIO, path: str) -> str | None:
+    """The key before the next object; None at the end of the archive."""
+    start = file.tell()
+    key = bytearray()
+    while (byte := file.read(1)) and byte not in _WHITE:
+        key += byte
+        if len(key) > _MAX_KEY:
+            break
+    if not byte and not key:
+        return None
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if byte in (b"", b"\n") or not text.isprintable() or not text or len(key) > _MAX_KEY:
+        raise CorpusError(
+            f"{path}, byte {start}: {bytes(key[:20])!r} is not the key of an object that follows;"
+            " the archive is damaged, or no archive"
+        )
+    return text
+
+
+def _read_value(file: BinaryIO, where: str) -> np.ndarray:
+    """The object that starts here."""
+    matio = _matio()
+    start = file.tell()
+    head = file.read(3)
+    file.seek(start)
+    try:
+        if head[:2] != _BINARY:
+            return _read_text(file)
+        if head[2:] == b"\4":
+            return matio.read_int32vector(file)
+        return matio.read_matrix_or_vector(_Whole(file))
+    except _Short as error:
+        raise CorpusError(
+            f"{where}: the archive is cut short: the object goes on for {error} bytes after its end"
+        ) from error
+    except _DAMAGE as error:
+        cut = file.read(1) == b""
+        what = "the archive is cut short there" if cut else "the archive is damaged there"
+        why = f" ({error})" if str(error) else ""
+        raise CorpusError(f"{where}: {what}, or it is no archive of numbers{why}") from error
+
+
+def _read_text(file: BinaryIO) -> np.ndarray:
+    """Numbers of a line, or between brackets: one row on a line."""
+    text = file.readline()
+    if b"[" not in text:
+        if not text.endswith(b"\n"):
+            raise ValueError("the line does not end")
+        return np.array(text.split()).astype(np.float64)
+    lines = [text.replace(b"[", b" ", 1)]
+    while b"]" not in lines[-1]:
+        lines.append(file.readline())
+        if not lines[-1]:
+            raise ValueError("no closing bracket")
+    lines[-1] = lines[-1].replace(b"]", b" ", 1)
+    is_vector = len(lines) == 1
+    rows = [line.split() for line in lines if line.strip()]
+    numbers = np.array(rows).astype(np.float64)  # ValueError if rows differ in length
+    return numbers[0] if is_vector and len(rows) else numbers
+
+
+def _matio() -> Any:
+    if not __debug__:
+        raise ValueError(
+            "kaldiio reads archives wrongly under python -O, which drops the assertions that it"
+            " reads with. Run Python without -O and PYTHONOPTIMIZE"
+        )
+    try:
+        from kaldiio import matio  # needed to prepare a corpus, not to train on it
+    except ImportError as error:
+        raise ValueError(
+            "Kaldi archives need kaldiio, which is not installed. Install it with:"
+            " pip install kaldiio"
+        ) from error
+    return matio
+
+
+class _Short(Exception):
+    """More was to be read than there is; says how many bytes."""
+
+
+class _Whole:
+    """A file whose `read` gives all that was asked for, or fails.
+
+    kaldiio reads as many bytes as the header of a matrix says. Of a damaged header that may be all
+    of the file, or, negative, all of it too.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        here = file.tell()
+        self._end = file.seek(0, os.SEEK_END)
+        file.seek(here)
+
+    def read(self, size: int) -> bytes:
+        if size < 0:
+            raise ValueError(f"negative size {size}")
+        missing = size - (self._end - self._file.tell())
+        if missing > 0:
+            raise _Short(str(missing))
+        return self._file.read(size)

@@ -1,0 +1,159 @@
+"""Kaldi's text tables (`wav.scp`, `segments`, `utt2spk`, `feats.scp`), and what their lines name.
+
+A table has a key and a value on each line, is sorted as `LC_ALL=C sort` does, and has no key twice:
+Kaldi's own programs rely on it, so a table that breaks the rule was damaged on its way.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from input.records import CorpusError
+
+_RANGE = re.compile(r"\[(\d+):(\d+)(?:,(\d+):(\d+))?\]$")
+_OFFSET = re.compile(r":(\d+)$")
+
+
+class Location(NamedTuple):
+    """What a line of an scp file names: a file, or the output of a command."""
+
+    path: str  # the command, if it is a pipe
+    offset: int  # bytes
+    rows: slice
+    columns: slice
+    pipe: bool
+    where: str  # the line itself, for messages
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.path}, byte {self.offset})"
+
+
+class Segment(NamedTuple):
+    """A part of a recording."""
+
+    recording: str
+    start: float  # seconds
+    end: float | None  # seconds; None for the end of the recording
+
+
+def read(path: str | Path) -> dict[str, str]:
+    """A table: the rest of the line for each key, in order. Line n holds the n-th key.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      CorpusError: it is empty or not UTF-8, a line has no value, or a key is out of order or there
+        twice; the message names the line.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"table {path} does not exist")
+    table: dict[str, str] = {}
+    last = None
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                parts = line.split(None, 1)
+                if len(parts) < 2 or line[0].isspace():
+                    raise CorpusError(
+                        f"{path}, line {number}: a line must be a key and a value."
+                        f" Received: {line.strip()[:80]!r}"
+                    )
+                key, value = parts[0], parts[1].strip()
+                check_order(f"{path}, line {number}", key, last)
+                table[key] = value
+                last = key
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"table {path} is not UTF-8 text (after line {len(table)})") from error
+    if not table:
+        raise CorpusError(f"table {path} is empty")
+    return table
+
+
+def check_order(where: str, key: str, last: str | None) -> None:
+    """Raises CorpusError unless `key` comes after `last` in the order of `LC_ALL=C sort`."""
+    if last is None or key > last:  # code points are in the order of their UTF-8 bytes
+        return
+    if key == last:
+        raise CorpusError(f"{where}: key {key} is there twice. Remove one of the two")
+    raise CorpusError(
+        f"{where}: key {key} comes after {last}, so keys are not sorted, or one is there twice."
+        " Sort the file with LC_ALL=C sort (Kaldi: utils/fix_data_dir.sh)"
+    )
+
+
+def segments(path: str | Path) -> dict[str, Segment]:
+    """A `segments` table: utterance, recording, start and end in seconds (-1 for its end).
+
+    Raises:
+      FileNotFoundError, CorpusError: as `read`, and for times that are not a segment.
+    """
+    found = {}
+    for number, (key, value) in enumerate(read(path).items(), 1):
+        parts = value.split()
+        try:
+            recording, start, end = parts[0], float(parts[1]), float(parts[2])
+            valid = len(parts) == 3 and start >= 0 and (start < end < float("inf") or end == -1)
+        except (ValueError, IndexError):
+            valid = False
+        if not valid:
+            raise CorpusError(
+                f"{path}, line {number}: utterance {key} must have a recording, a start and a later"
+                f" end in seconds (or -1). Received: {value!r}"
+            )
+        found[key] = Segment(recording, start, None if end == -1 else end)
+    return found
+
+
+def locate(text: str, where: str, allow_pipes: bool) -> Location:
+    """Parses what an scp line names: `FILE`, `FILE:OFFSET`, either with [ROWS] or [ROWS,COLUMNS].
+
+    Ranges are first:last, both included, as Kaldi has them.
+
+    Args:
+      text: the line without its key.
+      where: file, line and key, for messages.
+      allow_pipes: whether `COMMAND |` may be run, by a shell.
+
+    Raises:
+      CorpusError: it is a pipe and those are not allowed, or nothing that can be read.
+    """
+    text = text.strip()
+    if text.endswith("|") or text.startswith("|"):
+        command = text.strip("| ")
+        if not allow_pipes:
+            raise CorpusError(
+                f"{where}: {text!r} is a command. Reading it would run whatever the file says in a"
+                " shell, with your rights. If you trust the file, add --allow_pipes; else decode"
+                " its audio or copy its archive into files first"
+            )
+        if text.startswith("|") or not command:
+            raise CorpusError(f"{where}: {text!r} is a pipe to write to; a table is read from")
+        return Location(command, 0, slice(None), slice(None), True, where)
+    rows = columns = slice(None)
+    cut = _RANGE.search(text)
+    if cut:
+        first, last, left, right = cut.groups()
+        rows = slice(int(first), int(last) + 1)
+        columns = slice(int(left), int(right) + 1) if left else columns
+        text = text[: cut.start()]
+    offset = _OFFSET.search(text)
+    path = text[: offset.start()] if offset else text
+    if not path or path == "-":
+        raise CorpusError(f"{where}: {text!r} is not a file. Name one")
+    return Location(path, int(offset[1]) if offset else 0, rows, columns, False, where)
+
+
+def run_pipe(location: Location) -> bytes:
+    """What the command of a pipe writes.
+
+    Raises:
+      CorpusError: it fails.
+    """
+    done = subprocess.run(location.path, shell=True, capture_output=True, check=False)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise CorpusError(
+            f"{location.where}: the command {location.path!r} ended with code {done.returncode}"
+            + (f": {said[-1]}" if said else "")
+        )
+    return done.stdout

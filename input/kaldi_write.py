@@ -1,0 +1,114 @@
+"""Writes matrices for Kaldi's programs, such as log-likelihoods for its decoders."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from input.records import CorpusError
+
+_AUTOMATIC = 1  # Kaldi's kAutomaticMethod
+
+
+def write_matrices(
+    path_prefix: str | os.PathLike[str],
+    matrices: Iterable[tuple[str, np.ndarray]],
+    compress: bool = False,
+) -> tuple[Path, Path]:
+    """Writes PREFIX.ark and its table PREFIX.scp, as Kaldi's `copy-feats ark,scp:` does.
+
+    Matrices are taken one at a time, in any order; the table is sorted by key, and has the absolute
+    path of the archive. Both files appear only when complete, the table last.
+
+    Args:
+      path_prefix: where they go.
+      matrices: (utterance, float [num_frames, dim]); all of one width, and finite.
+      compress: whether to round each to 8 bits (Kaldi's compressed matrix), a quarter of the size.
+
+    Returns:
+      The paths of the archive and of the table.
+
+    Raises:
+      CorpusError: a key is empty, has white space or is there twice; or a matrix is empty, of
+        another shape, or not finite. Nothing is left behind then, and older files stay.
+      ValueError: kaldiio is not installed.
+    """
+    archive = Path(os.path.abspath(f"{os.fspath(path_prefix)}.ark"))
+    table = archive.with_suffix(".scp")
+    if any(character.isspace() for character in str(archive)):
+        raise ValueError(f"Kaldi's tables cannot name a path with white space. Received: {archive}")
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    partial = [path.with_name(f".{path.name}.{os.getpid()}.partial") for path in (archive, table)]
+    try:
+        with open(partial[0], "wb") as file:
+            offsets = _write_archive(file, matrices, compress)
+            _sync(file)
+        with open(partial[1], "wb") as file:
+            for key in sorted(offsets):
+                file.write(f"{key} {archive}:{offsets[key]}\n".encode())
+            _sync(file)
+        table.unlink(missing_ok=True)  # an old table must not name the new archive
+        partial[0].replace(archive)
+        partial[1].replace(table)
+    finally:
+        for path in partial:
+            path.unlink(missing_ok=True)
+    return archive, table
+
+
+def _write_archive(
+    file: BinaryIO, matrices: Iterable[tuple[str, np.ndarray]], compress: bool
+) -> dict[str, int]:
+    """Writes the archive; returns the byte offset of each matrix."""
+    kaldiio = _kaldiio()
+    offsets: dict[str, int] = {}
+    width = None
+    for key, matrix in matrices:
+        _check(key, matrix, width)
+        if key in offsets:
+            raise CorpusError(f"utterance {key} is there twice")
+        width = matrix.shape[1]
+        offsets[key] = file.tell() + len(f"{key} ".encode())
+        kaldiio.save_ark(
+            file,
+            {key: np.ascontiguousarray(matrix, np.float32)},
+            compression_method=_AUTOMATIC if compress else None,
+        )
+    if not offsets:
+        raise CorpusError("there is no matrix to write")
+    return offsets
+
+
+def _check(key: str, matrix: np.ndarray, width: int | None) -> None:
+    if not key or any(character.isspace() for character in key):
+        raise CorpusError(f"a key of an archive must be one word. Received: {key!r}")
+    if matrix.ndim != 2 or 0 in matrix.shape or (width and matrix.shape[1] != width):
+        expected = f"[num_frames, {width}]" if width else "[num_frames, dim]"
+        raise CorpusError(
+            f"the matrix of utterance {key} must be {expected}, not empty. Received:"
+            f" {list(matrix.shape)}"
+        )
+    if not np.isfinite(matrix).all():
+        row, column = np.argwhere(~np.isfinite(matrix))[0]
+        raise CorpusError(
+            f"the matrix of utterance {key} has {matrix[row, column]} in frame {row}, column"
+            f" {column}; Kaldi's decoders need finite numbers"
+        )
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _kaldiio() -> Any:
+    try:
+        import kaldiio  # needed to write archives, not to train
+    except ImportError as error:
+        raise ValueError(
+            "Kaldi archives need kaldiio, which is not installed. Install it with:"
+            " pip install kaldiio"
+        ) from error
+    return kaldiio
