@@ -1,0 +1,272 @@
+"""Recordings: FLAC and WAV files, and what a `wav.scp` names, as samples at one rate.
+
+Two decoders give the same samples. soundfile (libsndfile) is the default: it runs on every
+TensorFlow, reads any width of samples and streamed headers, notices damage, and is ten times as
+fast. tensorflow-io decodes plain files of 16 bits within the graph, where it loads (up to
+TensorFlow 2.17). Either way decoding runs in tf.data, ahead of who takes the samples.
+"""
+
+import hashlib
+import io
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import tensorflow as tf
+
+from input import audio, kaldi_tables
+from input.kaldi_tables import Location
+from input.records import CorpusError
+
+DECODERS = ("soundfile", "tensorflow-io")
+_SCALE = 32768.0  # of 16-bit integers: Kaldi's
+_UNKNOWN = 0x7FFFF000  # bytes; a stream's WAV header that gives this length or more knows none
+
+
+class AudioError(CorpusError):
+    """A recording that cannot be read, or is at another sample rate."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How recordings are read.
+
+    Raises:
+      ValueError: a value is out of range, or the decoder's package does not load.
+    """
+
+    sample_rate: int = 16000  # Hz, of the result
+    resample: bool = False  # a file of another rate, instead of refusing it
+    decoder: str = "soundfile"
+    parallel: int = 2  # files that are decoded at once
+
+    def __post_init__(self) -> None:
+        if self.sample_rate < 1000 or self.parallel < 1:
+            raise ValueError(
+                "sample_rate must be at least 1000 Hz and parallel at least 1. Received:"
+                f" sample_rate={self.sample_rate}, parallel={self.parallel}"
+            )
+        if self.decoder not in DECODERS:
+            raise ValueError(
+                f"decoder must be one of {', '.join(DECODERS)}. Received: {self.decoder!r}"
+            )
+        if self.decoder == "tensorflow-io":
+            _tfio()
+        else:
+            _soundfile()
+
+
+def decoded(
+    recordings: Sequence[Location], options: Options
+) -> Iterator[tuple[int, np.ndarray | AudioError]]:
+    """The samples of each recording in order, or what is wrong with it.
+
+    Yields:
+      The recording's number and its samples, float32 [num_samples] on the scale of 16-bit integers
+      at `options.sample_rate`; or an `AudioError` that names the file.
+    """
+    first = 0
+    while first < len(recordings):  # an error ends a dataset's iterator
+        number = first
+        try:
+            for samples in dataset(recordings[first:], options):
+                yield number, samples.numpy()
+                number += 1
+            return
+        except (tf.errors.OpError, UnicodeDecodeError) as error:
+            yield number, _explain(recordings[number], options, error)
+            first = number + 1
+
+
+def dataset(recordings: Sequence[Location], options: Options) -> tf.data.Dataset:
+    """The same as a tf.data.Dataset of float32 [num_samples], which fails at the first bad one."""
+    if options.decoder == "tensorflow-io":
+        return _tfio_dataset(recordings, options)
+
+    def load(number: int) -> np.ndarray:
+        return read(recordings[int(number)], options)
+
+    def decode(number: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(load, [number], tf.float32), [None])
+
+    numbers = tf.data.Dataset.range(len(recordings))
+    return numbers.map(decode, num_parallel_calls=options.parallel).prefetch(1)
+
+
+def read(recording: Location, options: Options) -> np.ndarray:
+    """One recording, decoded by soundfile (and one within an archive by kaldiio).
+
+    Raises:
+      AudioError: it cannot be read, has several channels, or is at another rate.
+    """
+    if recording.offset:
+        samples, rate = _read_in_archive(recording)
+    elif recording.pipe:
+        data = kaldi_tables.run_pipe(recording)
+        samples, rate = _read_whole(io.BytesIO(data), len(data), recording)
+    else:
+        try:
+            with open(recording.path, "rb") as file:
+                size = file.seek(0, io.SEEK_END)
+                file.seek(0)
+                samples, rate = _read_whole(file, size, recording)
+        except OSError as error:
+            raise _error(recording, f"cannot be read ({error.strerror})") from error
+    return _finish(samples, rate, recording, options)
+
+
+def _read_whole(file: BinaryIO, size: int, recording: Location) -> tuple[np.ndarray, int]:
+    """float32 [num_samples, channels] in [-1, 1) and the rate."""
+    soundfile = _soundfile()
+    if size == 0:
+        raise _error(recording, "is empty")
+    _check_length(file, size, recording)
+    try:
+        return soundfile.read(file, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise _error(
+            recording, f"is damaged, or no audio that libsndfile reads ({error.error_string})"
+        ) from error
+
+
+def _check_length(file: BinaryIO, size: int, recording: Location) -> bool:
+    """Whether a WAV file of `size` bytes starts here; an AudioError if it is longer than that."""
+    start = file.tell()
+    head = file.read(8)
+    file.seek(start)
+    if head[:4] != b"RIFF" or len(head) < 8:
+        return False
+    length = struct.unpack("<I", head[4:])[0] + 8
+    if 8 < length < _UNKNOWN and length > size:  # libsndfile and kaldiio read what there is
+        raise _error(recording, f"is cut short: {size} of {length} bytes")
+    return True
+
+
+def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
+    """A WAV file within a Kaldi archive, as `wav-copy` writes them."""
+    try:
+        from kaldiio import wavio
+
+        with open(recording.path, "rb") as file:
+            left = file.seek(0, io.SEEK_END) - recording.offset
+            file.seek(recording.offset)
+            if not _check_length(file, left, recording):
+                raise _error(recording, "is no WAV file there")
+            rate, samples = wavio.read_wav(file)
+    except ImportError as error:
+        raise ValueError(
+            "Kaldi archives need kaldiio, which is not installed. Install it with:"
+            " pip install kaldiio"
+        ) from error
+    except OSError as error:
+        raise _error(recording, f"cannot be read ({error.strerror})") from error
+    except AudioError:
+        raise
+    except Exception as error:  # what damage raises is not documented
+        raise _error(recording, f"is damaged ({error})") from error
+    if samples.dtype != np.int16:
+        raise _error(recording, "has samples of 8 bits; Kaldi takes 16")
+    return (samples.reshape(len(samples), -1) / _SCALE).astype(np.float32), rate
+
+
+def _finish(samples: np.ndarray, rate: int, recording: Location, options: Options) -> np.ndarray:
+    if samples.shape[1] != 1:
+        raise _error(
+            recording,
+            f"has {samples.shape[1]} channels, where one is expected. Split it with sox remix",
+        )
+    if not np.isfinite(samples).all():
+        raise _error(recording, "has samples that are NaN or Inf")
+    scaled = samples[:, 0] * np.float32(_SCALE)
+    if rate == options.sample_rate:
+        return scaled
+    if not options.resample:
+        raise _error(
+            recording,
+            f"is at {rate} Hz, where {options.sample_rate} Hz are asked for. Convert it with"
+            " --resample, or change --sample_rate",
+        )
+    return audio.resample(scaled, rate, options.sample_rate)
+
+
+def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.Dataset:
+    tfio = _tfio()
+    paths = []
+    for recording in recordings:
+        if recording.pipe or recording.offset:
+            raise _error(recording, "is no file of its own; read it with --decoder=soundfile")
+        paths.append(recording.path)
+
+    def finish(samples: np.ndarray, number: int) -> np.ndarray:
+        info = _soundfile().info(paths[int(number)])
+        if len(samples) != info.frames or not _as_encoded(samples, paths[int(number)]):
+            raise _error(recordings[int(number)], "is damaged")
+        shaped = (samples / _SCALE).astype(np.float32)
+        return _finish(shaped, info.samplerate, recordings[int(number)], options)
+
+    def decode(number: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
+        data = tf.io.read_file(path)
+        is_flac = tf.equal(tf.strings.substr(data, 0, 4), "fLaC")
+        samples = tf.cond(
+            is_flac,
+            lambda: tfio.audio.decode_flac(data, dtype=tf.int16),
+            lambda: tfio.audio.decode_wav(data, dtype=tf.int16),
+        )
+        return tf.ensure_shape(tf.numpy_function(finish, [samples, number], tf.float32), [None])
+
+    numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
+    return numbered.map(decode, num_parallel_calls=options.parallel).prefetch(1)
+
+
+def _as_encoded(samples: np.ndarray, path: str) -> bool:
+    """Whether samples have the MD5 sum in a FLAC file's header.
+
+    tensorflow-io can put zeros where a file is damaged, and say nothing.
+    """
+    with open(path, "rb") as file:
+        head = file.read(42)
+    if head[:4] != b"fLaC" or not any(head[26:]):  # an encoder may leave the sum out
+        return True
+    return hashlib.md5(samples.astype("<i2").tobytes()).digest() == head[26:]
+
+
+def _explain(recording: Location, options: Options, error: Exception) -> AudioError:
+    """What is wrong with a recording that could not be decoded in the graph."""
+    try:
+        read(recording, options)
+    except AudioError as found:
+        return found
+    except CorpusError as found:  # a command that failed
+        return AudioError(str(found))
+    return _error(
+        recording, f"cannot be decoded by {options.decoder} ({type(error).__name__}). Try soundfile"
+    )
+
+
+def _error(recording: Location, what: str) -> AudioError:
+    name = recording.path if recording.where == recording.path else str(recording.where)
+    file = "" if name == recording.path else f" ({recording.path})"
+    return AudioError(f"{name}: the recording{file} {what}")
+
+
+def _soundfile() -> Any:
+    try:
+        import soundfile  # needed to prepare a corpus, not to train on it
+    except (ImportError, OSError) as error:  # OSError: without libsndfile
+        raise ValueError(
+            f"reading audio needs soundfile, which does not load ({error}). Install it with:"
+            " pip install soundfile"
+        ) from error
+    return soundfile
+
+
+def _tfio() -> Any:
+    try:
+        import tensorflow_io
+    except Exception as error:  # a wheel for another TensorFlow fails in several ways
+        raise ValueError(
+            f"tensorflow-io does not load on TensorFlow {tf.__version__}. Take --decoder=soundfile"
+        ) from error
+    return tensorflow_io
