@@ -13,9 +13,13 @@ def class_names(phones: list[str]) -> list[str]:
 
 
 def frame_labels(
-    phones: list[tuple[float, str]], duration: float, num_frames: int, inventory: dict[str, int]
+    phones: list[tuple[float, str]],
+    duration: float,
+    num_frames: int,
+    inventory: dict[str, int],
+    first_middle: float = FRAME_LENGTH / 2,
 ) -> np.ndarray:
-    """The class of each frame: that of the middle of its window.
+    """The class of each frame: that of its middle.
 
     A phone lasts until the next one starts, the last one until the end of the utterance, and is
     divided into three states of equal length.
@@ -25,6 +29,7 @@ def frame_labels(
       duration: of the utterance, in seconds.
       num_frames: number of frames of 25 ms every 10 ms.
       inventory: number of each phone, from 0.
+      first_middle: the first frame's middle, in seconds; by default that of its window.
 
     Returns:
       int32 [num_frames] of 3 * inventory[phone] + state.
@@ -32,7 +37,7 @@ def frame_labels(
     starts = np.array([start for start, _ in phones])
     lengths = np.diff(np.append(starts, duration))
     numbers = np.array([inventory[name] for _, name in phones])
-    middles = FRAME_LENGTH / 2 + FRAME_SHIFT * np.arange(num_frames)
+    middles = first_middle + FRAME_SHIFT * np.arange(num_frames)
     phone = np.searchsorted(starts, middles, side="right") - 1
     thirds = STATES * (middles - starts[phone]) / lengths[phone]
     state = np.clip(thirds.astype(np.int64), 0, STATES - 1)

@@ -1,0 +1,269 @@
+"""Where the class of every frame comes from: alignments of Kaldi, or times of phones.
+
+Both kinds are gone through once when opened, to learn which utterances and classes there are; then
+the labels of one utterance are read at a time. Memory holds an entry for each utterance.
+"""
+
+import glob
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+
+from input import alignment, kaldi
+from input.features import FRAME_LENGTH, FRAME_SHIFT
+from input.records import CorpusError
+
+Progress = Callable[[str, int | None], None]  # (stage, number of utterances) after each one
+
+
+class Labels(Protocol):
+    """The classes of the frames of some utterances."""
+
+    class_names: list[str]
+    digest: str  # of the files they come from
+
+    def ids(self) -> list[str]:
+        """The utterances that have labels."""
+
+    def read(self, utterance: str, num_frames: int) -> np.ndarray:
+        """int32 [about num_frames]: what the alignment says, however many frames that are."""
+
+
+class _Place(NamedTuple):
+    archive: int
+    offset: int  # bytes
+    end: float = 0.0  # seconds; of phone times
+
+
+class KaldiAlignments:
+    """Vectors of pdf-ids, as Kaldi's `ali-to-pdf` writes them. A context manager.
+
+    Args:
+      patterns: files or shell patterns; gzipped or not, binary or text.
+      num_classes: how many classes there are; None for the highest id + 1.
+      progress: called with ("alignments", None) for each utterance.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      CorpusError: a file is damaged, an utterance is there twice or out of order, or an id is
+        negative or not below `num_classes`; the message names file, utterance and byte.
+    """
+
+    def __init__(
+        self,
+        patterns: list[str],
+        num_classes: int | None = None,
+        progress: Progress = lambda stage, total: None,
+    ) -> None:
+        self._files = _Files(patterns)
+        self._places: dict[str, _Place] = {}
+        try:
+            highest = max(self._scan(num_classes, progress))
+        except BaseException:
+            self._files.close()
+            raise
+        self.class_names = [f"pdf-{number}" for number in range(num_classes or highest + 1)]
+        self.digest = self._files.digest
+
+    def __enter__(self) -> "KaldiAlignments":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
+
+    def ids(self) -> list[str]:
+        return list(self._places)
+
+    def read(self, utterance: str, num_frames: int) -> np.ndarray:
+        place = self._places[utterance]
+        path = self._files.paths[place.archive]
+        where = f"{path}, utterance {utterance} at byte {place.offset}"
+        return kaldi.read_vector(self._files[place.archive], place.offset, where)
+
+    def _scan(self, num_classes: int | None, progress: Progress) -> Iterator[int]:
+        for number, path in enumerate(self._files.paths):
+            for key, offset, value in kaldi.read_archive(self._files[number], path):
+                where = f"{path}, utterance {key} at byte {offset}"
+                _add(self._places, key, _Place(number, offset), where, self._files.paths)
+                labels = kaldi.as_labels(value, where)
+                _check_classes(labels, num_classes, where)
+                progress("alignments", None)
+                yield int(labels.max())
+
+
+class PhoneTimes:
+    """Phones with their times, divided into three states each. A context manager.
+
+    Lines are `UTTERANCE PHONE START DURATION`, or NIST's CTM `UTTERANCE CHANNEL START DURATION
+    PHONE [CONFIDENCE]`, times in seconds; an utterance's lines follow each other in order of time.
+    What no phone covers is silence. Classes are the states of all phones, sorted by name. Frame t
+    is at (t + 1/2) * 10 ms, as in the CTM files of Kaldi and of aligners that are built on it.
+
+    Args:
+      patterns: files or shell patterns; gzipped or not.
+      silence: name of the phone in the gaps.
+      progress: called with ("alignments", None) for each utterance.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      CorpusError: a line is not of these forms, phones overlap, or an utterance is there twice; the
+        message names file and line.
+    """
+
+    def __init__(
+        self,
+        patterns: list[str],
+        silence: str = "SIL",
+        progress: Progress = lambda stage, total: None,
+    ) -> None:
+        self._files = _Files(patterns)
+        self._silence = silence
+        self._places: dict[str, _Place] = {}
+        try:
+            phones = sorted(self._scan(progress))
+        except BaseException:
+            self._files.close()
+            raise
+        self._inventory = {phone: number for number, phone in enumerate(phones)}
+        self.class_names = alignment.class_names(phones)
+        self.digest = self._files.digest
+
+    def __enter__(self) -> "PhoneTimes":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
+
+    def ids(self) -> list[str]:
+        return list(self._places)
+
+    def read(self, utterance: str, num_frames: int) -> np.ndarray:
+        place = self._places[utterance]
+        phones, end = self._phones(utterance, place)
+        # The last phone ends with the last frame's shift (Kaldi), its window, or the signal.
+        frames = end / FRAME_SHIFT
+        tail = FRAME_LENGTH / FRAME_SHIFT
+        if not num_frames - 0.5 <= frames <= num_frames + tail:
+            num_frames = max(1, round(frames))
+        return alignment.frame_labels(phones, end, num_frames, self._inventory, FRAME_SHIFT / 2)
+
+    def _phones(self, utterance: str, place: _Place) -> tuple[list[tuple[float, str]], float]:
+        """(start, phone) of an utterance with its silences, and its end."""
+        path, file = self._files.paths[place.archive], self._files[place.archive]
+        file.seek(place.offset)
+        phones: list[tuple[float, str]] = []
+        end = 0.0
+        for line in file:
+            key, phone, start, duration = _parse(line, path)
+            if key != utterance:
+                break
+            if start - end > FRAME_SHIFT / 2:
+                phones.append((end, self._silence))
+                end = start
+            if start + duration > end:
+                phones.append((end, phone))
+                end = start + duration
+        return phones, end
+
+    def _scan(self, progress: Progress) -> set[str]:
+        phones = set()
+        for archive, path in enumerate(self._files.paths):
+            last, end, offset = None, 0.0, 0
+            for number, line in enumerate(self._files[archive], 1):
+                where = f"{path}, line {number}"
+                key, phone, start, duration = _parse(line, where)
+                if key != last:
+                    _add(self._places, key, _Place(archive, offset), where, self._files.paths)
+                    progress("alignments", None)
+                    last, end = key, 0.0
+                if end - start > FRAME_SHIFT / 2:
+                    raise CorpusError(
+                        f"{where}: utterance {key}: phone {phone} starts at {start:g} s, before the"
+                        f" one before it ends ({end:g} s)"
+                    )
+                if start - end > FRAME_SHIFT / 2:
+                    phones.add(self._silence)
+                phones.add(phone)
+                end = max(end, start + duration)
+                offset += len(line)
+            if last is None:
+                raise CorpusError(f"{path} is empty")
+        return phones
+
+
+class _Files:
+    """The open files of some patterns, and their digest."""
+
+    def __init__(self, patterns: list[str]) -> None:
+        self.paths = [path for pattern in patterns for path in _expand(pattern)]
+        if len(set(self.paths)) < len(self.paths):
+            raise CorpusError(f"a file is named twice in {', '.join(patterns)}")
+        digest = hashlib.sha256()
+        self._stack = ExitStack()
+        self._open: list[BinaryIO] = []
+        try:
+            for path in self.paths:
+                self._open.append(self._stack.enter_context(kaldi.open_seekable(path)))
+                with open(path, "rb") as file:
+                    while part := file.read(1 << 20):
+                        digest.update(part)
+        except BaseException:
+            self.close()
+            raise
+        self.digest = digest.hexdigest()
+
+    def __getitem__(self, number: int) -> BinaryIO:
+        return self._open[number]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _expand(pattern: str) -> list[str]:
+    paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+    if not paths:
+        raise FileNotFoundError(f"no file matches {pattern}")
+    return paths
+
+
+def _add(places: dict[str, _Place], key: str, place: _Place, where: str, paths: list[str]) -> None:
+    if key in places:
+        first = paths[places[key].archive]
+        raise CorpusError(f"{where}: utterance {key} is already in {first}. Remove one of the two")
+    places[key] = place
+
+
+def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> None:
+    top = num_classes if num_classes is not None else 2**31
+    wrong = np.flatnonzero((labels < 0) | (labels >= top))
+    if len(wrong):
+        rule = f"not one of the {num_classes} classes" if num_classes else "negative"
+        raise CorpusError(
+            f"{where}: label {labels[wrong[0]]} of frame {wrong[0]} is {rule}. The archive must"
+            " hold pdf-ids (ali-to-pdf), not transition-ids"
+        )
+
+
+def _parse(line: bytes, where: str) -> tuple[str, str, float, float]:
+    """(utterance, phone, start, duration) of a line."""
+    try:
+        parts = line.decode().split()
+        if len(parts) == 4:
+            key, phone, *times = parts
+        else:
+            (key, _, *times, phone), confidence = parts[:5], parts[5:]
+            if len(confidence) > 1:
+                raise ValueError("too many columns")
+        start, duration = map(float, times)
+    except ValueError:
+        start = duration = math.nan
+    if not (math.isfinite(start + duration) and start >= 0 and duration > 0):
+        raise CorpusError(
+            f"{where}: a line must be UTTERANCE PHONE START DURATION, or UTTERANCE CHANNEL START"
+            f" DURATION PHONE, times in seconds. Received: {line.strip()[:80]!r}"
+        )
+    return key, phone, start, duration

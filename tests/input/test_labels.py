@@ -1,0 +1,135 @@
+"""Labels from alignments of Kaldi and from times of phones."""
+
+import gzip
+
+import kaldiio
+import numpy as np
+import pytest
+
+from input.labels import KaldiAlignments, PhoneTimes
+from input.records import CorpusError
+
+
+def write_alignments(path, vectors):
+    arrays = {key: np.array(value, np.int32) for key, value in vectors.items()}
+    kaldiio.save_ark(str(path), arrays)
+
+
+def test_alignments_of_several_files(tmp_path):
+    write_alignments(tmp_path / "pdf.1", {"b1": [0, 5, 2], "b2": [1]})
+    (tmp_path / "pdf.2.gz").write_bytes(gzip.compress(b"a1 7 7 \na2 3 \n"))
+    seen = []
+    with KaldiAlignments([f"{tmp_path}/pdf.*"], None, lambda *call: seen.append(call)) as labels:
+        assert labels.ids() == ["b1", "b2", "a1", "a2"]
+        assert labels.class_names == [f"pdf-{number}" for number in range(8)]
+        for key, expected in (("a2", [3]), ("b1", [0, 5, 2]), ("a1", [7, 7])):
+            read = labels.read(key, 99)
+            assert read.dtype == np.int32
+            np.testing.assert_array_equal(read, expected)
+    assert seen == [("alignments", None)] * 4
+
+
+def test_digest_is_that_of_the_content(tmp_path):
+    for name, last in (("x", 1), ("y", 1), ("z", 2)):
+        write_alignments(tmp_path / name, {"a": [0, last]})
+    digests = [KaldiAlignments([str(tmp_path / name)], 3).digest for name in "xyz"]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(
+    ("value", "num_classes", "message"),
+    [
+        ([0, 3, 1, 9], 3, "label 3 of frame 1 is not one of the 3 classes.*ali-to-pdf"),
+        ([0, -1], None, "label -1 of frame 1 is negative"),
+    ],
+)
+def test_classes_out_of_range(tmp_path, value, num_classes, message):
+    write_alignments(tmp_path / "pdf.1", {"a": [0, 2], "b": value})
+    where = rf"{tmp_path}/pdf.1, utterance b at byte \d+: {message}"
+    with pytest.raises(CorpusError, match=where):
+        KaldiAlignments([str(tmp_path / "pdf.1")], num_classes)
+
+
+def test_an_utterance_in_two_files(tmp_path):
+    for name in ("pdf.1", "pdf.2"):
+        write_alignments(tmp_path / name, {"a": [1]})
+    with pytest.raises(CorpusError, match=r"pdf.2, utterance a at byte 2: .*already in .*pdf.1"):
+        KaldiAlignments([f"{tmp_path}/pdf.*"])
+
+
+def test_no_file_matches(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file matches .*ali\.\*\.gz"):
+        KaldiAlignments([f"{tmp_path}/ali.*.gz"])
+    with pytest.raises(CorpusError, match="a file is named twice"):
+        (tmp_path / "pdf.1").write_text("a 1\n")
+        KaldiAlignments([f"{tmp_path}/pdf.1", f"{tmp_path}/pdf.*"])
+
+
+def test_features_in_place_of_labels(tmp_path):
+    kaldiio.save_ark(str(tmp_path / "pdf.1"), {"a": np.ones((3, 2), np.float32)})
+    with pytest.raises(CorpusError, match=r"a vector of integers is expected.*\[3, 2\]"):
+        KaldiAlignments([str(tmp_path / "pdf.1")])
+
+
+CTM = """u1 1 0.00 0.03 SIL
+u1 1 0.03 0.06 AH 0.9
+u2 1 0.03 0.03 T
+"""
+SHORT = "u1 SIL 0.00 0.03\nu1 AH 0.03 0.06\nu2 T 0.03 0.03\n"
+
+
+@pytest.mark.parametrize("text", [CTM, SHORT])
+def test_phone_times_by_hand(tmp_path, text):
+    (tmp_path / "x.ctm").write_text(text)
+    with PhoneTimes([str(tmp_path / "x.ctm")]) as labels:
+        assert labels.ids() == ["u1", "u2"]
+        assert labels.class_names == [f"{p}.{s}" for p in ("AH", "SIL", "T") for s in range(3)]
+        # Frame t is at (t + 1/2) * 10 ms: 30 ms of a phone are one frame for each state.
+        for _ in range(2):
+            np.testing.assert_array_equal(labels.read("u1", 9), [3, 4, 5, 0, 0, 1, 1, 2, 2])
+        # 30 ms of silence that the file leaves out.
+        np.testing.assert_array_equal(labels.read("u2", 6), [3, 4, 5, 6, 7, 8])
+
+
+def test_phone_times_gzipped_in_several_files(tmp_path):
+    (tmp_path / "1.ctm.gz").write_bytes(gzip.compress(CTM.encode()))
+    (tmp_path / "2.ctm").write_text("u3 B 0 0.05\n")
+    with PhoneTimes([f"{tmp_path}/*.ctm*"], silence="SIL") as labels:
+        assert labels.ids() == ["u1", "u2", "u3"]
+        np.testing.assert_array_equal(labels.read("u3", 5), [3, 3, 4, 5, 5])
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "num_labels"), [(9, 9), (8, 8), (7, 7), (6, 9), (10, 9), (12, 9)]
+)
+def test_phone_times_end_within_the_last_window_or_tell(tmp_path, num_frames, num_labels):
+    """u1 ends at 90 ms: the shift of frame 8, or the signal's end after frame 6 (60 + 25 ms)."""
+    (tmp_path / "x.ctm").write_text(CTM)
+    with PhoneTimes([str(tmp_path / "x.ctm")]) as labels:
+        assert len(labels.read("u1", num_frames)) == num_labels
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("u1 SIL 0\n", "line 1: a line must be UTTERANCE PHONE"),
+        ("u1 SIL 0 0.1\nu1 1 0.1 x T\n", "line 2: a line must be .*Received"),
+        ("u1 SIL 0 0\n", "line 1: a line must be"),
+        ("u1 SIL -1 1\n", "line 1: a line must be"),
+        ("u1 SIL nan 1\n", "line 1: a line must be"),
+        ("u1 1 0 1 T 0.5 7\n", "line 1: a line must be"),
+        ("\n", "line 1: a line must be"),
+        (
+            "u1 A 0 0.5\nu1 B 0.4 1\n",
+            r"line 2: utterance u1: phone B starts at 0.4 s, before .*0.5",
+        ),
+        ("u1 A 0 1\nu2 A 0 1\nu1 B 1 1\n", "line 3: utterance u1 is already in"),
+        (b"u1 \xff\xfe 0 1\n", "line 1: a line must be"),
+    ],
+)
+def test_phone_times_that_are_wrong(tmp_path, text, message):
+    path = tmp_path / "x.ctm"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CorpusError, match=rf"{path}.*{message}"):
+        PhoneTimes([str(path)])
