@@ -24,7 +24,7 @@ VERSION = 1
 FILE_NAME = "index.json"
 SPLITS = ("train", "validation", "test")
 COLUMNS = ("shard", "offset", "length", "crc32", "frames", "id", "speaker")
-_REMEDY = "Prepare the corpus again (python -m scripts.prepare_speech)"
+_REMEDY = "Prepare the corpus again with the program that made it, such as scripts.prepare_speech"
 
 
 @dataclass(frozen=True)

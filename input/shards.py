@@ -64,6 +64,8 @@ class CorpusWriter:
         self._options = options
         self._class_names = class_names
         self._splits: dict[str, dict[str, Any]] = {}
+        self._split: dict[str, Any] = {}
+        self._starts: list[int] | None = None  # first utterances of the shards, if known
         self._sums: list[Any] = [0.0, 0.0, 0.0]  # count, sum, sum of squares of training frames
         self._file: tf.io.TFRecordWriter | None = None
 
@@ -76,32 +78,49 @@ class CorpusWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         try:
-            self._close_shard()
             if kind is None:
+                self._finish_split()
                 self._publish()
+            elif self._file is not None:
+                self._file.close()
         finally:
             shutil.rmtree(self._hidden, ignore_errors=True)
 
     def start_split(self, split: str, num_shards: float, num_utterances: int) -> None:
         """Starts a split of `num_utterances`, to be divided between at least one shard each."""
-        self._close_shard()
+        self._new_split(split)
         num_shards = int(min(max(num_shards, 1), num_utterances))
+        self._starts = [number * num_utterances // num_shards for number in range(num_shards)]
+
+    def start_stream(self, split: str, shard_bytes: float) -> None:
+        """Starts a split of unknown length, where a shard that has `shard_bytes` is full."""
+        self._new_split(split)
+        self._shard_bytes = shard_bytes
+
+    def _new_split(self, split: str) -> None:
+        self._finish_split()
         columns: dict[str, list[Any]] = {name: [] for name in index.COLUMNS}
         self._split = {"shards": [], "utterances": columns}
         self._splits[split] = self._split
-        self._names = [
-            f"{split}-{number:05d}-of-{num_shards:05d}.tfrecord" for number in range(num_shards)
-        ]
-        self._starts = [number * num_utterances // num_shards for number in range(num_shards)]
-        self._is_train = split == "train"
+        self._split_name = split
+        self._starts = None
+
+    def _starts_shard(self) -> bool:
+        """Whether the next utterance is the first of a shard."""
+        shards = self._split["shards"]
+        if self._starts is None:
+            return not shards or shards[-1]["bytes"] >= self._shard_bytes
+        done = len(self._split["utterances"]["id"])
+        return len(shards) < len(self._starts) and done == self._starts[len(shards)]
 
     def add(self, features: np.ndarray, labels: np.ndarray, utterance: str, speaker: str) -> None:
         """Writes one utterance: features float32 [frames, dim], labels int32 [frames]."""
         columns = self._split["utterances"]
-        number = len(self._split["shards"])
-        if number < len(self._names) and len(columns["id"]) == self._starts[number]:
-            self._open_shard(self._names[number])
+        if self._starts_shard():
+            self._open_shard(f"{self._split_name}-{len(self._split['shards']):05d}.tfrecord")
         data = records.encode(features, labels, utterance, speaker)
+        if self._file is None:
+            raise ValueError("start a split before adding utterances")
         self._file.write(data)
         shard = self._split["shards"][-1]
         values = {
@@ -116,7 +135,7 @@ class CorpusWriter:
             columns[name].append(value)
         shard["bytes"] += values["length"]
         self._dim = features.shape[1]
-        if self._is_train:
+        if self._split_name == "train":
             wide = features.astype(np.float64)
             sums = [np.full(self._dim, float(len(wide))), wide.sum(0), np.square(wide).sum(0)]
             self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
@@ -131,6 +150,15 @@ class CorpusWriter:
             self._file.close()
             self._file = None
             self._add_checksums(self._split, len(self._split["shards"]) - 1)
+
+    def _finish_split(self) -> None:
+        """Closes the last shard of a split, and names each by its number and how many there are."""
+        self._close_shard()
+        shards = self._split.get("shards", [])
+        for number, shard in enumerate(shards):
+            name = f"{self._split_name}-{number:05d}-of-{len(shards):05d}.tfrecord"
+            os.rename(self._hidden / shard["name"], self._hidden / name)
+            shard["name"] = name
 
     def _add_checksums(self, split: dict[str, Any], shard: int) -> None:
         """CRC-32 of every record of a shard as it lies in the file, framing included."""
