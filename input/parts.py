@@ -1,0 +1,74 @@
+"""The utterances of each split of a corpus; speakers are held out whole."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from input.index import SPLITS
+from input.records import CorpusError
+from input.sources import Source
+
+Stats = Callable[[str, str], np.ndarray]  # (utterance, speaker) -> [2, dim + 1]
+
+
+class Part(NamedTuple):
+    """The utterances of a source that make up a split."""
+
+    source: Source
+    utterances: list[str]
+    stats: Stats | None  # of its cmvn.scp
+
+
+def divide(
+    sources: Mapping[str, Source],
+    stats: Mapping[str, Stats],
+    validation_share: float,
+    test_share: float,
+    seed: int,
+) -> dict[str, Part]:
+    """The utterances of each split: all of its source, or of speakers held out from training.
+
+    Which speakers is drawn from `seed`; a share above 0 is at least one speaker.
+
+    Args:
+      sources: of "train", and perhaps of "validation" and "test".
+      stats: `speaker_stats` of each source, if there are any.
+      validation_share: share of the training speakers for a "validation" without a source.
+      test_share: the same for "test".
+      seed: draws them.
+
+    Raises:
+      CorpusError: there are too few speakers, or an utterance is in two sources.
+    """
+    seen: dict[str, str] = {}
+    for split, source in sources.items():
+        for utterance in source.speakers:
+            if utterance in seen:
+                raise CorpusError(
+                    f"utterance {utterance} is in the data of {seen[utterance]} and of {split}"
+                )
+            seen[utterance] = split
+    train = sources["train"].speakers
+    names = sorted(set(train.values()))
+    order = list(np.random.default_rng(seed).permutation(len(names)))
+    owner: dict[str, str] = {}
+    for split, share in (("validation", validation_share), ("test", test_share)):
+        if split not in sources and share > 0:
+            for _ in range(max(1, round(share * len(names)))):
+                if len(order) < 2:
+                    raise CorpusError(
+                        f"{len(names)} speakers are too few to hold some out for {split}. Give its"
+                        f" data with --{split}_data, or set --{split}_share=0 to go without"
+                    )
+                owner[names[order.pop()]] = split
+    parts = {}
+    for split in SPLITS:
+        source = sources.get(split, sources["train"])
+        mine = [
+            utterance
+            for utterance, speaker in source.speakers.items()
+            if split in sources and split != "train" or owner.get(speaker, "train") == split
+        ]
+        parts[split] = Part(source, mine, stats.get(split if split in sources else "train"))
+    return parts

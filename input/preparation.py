@@ -1,0 +1,256 @@
+"""Makes a corpus of utterances that exist: their features and labels, checked and joined.
+
+Utterances go one at a time from the source into the shards, in the source's order. Memory holds a
+recording, and an entry for each utterance.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from input import features, index, shards
+from input.index import SPLITS, CorpusIndex
+from input.labels import Labels, Progress
+from input.parts import Part, Stats, divide
+from input.records import CorpusError
+from input.sources import Problem, Source
+
+CMVN = ("none", "utterance", "speaker", "given")
+SKIP = {
+    "labels": "features without labels",
+    "features": "labels without features",
+    "length": "labels longer or shorter than the features by more than --max_length_mismatch",
+    "nonfinite": "features with NaN or Inf",
+    "audio": "recordings that are unreadable, too short or at another sample rate",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is done with features and labels. Shares are of the training speakers.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    cmvn: str = "none"  # whose mean is taken off: none, utterance, speaker, or given statistics
+    norm_vars: bool = False  # whether cmvn divides by the standard deviation
+    deltas: int = 2  # orders of deltas appended
+    max_length_mismatch: int = 0  # frames
+    skip: tuple[str, ...] = ()  # kinds of `SKIP` that are left out and counted
+    validation_share: float = 0.05
+    test_share: float = 0.05
+    shard_megabytes: float = 64.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        shares = (self.validation_share, self.test_share)
+        unknown = sorted(set(self.skip) - SKIP.keys())
+        for name, value, valid, rule in (
+            ("cmvn", self.cmvn, self.cmvn in CMVN, f"one of {', '.join(CMVN)}"),
+            ("deltas", self.deltas, 0 <= self.deltas <= 4, "in [0, 4]"),
+            (
+                "max_length_mismatch",
+                self.max_length_mismatch,
+                self.max_length_mismatch >= 0,
+                ">= 0",
+            ),
+            ("skip", ",".join(unknown), not unknown, f"some of {', '.join(SKIP)}"),
+            ("validation_share", shares[0], 0 <= shares[0] < 1, "in [0, 1)"),
+            ("test_share", shares[1], 0 <= shares[1] < 1 - shares[0], "below what validation left"),
+            ("shard_megabytes", self.shard_megabytes, self.shard_megabytes > 0, "positive"),
+            ("seed", self.seed, self.seed >= 0, ">= 0"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} must be {rule}. Received: {value!r}")
+
+
+class Prepared(NamedTuple):
+    """A corpus, whether it was there already, and how many utterances of each kind were skipped."""
+
+    corpus: CorpusIndex
+    reused: bool
+    skipped: Counter[str]
+
+
+def prepare(
+    directory: str,
+    sources: Mapping[str, Source],
+    labels: Labels,
+    options: Options,
+    made_with: dict[str, Any],
+    stats: Mapping[str, Stats] | None = None,
+    progress: Progress = lambda stage, total: None,
+) -> Prepared:
+    """Makes a corpus in `directory`, or finds it there already.
+
+    Args:
+      directory: where it goes. It appears there whole or not at all.
+      sources: features of "train", and of "validation" and "test"; either of those that is missing
+        gets a share of the training speakers.
+      labels: classes of the frames of all of them.
+      options: what is done with them.
+      made_with: a JSON value that, with `options` and the digests of the sources and the labels,
+        tells whether a corpus that is there already is the same.
+      stats: `speaker_stats` of each source, for `options.cmvn` "given".
+      progress: called with (stage, number of utterances) after each utterance.
+
+    Raises:
+      CorpusError: `directory` holds something else, or the sources and labels do not fit together;
+        the message names utterance and place, and the option that would skip it.
+    """
+    made_with = made_with | _made_with(sources, labels, options)
+    if shards.exists(directory, made_with):
+        return Prepared(index.read(directory), True, Counter())
+    skipped: Counter[str] = Counter()
+    parts = divide(sources, stats or {}, options.validation_share, options.test_share, options.seed)
+    parts = _with_labels(parts, labels, options, skipped)
+    with shards.CorpusWriter(directory, made_with, labels.class_names) as writer:
+        joiner = _Joiner(labels, options, skipped, progress)
+        for split in SPLITS:
+            writer.start_stream(split, 1e6 * options.shard_megabytes)
+            count = 0
+            for utterance, frames, classes in joiner.read(split, parts[split]):
+                writer.add(frames, classes, utterance, parts[split].source.speakers[utterance])
+                count += 1
+            if count == 0 and parts[split].utterances:
+                raise CorpusError(f"all {len(parts[split].utterances)} {split} utterances failed")
+    return Prepared(index.read(directory), False, skipped)
+
+
+def _with_labels(
+    parts: dict[str, Part], labels: Labels, options: Options, skipped: Counter[str]
+) -> dict[str, Part]:
+    """The parts without the utterances that have no labels, which are skipped or an error."""
+    known = set(labels.ids())
+    wanted = [utterance for part in parts.values() for utterance in part.utterances]
+    without = [utterance for utterance in wanted if utterance not in known]
+    if without:
+        message = f"{len(without)} of {len(wanted)} utterances have no labels, first {without[0]}"
+        _skip(Problem("labels", message), options, skipped, len(without))
+    extra = sorted(known.difference(wanted))
+    if extra:
+        message = f"{len(extra)} of {len(known)} labelled utterances are not in the data, first"
+        _skip(Problem("features", f"{message} {extra[0]}"), options, skipped, len(extra))
+    kept = {
+        split: part._replace(utterances=[u for u in part.utterances if u in known])
+        for split, part in parts.items()
+    }
+    for split, part in parts.items():
+        if (part.utterances or split == "train") and not kept[split].utterances:
+            raise CorpusError(f"none of the {len(part.utterances)} {split} utterances has labels")
+    return kept
+
+
+def _skip(problem: Problem, options: Options, skipped: Counter[str], count: int = 1) -> None:
+    if problem.kind not in options.skip:
+        raise CorpusError(
+            f"{problem.message}. To leave out and count {SKIP[problem.kind]}, add"
+            f" --skip={','.join([*options.skip, problem.kind])}"
+        )
+    skipped[problem.kind] += count
+
+
+class _Joiner:
+    """Reads a part's utterances, normalised, with deltas and with their labels."""
+
+    def __init__(
+        self, labels: Labels, options: Options, skipped: Counter[str], progress: Progress
+    ) -> None:
+        self._labels = labels
+        self._options = options
+        self._skipped = skipped
+        self._progress = progress
+        self._dim: int | None = None
+        self._transform = tf.function(self._transformed, reduce_retracing=True)
+
+    def read(self, split: str, part: Part) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Utterance, features and labels of each that is not skipped."""
+        stats = self._stats(split, part)
+        for utterance, frames in part.source.read(part.utterances):
+            self._progress(f"writing {split}", len(part.utterances))
+            if isinstance(frames, Problem):
+                _skip(frames, self._options, self._skipped)
+                continue
+            self._check_dim(utterance, frames)
+            classes = self._labels.read(utterance, len(frames))
+            problem = self._mismatch(utterance, len(frames), len(classes))
+            if problem:
+                _skip(problem, self._options, self._skipped)
+                continue
+            length = min(len(frames), len(classes))
+            speaker = part.source.speakers[utterance]
+            whole = self._transform(frames, stats(utterance, speaker, frames)).numpy()
+            yield utterance, whole[:length], classes[:length]
+
+    def _check_dim(self, utterance: str, frames: np.ndarray) -> None:
+        if self._dim is None:
+            self._dim = frames.shape[1]
+        if frames.shape[1] != self._dim:
+            raise CorpusError(
+                f"utterance {utterance}: its frames are {frames.shape[1]} wide, those before it"
+                f" {self._dim}. All data must have the same features"
+            )
+
+    def _mismatch(self, utterance: str, num_frames: int, num_labels: int) -> Problem | None:
+        surplus = num_labels - num_frames
+        allowed = self._options.max_length_mismatch
+        if abs(surplus) <= allowed and min(num_frames, num_labels) > 0:
+            return None
+        return Problem(
+            "length",
+            f"utterance {utterance} has {num_labels} labels for {num_frames} frames,"
+            f" {abs(surplus)} too {'many' if surplus > 0 else 'few'} (--max_length_mismatch is"
+            f" {allowed})",
+        )
+
+    def _stats(self, split: str, part: Part) -> Callable[[str, str, np.ndarray], Any]:
+        """A function of utterance, speaker and frames: what `features.apply_cmvn` takes."""
+        cmvn = self._options.cmvn
+        if cmvn == "speaker":
+            sums = self._speaker_sums(split, part)
+            return lambda utterance, speaker, frames: sums[speaker]
+        if cmvn == "given":
+            return lambda utterance, speaker, frames: self._checked(part, utterance, frames)
+        return lambda utterance, speaker, frames: features.cmvn_stats(frames)
+
+    def _checked(self, part: Part, utterance: str, frames: np.ndarray) -> np.ndarray:
+        if part.stats is None:
+            raise ValueError("cmvn 'given' needs the statistics of every source")
+        stats = part.stats(utterance, part.source.speakers[utterance])
+        if stats.shape[1] != frames.shape[1] + 1:
+            raise CorpusError(
+                f"utterance {utterance}: its frames are {frames.shape[1]} wide, its statistics of"
+                f" cmvn.scp {stats.shape[1] - 1}"
+            )
+        return stats
+
+    def _speaker_sums(self, split: str, part: Part) -> dict[str, np.ndarray]:
+        """A first pass over the part's features: statistics of each of its speakers."""
+        sums: dict[str, np.ndarray] = {}
+        for utterance, frames in part.source.read(part.utterances):
+            self._progress(f"statistics of {split}", len(part.utterances))
+            if not isinstance(frames, Problem):
+                self._check_dim(utterance, frames)
+                speaker = part.source.speakers[utterance]
+                sums[speaker] = sums.get(speaker, 0.0) + features.cmvn_stats(frames).numpy()
+        return sums
+
+    def _transformed(self, frames: tf.Tensor, stats: tf.Tensor) -> tf.Tensor:
+        if self._options.cmvn != "none":
+            frames = features.apply_cmvn(frames, stats, self._options.norm_vars)
+        return features.add_deltas(frames, self._options.deltas)
+
+
+def _made_with(sources: Mapping[str, Source], labels: Labels, options: Options) -> dict[str, Any]:
+    return {
+        **asdict(options),
+        "skip": sorted(options.skip),
+        "num_classes": len(labels.class_names),
+        "labels_sha256": labels.digest,
+        "data_sha256": {split: source.digest for split, source in sources.items()},
+    }

@@ -1,0 +1,293 @@
+"""Utterances and their features: from Kaldi data directories and from LibriSpeech.
+
+A source lists its utterances with their speakers, and reads the features of those that are asked
+for one after another, so that memory holds one recording at a time.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from input import audio_files, features, kaldi, kaldi_tables
+from input.kaldi_tables import Location
+from input.records import CorpusError
+
+OVERSHOOT = 0.5  # seconds that a segment may end after its recording: extract-segments' default
+KINDS = ("fbank", "mfcc")
+
+
+class Problem(NamedTuple):
+    """Why an utterance has no features that can be used; `kind` is what `--skip` calls it."""
+
+    kind: str
+    message: str
+
+
+Features = np.ndarray | Problem
+
+
+class Source(Protocol):
+    """Utterances with features."""
+
+    speakers: Mapping[str, str]  # of each utterance, in order
+    digest: str  # of what lists them, and of the sizes of what is listed
+
+    def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
+        """The static features of some utterances, float32 [num_frames, dim], in this order."""
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """Which features are computed from audio.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    kind: str = "fbank"
+    num_mel: int = features.NUM_MEL  # of "fbank"
+    num_ceps: int = features.NUM_CEPS  # of "mfcc"
+    audio: audio_files.Options = audio_files.Options()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"features must be one of {', '.join(KINDS)}. Received: {self.kind!r}")
+        if self.num_mel < 1 or self.num_ceps < 1:
+            raise ValueError(
+                "num_mel and num_ceps must be at least 1. Received:"
+                f" num_mel={self.num_mel}, num_ceps={self.num_ceps}"
+            )
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        if self.kind == "fbank":
+            return features.log_mel(samples, self.audio.sample_rate, self.num_mel)
+        return features.mfcc(samples, self.audio.sample_rate, self.num_ceps)
+
+
+class KaldiFeatures:
+    """The matrices that a data directory's `feats.scp` names, as they are.
+
+    Args:
+      directory: has `feats.scp` and `utt2spk`.
+      allow_pipes: whether commands in `feats.scp` are run.
+
+    Raises:
+      FileNotFoundError, CorpusError: a table is missing or wrong; the message names its line.
+    """
+
+    def __init__(self, directory: str, allow_pipes: bool = False) -> None:
+        path = Path(directory) / "feats.scp"
+        table = kaldi_tables.read(path)
+        self.speakers: Mapping[str, str] = _speakers(directory, list(table), path)
+        self._locations = _locations(table, path, allow_pipes)
+        self.digest = _digest([path, Path(directory) / "utt2spk"], self._locations.values())
+
+    def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
+        for utterance in utterances:
+            location = self._locations[utterance]
+            frames = kaldi.read_matrix(location)
+            finite = np.isfinite(frames)
+            if finite.all():
+                yield utterance, frames
+            else:
+                row, column = np.argwhere(~finite)[0]
+                message = f"{location}: NaN or Inf in frame {row}, dimension {column}"
+                yield utterance, Problem("nonfinite", message)
+
+
+class Audio:
+    """Features computed from recordings, or from segments of them.
+
+    Args:
+      recordings: each recording.
+      utterances: segment of each utterance, in order.
+      speakers: of each utterance.
+      extraction: what to compute.
+      digest: of the files that list them.
+    """
+
+    def __init__(
+        self,
+        recordings: dict[str, Location],
+        utterances: dict[str, kaldi_tables.Segment],
+        speakers: Mapping[str, str],
+        extraction: Extraction,
+        digest: str,
+    ) -> None:
+        self.speakers = speakers
+        self.digest = digest
+        self._recordings = recordings
+        self._segments = utterances
+        self._extraction = extraction
+
+    def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
+        runs: list[tuple[str, list[str]]] = []  # a recording is decoded once for its neighbours
+        for utterance in utterances:
+            recording = self._segments[utterance].recording
+            if not runs or runs[-1][0] != recording:
+                runs.append((recording, []))
+            runs[-1][1].append(utterance)
+        locations = [self._recordings[recording] for recording, _ in runs]
+        for number, samples in audio_files.decoded(locations, self._extraction.audio):
+            for utterance in runs[number][1]:
+                yield utterance, self._features(utterance, samples)
+
+    def _features(self, utterance: str, samples: np.ndarray | audio_files.AudioError) -> Features:
+        if isinstance(samples, audio_files.AudioError):
+            return Problem("audio", f"utterance {utterance}: {samples}")
+        rate = self._extraction.audio.sample_rate
+        _, start, end = self._segments[utterance]
+        if end is not None and end * rate > len(samples) + OVERSHOOT * rate:
+            return Problem(
+                "audio",
+                f"utterance {utterance} ends at {end:g} s of recording"
+                f" {self._segments[utterance].recording}, which is {len(samples) / rate:g} s long",
+            )
+        stop = len(samples) if end is None else int(end * rate)
+        frames = self._extraction(samples[int(start * rate) : stop])
+        if not len(frames):
+            return Problem("audio", f"utterance {utterance} is shorter than one frame of 25 ms")
+        return frames
+
+
+def kaldi_directory(
+    directory: str, extraction: Extraction, allow_pipes: bool = False, from_audio: bool = False
+) -> Source:
+    """A Kaldi data directory: its `feats.scp`, or features of its `wav.scp` if it has none.
+
+    Args:
+      directory: has `utt2spk` and `feats.scp`, or `wav.scp` with or without `segments`.
+      extraction: what is computed from audio.
+      allow_pipes: whether commands in tables are run.
+      from_audio: compute features even though there is a `feats.scp`.
+
+    Raises:
+      FileNotFoundError: it does not exist, is empty, or lacks a table.
+      CorpusError: a table is wrong; the message names its line.
+    """
+    if not os.path.isdir(directory):
+        raise FileNotFoundError(f"data directory {directory} does not exist")
+    has_audio = os.path.exists(os.path.join(directory, "wav.scp"))
+    if os.path.exists(os.path.join(directory, "feats.scp")) and not from_audio:
+        return KaldiFeatures(directory, allow_pipes)
+    if not has_audio:
+        what = "is empty" if not os.listdir(directory) else "has no feats.scp and no wav.scp"
+        raise FileNotFoundError(f"data directory {directory} {what}")
+    wav, cut = Path(directory) / "wav.scp", Path(directory) / "segments"
+    recordings = _locations(kaldi_tables.read(wav), wav, allow_pipes)
+    tables = [wav, Path(directory) / "utt2spk"]
+    if cut.exists():
+        tables.append(cut)
+        segments = kaldi_tables.segments(cut)
+        for number, (key, segment) in enumerate(segments.items(), 1):
+            if segment.recording not in recordings:
+                raise CorpusError(
+                    f"{cut}, line {number}: utterance {key} is of recording {segment.recording},"
+                    f" which {wav} does not list"
+                )
+    else:
+        segments = {key: kaldi_tables.Segment(key, 0.0, None) for key in recordings}
+    speakers = _speakers(directory, list(segments), cut if cut.exists() else wav)
+    digest = _digest(tables, recordings.values())
+    return Audio(recordings, segments, speakers, extraction, digest)
+
+
+def librispeech(directory: str, extraction: Extraction) -> Source:
+    """LibriSpeech as it is downloaded: SPEAKER/CHAPTER/*.flac with a SPEAKER-CHAPTER.trans.txt.
+
+    Args:
+      directory: a part such as `LibriSpeech/train-clean-100`.
+      extraction: what is computed from the audio.
+
+    Raises:
+      FileNotFoundError: it does not exist, or has no such files.
+      CorpusError: a transcript lists other utterances than there are files.
+    """
+    if not os.path.isdir(directory):
+        raise FileNotFoundError(f"directory {directory} does not exist")
+    transcripts = sorted(Path(directory).glob("*/*/*.trans.txt"))
+    if not transcripts:
+        raise FileNotFoundError(
+            f"directory {directory} has no SPEAKER/CHAPTER/SPEAKER-CHAPTER.trans.txt. Name a part"
+            " of the corpus, such as LibriSpeech/train-clean-100"
+        )
+    recordings: dict[str, Location] = {}
+    speakers: dict[str, str] = {}
+    for transcript in transcripts:
+        listed = kaldi_tables.read(transcript)
+        there = {path.stem for path in transcript.parent.glob("*.flac")}
+        for number, name in enumerate(listed, 1):
+            if name not in there:
+                raise CorpusError(f"{transcript}, line {number}: there is no {name}.flac beside it")
+            path = str(transcript.parent / f"{name}.flac")
+            recordings[name] = Location(path, 0, slice(None), slice(None), False, path)
+            speakers[name] = transcript.parent.parent.name
+        if there - listed.keys():
+            raise CorpusError(
+                f"{transcript.parent / min(there - listed.keys())}.flac is not listed in"
+                f" {transcript.name}"
+            )
+    segments = {key: kaldi_tables.Segment(key, 0.0, None) for key in recordings}
+    digest = _digest(transcripts, recordings.values())
+    return Audio(recordings, segments, speakers, extraction, digest)
+
+
+def speaker_stats(directory: str, allow_pipes: bool = False) -> Callable[[str, str], np.ndarray]:
+    """Reads a data directory's `cmvn.scp`.
+
+    Returns:
+      A function of (utterance, speaker): float64 [2, dim + 1] of the speaker, or of the utterance
+      if the table lists that.
+
+    Raises:
+      FileNotFoundError, CorpusError: as `kaldi_directory`.
+    """
+    path = Path(directory) / "cmvn.scp"
+    locations = _locations(kaldi_tables.read(path), path, allow_pipes)
+
+    def stats(utterance: str, speaker: str) -> np.ndarray:
+        key = speaker if speaker in locations else utterance
+        if key not in locations:
+            raise CorpusError(f"{path} has no statistics of speaker {speaker} ({utterance})")
+        found = kaldi.read_matrix(locations[key], np.float64)
+        if found.shape[0] != 2 or found.shape[1] < 2 or not found[0, -1] > 0:
+            raise CorpusError(
+                f"{locations[key]}: statistics must be 2 rows with a count of frames at the end of"
+                f" the first. Received: {list(found.shape)}"
+            )
+        return found
+
+    return stats
+
+
+def _locations(table: dict[str, str], path: Path, allow_pipes: bool) -> dict[str, Location]:
+    return {
+        key: kaldi_tables.locate(text, f"{path}, line {number}, {key}", allow_pipes)
+        for number, (key, text) in enumerate(table.items(), 1)
+    }
+
+
+def _speakers(directory: str, utterances: list[str], listing: Path) -> dict[str, str]:
+    """The speaker of each utterance of `listing`, all of which `utt2spk` must have."""
+    path = Path(directory) / "utt2spk"
+    table = kaldi_tables.read(path)
+    for number, utterance in enumerate(utterances, 1):
+        if utterance not in table:
+            raise CorpusError(f"{listing}, line {number}: utterance {utterance} is not in {path}")
+    return {utterance: table[utterance] for utterance in utterances}
+
+
+def _digest(tables: list[Path], locations: Collection[Location]) -> str:
+    """SHA-256 of the tables, and of the sizes of the files that they name."""
+    digest = hashlib.sha256()
+    for table in tables:
+        digest.update(table.read_bytes())
+    for path in sorted({location.path for location in locations if not location.pipe}):
+        size = os.path.getsize(path) if os.path.isfile(path) else -1
+        digest.update(f"{path} {size}\n".encode())
+    return digest.hexdigest()
