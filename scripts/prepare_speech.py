@@ -12,8 +12,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is impor
 from absl import app, flags
 from tqdm import tqdm
 
-from input import corpus, features, text
-from input.index import SPLITS, CorpusIndex
+from input import corpus, text
+from input.index import SPLITS
+from scripts.made import summary
 
 _DEFAULTS = corpus.Options()
 
@@ -104,21 +105,6 @@ def _options() -> corpus.Options:
         max_noise_exponent=_EXPONENT.value,
         shard_megabytes=_SHARD.value,
         seed=_SEED.value,
-    )
-
-
-def summary(made: CorpusIndex, reused: bool, seconds: float) -> str:
-    """One line on what the corpus holds."""
-    splits = made.splits.values()
-    frames = sum(int(split.frames.sum()) for split in splits)
-    return (
-        f"{'reused' if reused else 'made'} {made.directory}:"
-        f" {frames * features.FRAME_SHIFT / 60:.1f} minutes,"
-        f" {sum(map(len, splits))} utterances,"
-        f" {len({name for split in splits for name in split.speaker})} speakers,"
-        f" {made.num_classes} classes,"
-        f" {sum(len(split.shards) for split in splits)} shards,"
-        f" {seconds:.1f} seconds"
     )
 
 

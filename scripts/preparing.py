@@ -1,0 +1,235 @@
+"""Flags and work that prepare_kaldi and prepare_librispeech share.
+
+Import it before TensorFlow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scripts import common  # isort: skip  # before TensorFlow
+
+from absl import flags
+from tqdm import tqdm
+
+from input import audio_files, labels, preparation, sources
+from input.preparation import SKIP
+from scripts.made import summary
+
+_DEFAULTS = preparation.Options()
+_EXTRACTION = sources.Extraction()
+
+_OUT = flags.DEFINE_string("out", None, "directory of the corpus to make", required=True)
+_DATA = flags.DEFINE_string("data", None, "directory of the training data", required=True)
+_VALIDATION = flags.DEFINE_string(
+    "validation_data", None, "directory of validation data; training speakers if not set"
+)
+_TEST = flags.DEFINE_string(
+    "test_data", None, "directory of test data; training speakers if not set"
+)
+_VALIDATION_SHARE = flags.DEFINE_float(
+    "validation_share",
+    _DEFAULTS.validation_share,
+    "share of the training speakers held out for validation without --validation_data, in [0, 1)",
+)
+_TEST_SHARE = flags.DEFINE_float(
+    "test_share",
+    _DEFAULTS.test_share,
+    "share of the training speakers held out for testing without --test_data, in [0, 1)",
+)
+_ALI = flags.DEFINE_list(
+    "ali",
+    None,
+    "Kaldi archives of pdf-ids (ali-to-pdf, not transition-ids), binary or text, gzipped or not;"
+    " files or quoted patterns such as 'exp/ali/pdf.*.gz'",
+)
+_NUM_CLASSES = flags.DEFINE_integer(
+    "num_classes",
+    None,
+    "number of pdf-ids of --ali; the highest that occurs + 1 if not set",
+    lower_bound=1,
+)
+_PHONES = flags.DEFINE_list(
+    "phones",
+    None,
+    "instead of --ali: files or patterns of lines 'UTTERANCE PHONE START DURATION', or CTM, in"
+    " seconds; three classes to a phone",
+)
+_SILENCE = flags.DEFINE_string("silence", "SIL", "phone of --phones where no other is")
+_FEATURES = flags.DEFINE_enum(
+    "features",
+    _EXTRACTION.kind,
+    sources.KINDS,
+    "what is computed from audio: log-mel filterbank energies or cepstral coefficients",
+)
+_NUM_MEL = flags.DEFINE_integer("num_mel", _EXTRACTION.num_mel, "filters of --features=fbank")
+_NUM_CEPS = flags.DEFINE_integer(
+    "num_ceps", _EXTRACTION.num_ceps, "coefficients of --features=mfcc, at most 23"
+)
+_SAMPLE_RATE = flags.DEFINE_integer(
+    "sample_rate", _EXTRACTION.audio.sample_rate, "of the audio, in Hz"
+)
+_RESAMPLE = flags.DEFINE_bool(
+    "resample", False, "convert audio of another rate; it is an error if not set"
+)
+_DECODER = flags.DEFINE_enum(
+    "decoder",
+    _EXTRACTION.audio.decoder,
+    audio_files.DECODERS,
+    "what decodes audio; tensorflow-io runs up to TensorFlow 2.17",
+)
+_CMVN = flags.DEFINE_enum(
+    "cmvn",
+    _DEFAULTS.cmvn,
+    preparation.CMVN,
+    "whose mean is taken off the features before deltas: of the utterance, of the speaker (read"
+    " twice), or given by cmvn.scp in each data directory. Training normalises by the mean and"
+    " variance of all training frames in any case",
+)
+_NORM_VARS = flags.DEFINE_bool("norm_vars", False, "--cmvn also makes the variance 1")
+_DELTAS = flags.DEFINE_integer(
+    "deltas", _DEFAULTS.deltas, "orders of deltas appended to the features, 0 for none"
+)
+_MISMATCH = flags.DEFINE_integer(
+    "max_length_mismatch",
+    _DEFAULTS.max_length_mismatch,
+    "frames by which labels may be more or fewer than the features; the longer are cut",
+)
+_SKIP = flags.DEFINE_list(
+    "skip",
+    [],
+    "kinds of bad utterances to leave out and count, instead of ending with an error: "
+    + "; ".join(f"{kind} ({what})" for kind, what in SKIP.items()),
+)
+_SHARD = flags.DEFINE_float(
+    "shard_megabytes", _DEFAULTS.shard_megabytes, "size of a full shard, about, in megabytes"
+)
+_SEED = flags.DEFINE_integer("seed", _DEFAULTS.seed, "draws the held-out speakers, >= 0")
+
+
+class _Bars:
+    """A progress bar for each stage, in utterances."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: tqdm | None = None
+
+    def __call__(self, stage: str, total: int | None) -> None:
+        if self._bar is None or (self._stage, self._bar.total) != (stage, total):
+            self.close()
+            self._stage = stage
+            self._bar = tqdm(desc=stage, total=total, unit=" utterances")
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def run(
+    open_source: Callable[[str, sources.Extraction], sources.Source],
+    made_with: Mapping[str, Any],
+    allow_pipes: bool = False,
+) -> None:
+    """Makes the corpus that the flags describe, and prints one line on it.
+
+    Args:
+      open_source: the source of a directory.
+      made_with: the program's own options.
+      allow_pipes: whether commands in cmvn.scp are run.
+    """
+    started = time.monotonic()
+    with common.bad_input():
+        options, extraction = _options(), _extraction()
+        common.setup_tensorflow()
+        bars = _Bars()
+        try:
+            directories = _directories()
+            opened = {split: open_source(path, extraction) for split, path in directories.items()}
+            stats = _stats(directories, allow_pipes)
+            with _labels(bars) as found:
+                made = preparation.prepare(
+                    _OUT.value,
+                    opened,
+                    found,
+                    options,
+                    {**made_with, "program": common.program(), **_recorded(opened, extraction)},
+                    stats,
+                    bars,
+                )
+        finally:
+            bars.close()
+    print(summary(made.corpus, made.reused, time.monotonic() - started) + _skipped(made))
+
+
+def _options() -> preparation.Options:
+    return preparation.Options(
+        cmvn=_CMVN.value,
+        norm_vars=_NORM_VARS.value,
+        deltas=_DELTAS.value,
+        max_length_mismatch=_MISMATCH.value,
+        skip=tuple(_SKIP.value),
+        validation_share=_VALIDATION_SHARE.value,
+        test_share=_TEST_SHARE.value,
+        shard_megabytes=_SHARD.value,
+        seed=_SEED.value,
+    )
+
+
+def _extraction() -> sources.Extraction:
+    reading = audio_files.Options(
+        sample_rate=_SAMPLE_RATE.value, resample=_RESAMPLE.value, decoder=_DECODER.value
+    )
+    return sources.Extraction(_FEATURES.value, _NUM_MEL.value, _NUM_CEPS.value, reading)
+
+
+def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extraction) -> dict:
+    """What the features are, beside the deltas: "given" is what a feats.scp named."""
+    from_audio = {split: isinstance(source, sources.Audio) for split, source in opened.items()}
+    if len(set(from_audio.values())) > 1:
+        raise ValueError(
+            "some data directories have a feats.scp and some have not:"
+            f" {', '.join(split for split, audio in from_audio.items() if audio)} would get"
+            " features from audio. Make all of the same kind, or add --from_audio"
+        )
+    if not from_audio["train"]:
+        return {"features": "given"}
+    size = {"fbank": "num_mel", "mfcc": "num_ceps"}[extraction.kind]
+    return {
+        "features": extraction.kind,
+        size: getattr(extraction, size),
+        "sample_rate": extraction.audio.sample_rate,
+        "resample": extraction.audio.resample,
+    }
+
+
+def _directories() -> dict[str, str]:
+    given = {"train": _DATA.value, "validation": _VALIDATION.value, "test": _TEST.value}
+    return {split: path for split, path in given.items() if path}
+
+
+def _stats(directories: dict[str, str], allow_pipes: bool) -> dict[str, preparation.Stats]:
+    if _CMVN.value != "given":
+        return {}
+    return {split: sources.speaker_stats(path, allow_pipes) for split, path in directories.items()}
+
+
+def _labels(bars: _Bars) -> labels.KaldiAlignments | labels.PhoneTimes:
+    if bool(_ALI.value) == bool(_PHONES.value):
+        raise ValueError("give the labels with one of --ali and --phones")
+    if _PHONES.value:
+        if _NUM_CLASSES.value:
+            raise ValueError("--num_classes goes with --ali; --phones has three to a phone")
+        return labels.PhoneTimes(_PHONES.value, _SILENCE.value, bars)
+    return labels.KaldiAlignments(_ALI.value or [], _NUM_CLASSES.value, bars)
+
+
+def _skipped(made: preparation.Prepared) -> str:
+    if not made.skipped:
+        return ""
+    return "; skipped " + ", ".join(
+        f"{count} with {SKIP[kind]}" if kind != "audio" else f"{count} of {SKIP[kind]}"
+        for kind, count in made.skipped.items()
+    )
