@@ -1,12 +1,16 @@
-"""Scores a run on held-out speech: frame error rate and cross-entropy.
+"""Scores a run on held-out speech: frame error rate, cross-entropy and phone error rate.
 
-python -m scripts.evaluate --run_dir=runs/bmuf --split=test
+python -m scripts.evaluate --run_dir=runs/bmuf --split=test --decode
 
-Prints one line, and writes RUN_DIR/SPLIT.json. Under the launcher the workers share the data.
+Prints a line, with --decode two, and writes RUN_DIR/SPLIT.json. Under the launcher the workers
+share the frames; decoding, and writing log-likelihoods for Kaldi, is done in one process.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,12 @@ import tensorflow as tf
 from absl import flags
 
 import tfpara
-from input import index
-from scripts import runs
+from input import index, kaldi_write
+from models.decoding import Hmm, PhoneStates
+from scripts import decoding, runs
 from scripts.data import held_out
+
+_SILENCE = "_"  # of eSpeak NG
 
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
@@ -28,11 +35,28 @@ _SPLIT = flags.DEFINE_enum("split", "test", index.SPLITS, "the part of the corpu
 _WEIGHTS = flags.DEFINE_string("weights", "global", "global, or an average such as ema-0.99")
 _OUT = flags.DEFINE_string("out", None, "JSON file to write; RUN_DIR/SPLIT.json if not set")
 _MINIBATCH = flags.DEFINE_integer("minibatch", 1024, "frames of a minibatch", lower_bound=1)
+_DECODE = flags.DEFINE_boolean("decode", False, "find the phones, and report their error rate")
+_ACOUSTIC_SCALE = flags.DEFINE_float(
+    "acoustic_scale", 0.5, "weight of the model's scores against bigram and transitions, above 0"
+)
+_INSERTION_PENALTY = flags.DEFINE_float(
+    "insertion_penalty", 0.0, "taken off (natural logarithm) for every phone that is decoded"
+)
+_UNCOUNTED = flags.DEFINE_list(
+    "uncounted_phones", [_SILENCE], "phones that the phone error rate leaves out, such as silence"
+)
+_LOGLIKES = flags.DEFINE_string(
+    "write_loglikes",
+    None,
+    "write PREFIX.ark and PREFIX.scp: log-likelihoods (log posteriors minus log priors) for "
+    "Kaldi's decoders",
+)
 flags.adopt_module_key_flags(common)
 
 
 def main() -> None:
     with common.bad_input():
+        _check_flags()
         devices = common.setup_tensorflow()
         strategy = _strategy(devices)
         with (strategy or tf.distribute.get_strategy()).scope():
@@ -41,10 +65,57 @@ def main() -> None:
         corpus = index.read(_CORPUS.value or description["corpus"])
         runs.check_corpus(corpus, description)
         dataset = held_out(corpus, _SPLIT.value, strategy, _MINIBATCH.value, description["context"])
+        statistics, hmm = _statistics(corpus, description)
     scores = model.evaluate(dataset, verbose=0, return_dict=True)
+    phones: dict[str, float] = {}
+    with common.bad_input():
+        spoken = functools.partial(decoding.utterances, model, description, corpus, _SPLIT.value)
+        if hmm is not None:
+            phones = _decode(spoken(), hmm)
+        if _LOGLIKES.value:
+            matrices = decoding.log_likelihoods(spoken(), statistics)
+            written = kaldi_write.write_matrices(_LOGLIKES.value, matrices)
     if strategy is None or strategy.is_chief:
-        _report(scores, corpus.num_frames(_SPLIT.value))
+        _report(scores, corpus.num_frames(_SPLIT.value), phones)
+    if _LOGLIKES.value:
+        print(f"wrote log-likelihoods to {written[0]} and {written[1]}")
     common.part(strategy)
+
+
+def _check_flags() -> None:
+    """Refuses early what would be found wrong only after the frames have been scored."""
+    if (_DECODE.value or _LOGLIKES.value) and tfpara.cluster.read().num_workers > 1:
+        raise ValueError(
+            "--decode and --write_loglikes run in one process. Start evaluate without the launcher."
+        )
+    if not 0.0 < _ACOUSTIC_SCALE.value < float("inf"):
+        raise ValueError(f"--acoustic_scale={_ACOUSTIC_SCALE.value} must be a positive number.")
+    if not math.isfinite(_INSERTION_PENALTY.value):
+        raise ValueError(f"--insertion_penalty={_INSERTION_PENALTY.value} must be a finite number.")
+
+
+def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple[Any, Any]:
+    """What the flags ask for of the training labels: the counts, and the phone model."""
+    if not (_DECODE.value or _LOGLIKES.value):
+        return None, None
+    if _DECODE.value:
+        phones = PhoneStates.of(corpus.class_names).phones
+        unknown = set(_UNCOUNTED.value) - {*phones, _SILENCE}
+        if unknown:
+            raise ValueError(
+                f"--uncounted_phones: the corpus has no {', '.join(sorted(unknown))}. Its phones "
+                f"are {' '.join(phones)}."
+            )
+    counts = decoding.statistics(Path(_RUN_DIR.value), description, corpus)
+    return counts, decoding.hmm(counts, corpus.class_names) if _DECODE.value else None
+
+
+def _decode(spoken: Iterator[decoding.Utterance], hmm: Hmm) -> dict[str, float]:
+    options = {
+        "acoustic_scale": _ACOUSTIC_SCALE.value,
+        "insertion_penalty": _INSERTION_PENALTY.value,
+    }
+    return {**decoding.score(spoken, hmm, uncounted=_UNCOUNTED.value, **options), **options}
 
 
 def _strategy(devices: list[str] | None) -> Any:
@@ -53,13 +124,14 @@ def _strategy(devices: list[str] | None) -> Any:
     return tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, devices=devices)
 
 
-def _report(scores: dict[str, float], frames: int) -> None:
+def _report(scores: dict[str, float], frames: int, phones: dict[str, float]) -> None:
     result = {
         "run": _RUN_DIR.value,
         "split": _SPLIT.value,
         "weights": _WEIGHTS.value,
         "frames": frames,
         **runs.named_scores(scores),
+        **phones,
     }
     path = Path(_OUT.value or Path(_RUN_DIR.value) / f"{_SPLIT.value}.json")
     with common.bad_input():
@@ -68,6 +140,13 @@ def _report(scores: dict[str, float], frames: int) -> None:
         f"{result['split']} ({frames} frames), {result['weights']} weights: frame error rate "
         f"{result['frame_error_rate']:.2f} %, cross-entropy {result['cross_entropy']:.4f} nats"
     )
+    if phones:
+        print(
+            f"{result['split']} ({phones['phones']} phones), decoded: phone error rate "
+            f"{phones['phone_error_rate']:.2f} % ({phones['insertions']} insertions, "
+            f"{phones['deletions']} deletions, {phones['substitutions']} substitutions), frame "
+            f"error rate {phones['decoded_frame_error_rate']:.2f} %"
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,159 @@
+"""evaluate --decode and --write_loglikes on a tiny corpus, and what is behind them."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from input import features, index
+from models import decoding as phones
+from scripts import decoding, runs
+
+SMALL = ("--rule=none", "--layers=1", "--width=32", "--context=2", "--minibatch=64", "--epochs=1")
+
+
+@pytest.fixture(scope="module")
+def trained(run_well, corpus_directory, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("decoded")
+    run_well("train", f"--corpus={corpus_directory}", f"--run_dir={run_dir}", *SMALL)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def evaluated(run_well, trained):
+    """A run that was evaluated, with its log-likelihoods written."""
+    prefix = trained / "loglikes"
+    flags = ("--decode", "--acoustic_scale=0.3", f"--write_loglikes={prefix}")
+    return trained, prefix, run_well("evaluate", f"--run_dir={trained}", *flags)
+
+
+def frames_of(corpus, split):
+    part = corpus.split(split)
+    with index.open_shards(part) as files:
+        return [index.read_utterance(corpus, part, files, i) for i in range(len(part))]
+
+
+def test_phone_errors_are_those_of_the_models_posteriors(evaluated, corpus_directory):
+    """Posteriors from Keras' predict, priors and references counted here once more."""
+    run_dir, _, ended = evaluated
+    scores = json.loads((run_dir / "test.json").read_text())
+    corpus = index.read(corpus_directory)
+    states = phones.PhoneStates.of(corpus.class_names)
+    counts = phones.Counts.zero(states)
+    for _, labels in frames_of(corpus, "train"):
+        counts.add(labels)
+    hmm = phones.estimate(counts)
+    model, _ = runs.load(run_dir)
+    total, wrong = phones.PhoneErrors(), []
+    for x, labels in frames_of(corpus, "test"):
+        spliced = features.splice(features.normalise(x, corpus.mean, corpus.stddev), 2, 2)
+        posteriors = keras.ops.log_softmax(model.predict(spliced, verbose=0)).numpy()
+        found = phones.decode(posteriors - hmm.prior, hmm, 0.3)
+        names = [corpus.class_names[k].rsplit(".", 1) for k in labels]
+        said = [
+            p
+            for t, (p, s) in enumerate(names)
+            if p != "_" and (t == 0 or names[t - 1][0] != p or int(s) < int(names[t - 1][1]))
+        ]
+        heard = [states.phones[p] for p in found.phones if states.phones[p] != "_"]
+        number = {name: n for n, name in enumerate(states.phones)}
+        total += phones.count_errors([number[p] for p in said], [number[p] for p in heard])
+        wrong.append(found.classes != labels)
+    assert scores["phones"] == total.reference > 20
+    assert scores["phone_error_rate"] == pytest.approx(total.rate)
+    for name in ("insertions", "deletions", "substitutions"):
+        assert scores[name] == getattr(total, name)
+    assert scores["decoded_frame_error_rate"] == pytest.approx(100 * np.concatenate(wrong).mean())
+    assert scores["acoustic_scale"] == 0.3
+    assert f"phone error rate {total.rate:.2f} % ({total.insertions} insertions" in ended.out
+
+
+def test_log_likelihoods_are_posteriors_over_priors(evaluated, corpus_directory):
+    kaldiio = pytest.importorskip("kaldiio")
+    run_dir, prefix, ended = evaluated
+    assert f"wrote log-likelihoods to {prefix}.ark and {prefix}.scp" in ended.out
+    written = kaldiio.load_scp(f"{prefix}.scp")
+    corpus = index.read(corpus_directory)
+    assert sorted(written) == sorted(corpus.split("test").id)
+    frames = np.bincount(
+        np.concatenate([labels for _, labels in frames_of(corpus, "train")]),
+        minlength=corpus.num_classes,
+    )
+    prior = (frames + 1) / (frames + 1).sum()
+    for name in written:
+        posteriors = np.exp(written[name]) * prior
+        np.testing.assert_allclose(posteriors.sum(1), 1, rtol=1e-4)
+    model, description = runs.load(run_dir)
+    first = next(decoding.utterances(model, description, corpus, "test"))
+    np.testing.assert_allclose(
+        written[first.id], first.log_posteriors - np.log(prior), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_counts_are_kept_and_made_anew_for_another_corpus(evaluated, corpus_directory, tmp_path):
+    run_dir = evaluated[0]
+    corpus = index.read(corpus_directory)
+    _, description = runs.load(run_dir)
+    kept = json.loads((run_dir / decoding.FILE_NAME).read_text())
+    assert sum(kept["frames"]) == corpus.num_frames("train")
+    assert decoding.statistics(run_dir, description, corpus) == kept
+    path = tmp_path / decoding.FILE_NAME
+    path.write_text(json.dumps({**kept, "corpus_fingerprint": "old", "frames": [1]}))
+    assert decoding.statistics(tmp_path, description, corpus) == kept
+    path.write_text("{")
+    with pytest.raises(ValueError, match=f"{path} is damaged"):
+        decoding.statistics(tmp_path, description, corpus)
+    path.unlink()
+    with pytest.raises(ValueError, match="has changed since the run"):
+        decoding.statistics(tmp_path, {**description, "corpus_fingerprint": "other"}, corpus)
+    with pytest.raises(ValueError, match="frames must be .* Delete it"):
+        decoding.hmm({**kept, "frames": [1]}, corpus.class_names)
+
+
+def test_sequence_models_see_whole_utterances_in_stacks(corpus_directory):
+    """Every output of a model that copies its input is the stack that it is of, after the delay."""
+    corpus = index.read(corpus_directory)
+    width = 3 * corpus.feature_dim
+    inputs = keras.Input((None, width))
+    before = keras.layers.ZeroPadding1D((2, 0))(inputs)  # outputs that are two frames late
+    model = keras.Model(inputs, keras.layers.Cropping1D((0, 2))(before))
+    description = {"context": 0, "stack": 3, "label_delay": 2}
+    for got, (x, labels) in zip(
+        decoding.utterances(model, description, corpus, "test"),
+        frames_of(corpus, "test"),
+        strict=True,
+    ):
+        normal = features.normalise(x, corpus.mean, corpus.stddev)
+        expected = keras.ops.log_softmax(features.stack(normal, 3)).numpy()
+        np.testing.assert_allclose(got.log_posteriors, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(got.labels, features.stack_labels(labels, 3))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--decode", "--acoustic_scale=0"), "--acoustic_scale=0.0 must be a positive number"),
+        (("--decode", "--insertion_penalty=nan"), "--insertion_penalty=nan must be"),
+        (("--decode", "--uncounted_phones=_,@@"), "the corpus has no @@"),
+    ],
+)
+def test_bad_flags_are_refused(run, trained, flags, message):
+    ended = run("evaluate", f"--run_dir={trained}", *flags)
+    assert ended.returncode == 1
+    assert message in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_decoding_under_the_launcher_is_refused(run, trained):
+    ended = run("evaluate", f"--run_dir={trained}", "--decode", workers=2)
+    assert ended.returncode != 0
+    assert "run in one process" in ended.err
+
+
+def test_replicas_of_one_process_decode_as_one(run_well, evaluated, tmp_path):
+    out = tmp_path / "scores.json"
+    flags = ("--decode", "--acoustic_scale=0.3", "--devices_per_worker=2", f"--out={out}")
+    run_well("evaluate", f"--run_dir={evaluated[0]}", *flags)
+    one = json.loads((evaluated[0] / "test.json").read_text())
+    assert json.loads(out.read_text()) == pytest.approx(one)
