@@ -25,6 +25,7 @@ from input.records import CorpusError
 
 _MAX_KEY = 1000  # bytes; a longer key is no key
 _BINARY = b"\0B"
+_MAX_LINE = 1 << 26  # bytes of text; a longer line is no line
 _WHITE = b" \t\r\n"
 _DAMAGE = (ValueError, AssertionError, struct.error, IndexError, TypeError, UnicodeDecodeError)
 
@@ -189,15 +190,15 @@ def _read_value(file: BinaryIO, where: str) -> np.ndarray:
 
 def _read_text(file: BinaryIO) -> np.ndarray:
     """Numbers of a line, or between brackets: one row on a line."""
-    text = file.readline()
+    text = file.readline(_MAX_LINE)
     if b"[" not in text:
         if not text.endswith(b"\n"):
             raise ValueError("the line does not end")
         return np.array(text.split()).astype(np.float64)
     lines = [text.replace(b"[", b" ", 1)]
     while b"]" not in lines[-1]:
-        lines.append(file.readline())
-        if not lines[-1]:
+        lines.append(file.readline(_MAX_LINE))
+        if not lines[-1] or b"[" in lines[-1]:  # the end, or another object
             raise ValueError("no closing bracket")
     lines[-1] = lines[-1].replace(b"]", b" ", 1)
     is_vector = len(lines) == 1

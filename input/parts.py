@@ -1,7 +1,7 @@
 """The utterances of each split of a corpus; speakers are held out whole."""
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -9,7 +9,14 @@ from input.index import SPLITS
 from input.records import CorpusError
 from input.sources import Source
 
-Stats = Callable[[str, str], np.ndarray]  # (utterance, speaker) -> [2, dim + 1]
+
+class Stats(Protocol):
+    """Statistics of given speakers, such as `sources.SpeakerStats`."""
+
+    digest: str  # of what names them
+
+    def __call__(self, utterance: str, speaker: str) -> np.ndarray:
+        """[2, dim + 1], as `features.cmvn_stats`."""
 
 
 class Part(NamedTuple):
@@ -33,7 +40,7 @@ def divide(
 
     Args:
       sources: of "train", and perhaps of "validation" and "test".
-      stats: `speaker_stats` of each source, if there are any.
+      stats: of the speakers of each source, if they are given.
       validation_share: share of the training speakers for a "validation" without a source.
       test_share: the same for "test".
       seed: draws them.

@@ -1,7 +1,7 @@
 """Makes a corpus of utterances that exist: their features and labels, checked and joined.
 
 Utterances go one at a time from the source into the shards, in the source's order. Memory holds a
-recording, and an entry for each utterance.
+few recordings, and an entry for each utterance.
 """
 
 from collections import Counter
@@ -96,14 +96,14 @@ def prepare(
       options: what is done with them.
       made_with: a JSON value that, with `options` and the digests of the sources and the labels,
         tells whether a corpus that is there already is the same.
-      stats: `speaker_stats` of each source, for `options.cmvn` "given".
+      stats: of the speakers of each source, for `options.cmvn` "given".
       progress: called with (stage, number of utterances) after each utterance.
 
     Raises:
       CorpusError: `directory` holds something else, or the sources and labels do not fit together;
         the message names utterance and place, and the option that would skip it.
     """
-    made_with = made_with | _made_with(sources, labels, options)
+    made_with = made_with | _made_with(sources, labels, options, stats or {})
     if shards.exists(directory, made_with):
         return Prepared(index.read(directory), True, Counter())
     skipped: Counter[str] = Counter()
@@ -166,7 +166,8 @@ class _Joiner:
         self._skipped = skipped
         self._progress = progress
         self._dim: int | None = None
-        self._transform = tf.function(self._transformed, reduce_retracing=True)
+        self._apply_cmvn = tf.function(features.apply_cmvn, reduce_retracing=True)
+        self._add_deltas = tf.function(features.add_deltas, reduce_retracing=True)
 
     def read(self, split: str, part: Part) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """Utterance, features and labels of each that is not skipped."""
@@ -184,7 +185,7 @@ class _Joiner:
                 continue
             length = min(len(frames), len(classes))
             speaker = part.source.speakers[utterance]
-            whole = self._transform(frames, stats(utterance, speaker, frames)).numpy()
+            whole = self._transform(frames, stats(utterance, speaker, frames))
             yield utterance, whole[:length], classes[:length]
 
     def _check_dim(self, utterance: str, frames: np.ndarray) -> None:
@@ -209,14 +210,16 @@ class _Joiner:
         )
 
     def _stats(self, split: str, part: Part) -> Callable[[str, str, np.ndarray], Any]:
-        """A function of utterance, speaker and frames: what `features.apply_cmvn` takes."""
+        """A function of utterance, speaker and frames: statistics for `apply_cmvn`, or None."""
         cmvn = self._options.cmvn
         if cmvn == "speaker":
             sums = self._speaker_sums(split, part)
             return lambda utterance, speaker, frames: sums[speaker]
         if cmvn == "given":
             return lambda utterance, speaker, frames: self._checked(part, utterance, frames)
-        return lambda utterance, speaker, frames: features.cmvn_stats(frames)
+        if cmvn == "utterance":
+            return lambda utterance, speaker, frames: features.cmvn_stats(frames)
+        return lambda utterance, speaker, frames: None
 
     def _checked(self, part: Part, utterance: str, frames: np.ndarray) -> np.ndarray:
         if part.stats is None:
@@ -240,17 +243,22 @@ class _Joiner:
                 sums[speaker] = sums.get(speaker, 0.0) + features.cmvn_stats(frames).numpy()
         return sums
 
-    def _transformed(self, frames: tf.Tensor, stats: tf.Tensor) -> tf.Tensor:
-        if self._options.cmvn != "none":
-            frames = features.apply_cmvn(frames, stats, self._options.norm_vars)
-        return features.add_deltas(frames, self._options.deltas)
+    def _transform(self, frames: np.ndarray, stats: Any) -> np.ndarray:
+        if stats is not None:
+            frames = self._apply_cmvn(frames, stats, self._options.norm_vars).numpy()
+        if self._options.deltas:
+            frames = self._add_deltas(frames, self._options.deltas).numpy()
+        return frames
 
 
-def _made_with(sources: Mapping[str, Source], labels: Labels, options: Options) -> dict[str, Any]:
+def _made_with(
+    sources: Mapping[str, Source], labels: Labels, options: Options, stats: Mapping[str, Stats]
+) -> dict[str, Any]:
     return {
         **asdict(options),
         "skip": sorted(options.skip),
         "num_classes": len(labels.class_names),
         "labels_sha256": labels.digest,
         "data_sha256": {split: source.digest for split, source in sources.items()},
+        "stats_sha256": {split: found.digest for split, found in stats.items()},
     }

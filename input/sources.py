@@ -6,7 +6,7 @@ for one after another, so that memory holds one recording at a time.
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -85,7 +85,7 @@ class KaldiFeatures:
         table = kaldi_tables.read(path)
         self.speakers: Mapping[str, str] = _speakers(directory, list(table), path)
         self._locations = _locations(table, path, allow_pipes)
-        self.digest = _digest([path, Path(directory) / "utt2spk"], self._locations.values())
+        self.digest = _digest([Path(directory) / "utt2spk"], self._locations)
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
         for utterance in utterances:
@@ -180,7 +180,7 @@ def kaldi_directory(
         raise FileNotFoundError(f"data directory {directory} {what}")
     wav, cut = Path(directory) / "wav.scp", Path(directory) / "segments"
     recordings = _locations(kaldi_tables.read(wav), wav, allow_pipes)
-    tables = [wav, Path(directory) / "utt2spk"]
+    tables = [Path(directory) / "utt2spk"]
     if cut.exists():
         tables.append(cut)
         segments = kaldi_tables.segments(cut)
@@ -193,7 +193,7 @@ def kaldi_directory(
     else:
         segments = {key: kaldi_tables.Segment(key, 0.0, None) for key in recordings}
     speakers = _speakers(directory, list(segments), cut if cut.exists() else wav)
-    digest = _digest(tables, recordings.values())
+    digest = _digest(tables, recordings)
     return Audio(recordings, segments, speakers, extraction, digest)
 
 
@@ -233,36 +233,39 @@ def librispeech(directory: str, extraction: Extraction) -> Source:
                 f" {transcript.name}"
             )
     segments = {key: kaldi_tables.Segment(key, 0.0, None) for key in recordings}
-    digest = _digest(transcripts, recordings.values())
+    digest = _digest(transcripts, recordings)
     return Audio(recordings, segments, speakers, extraction, digest)
 
 
-def speaker_stats(directory: str, allow_pipes: bool = False) -> Callable[[str, str], np.ndarray]:
-    """Reads a data directory's `cmvn.scp`.
+class SpeakerStats:
+    """The statistics that a data directory's `cmvn.scp` names, by speaker or by utterance.
 
-    Returns:
-      A function of (utterance, speaker): float64 [2, dim + 1] of the speaker, or of the utterance
-      if the table lists that.
+    Args:
+      directory: has `cmvn.scp`.
+      allow_pipes: whether commands in it are run.
 
     Raises:
       FileNotFoundError, CorpusError: as `kaldi_directory`.
     """
-    path = Path(directory) / "cmvn.scp"
-    locations = _locations(kaldi_tables.read(path), path, allow_pipes)
 
-    def stats(utterance: str, speaker: str) -> np.ndarray:
-        key = speaker if speaker in locations else utterance
-        if key not in locations:
-            raise CorpusError(f"{path} has no statistics of speaker {speaker} ({utterance})")
-        found = kaldi.read_matrix(locations[key], np.float64)
-        if found.shape[0] != 2 or found.shape[1] < 2 or not found[0, -1] > 0:
+    def __init__(self, directory: str, allow_pipes: bool = False) -> None:
+        self._path = Path(directory) / "cmvn.scp"
+        self._locations = _locations(kaldi_tables.read(self._path), self._path, allow_pipes)
+        self.digest = _digest([], self._locations)
+
+    def __call__(self, utterance: str, speaker: str) -> np.ndarray:
+        """float64 [2, dim + 1], as `features.cmvn_stats`. Raises CorpusError if there are none."""
+        key = speaker if speaker in self._locations else utterance
+        if key not in self._locations:
+            raise CorpusError(f"{self._path} has no statistics of speaker {speaker} ({utterance})")
+        found = kaldi.read_matrix(self._locations[key], np.float64)
+        finite = np.isfinite(found).all()
+        if found.shape[0] != 2 or found.shape[1] < 2 or not finite or found[0, -1] <= 0:
             raise CorpusError(
-                f"{locations[key]}: statistics must be 2 rows with a count of frames at the end of"
-                f" the first. Received: {list(found.shape)}"
+                f"{self._locations[key]}: statistics must be 2 rows of finite numbers with a count"
+                f" of frames at the end of the first. Received: {list(found.shape)}"
             )
         return found
-
-    return stats
 
 
 def _locations(table: dict[str, str], path: Path, allow_pipes: bool) -> dict[str, Location]:
@@ -282,12 +285,14 @@ def _speakers(directory: str, utterances: list[str], listing: Path) -> dict[str,
     return {utterance: table[utterance] for utterance in utterances}
 
 
-def _digest(tables: list[Path], locations: Collection[Location]) -> str:
-    """SHA-256 of the tables, and of the sizes of the files that they name."""
+def _digest(tables: list[Path], locations: Mapping[str, Location]) -> str:
+    """SHA-256 of tables, and of what others name: the same for data that was moved elsewhere."""
     digest = hashlib.sha256()
     for table in tables:
         digest.update(table.read_bytes())
-    for path in sorted({location.path for location in locations if not location.pipe}):
-        size = os.path.getsize(path) if os.path.isfile(path) else -1
-        digest.update(f"{path} {size}\n".encode())
+    sizes: dict[str, int] = {}
+    for key, (path, *parts, _) in locations.items():
+        if path not in sizes:
+            sizes[path] = os.path.getsize(path) if os.path.isfile(path) else -1
+        digest.update(f"{key} {os.path.basename(path)} {sizes[path]} {parts}\n".encode())
     return digest.hexdigest()

@@ -117,10 +117,15 @@ class _Bars:
         self._bar: tqdm | None = None
 
     def __call__(self, stage: str, total: int | None) -> None:
-        if self._bar is None or (self._stage, self._bar.total) != (stage, total):
+        if self._bar is None or self._stage != stage:
             self.close()
             self._stage = stage
-            self._bar = tqdm(desc=stage, total=total, unit=" utterances")
+            self._bar = tqdm(
+                desc=stage,
+                total=total,
+                unit=" utterances",
+                disable=None,  # on terminals only
+            )
         self._bar.update()
 
     def close(self) -> None:
@@ -213,7 +218,7 @@ def _directories() -> dict[str, str]:
 def _stats(directories: dict[str, str], allow_pipes: bool) -> dict[str, preparation.Stats]:
     if _CMVN.value != "given":
         return {}
-    return {split: sources.speaker_stats(path, allow_pipes) for split, path in directories.items()}
+    return {split: sources.SpeakerStats(path, allow_pipes) for split, path in directories.items()}
 
 
 def _labels(bars: _Bars) -> labels.KaldiAlignments | labels.PhoneTimes:

@@ -161,6 +161,11 @@ def test_a_corpus_is_found_again_unless_something_changed(data):
     assert again.corpus.fingerprint == first.corpus.fingerprint
     with pytest.raises(CorpusError, match=r"other options: deltas \(0 there, 1 now\)"):
         data.make(made_with={"program": "x"}, deltas=1)
+    Path(data.directory).rename(f"{data.directory}-moved")
+    data.directory += "-moved"
+    scp = Path(data.directory, "feats.scp")
+    scp.write_text(scp.read_text().replace("/data/", "/data-moved/"))
+    assert data.make(made_with={"program": "x"}).reused
     data.labels["s0-u0"][0] ^= 1
     write_pdfs(data.pdfs, data.labels)
     with pytest.raises(CorpusError, match="other options: labels_sha256"):
@@ -199,7 +204,7 @@ def test_cmvn_that_is_given(data):
         for number in range(4)
     }  # mean `number`, variance 4 for number 0
     kaldiio.save_ark(f"{data.directory}/cmvn.ark", stats, scp=f"{data.directory}/cmvn.scp")
-    given = {"train": sources.speaker_stats(data.directory)}
+    given = {"train": sources.SpeakerStats(data.directory)}
     found = content(data.make(cmvn="given", stats=given).corpus)
     for key, (frames, _, _) in found.items():
         np.testing.assert_allclose(frames, data.frames[key] - int(key[1]), atol=1e-5)
@@ -216,7 +221,7 @@ def test_cmvn_that_is_given(data):
 )
 def test_given_statistics_that_do_not_fit(data, stats, message):
     kaldiio.save_ark(f"{data.directory}/cmvn.ark", stats, scp=f"{data.directory}/cmvn.scp")
-    given = {"train": sources.speaker_stats(data.directory)}
+    given = {"train": sources.SpeakerStats(data.directory)}
     with pytest.raises(CorpusError, match=message):
         data.make(cmvn="given", stats=given)
     assert not os.path.exists(data.out)
