@@ -113,7 +113,7 @@ def test_learning_follows_its_equation(momentum):
     for number in range(15):
         w, a, b = (v.numpy().astype(float) for v in (rbm.kernel, rbm.visible_bias, rbm.hidden_bias))
         # The numbers that the RBM draws for this minibatch.
-        uniform = tf.random.stateless_uniform([7, 5], fold(fold([0, 0], 1), number))
+        uniform = tf.random.stateless_uniform([7, 5], fold(fold([0, 0], 1), np.int64(number)))
         g = cd1(*(tf.cast(t, tf.float64) for t in (rows, w, a, b, uniform)), BERNOULLI)
         m = min(0.5 + 0.4 * number / 10, 0.9) if momentum else 0.0
         step = [g.kernel.numpy() - 0.01 * w, g.visible_bias.numpy(), g.hidden_bias.numpy()]
