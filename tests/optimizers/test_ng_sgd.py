@@ -9,7 +9,7 @@ from natural_gradient_reference import Reference
 import tfpara
 from tfpara.model_variables import replica_variables
 from tfpara.optimizers import NGSGD
-from tfpara.optimizers.ng_sgd import MATRIX, PLAIN, ROWS
+from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 layers = keras.layers

@@ -9,13 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS, plan
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, sensible_rank
 from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_matrix
-
-# How the variables of a layer get their gradient.
-ROWS = "rows"  # natural, from the rows of the minibatch: Dense
-MATRIX = "matrix"  # natural, from the summed gradient: convolutions
-PLAIN = "plain"  # as it is: all others
 
 # Kaldi's convolutions remember four minibatches. Their rows are sums over a minibatch there, and
 # means here, at least this much smaller when squared.
@@ -116,7 +112,7 @@ class NGSGD(keras.optimizers.SGD):
         self.delta = delta
         self.max_change = max_change
         self._layers_plan = [dict(entry) for entry in layers] if layers else []
-        self._sides: dict[int, tuple[Preconditioner | None, Preconditioner | None]] = {}
+        self._sides: list[tuple[Preconditioner | None, Preconditioner | None]] = []
         self._attached = False
 
     def attach(self, model: keras.Model) -> NGSGD:
@@ -136,14 +132,14 @@ class NGSGD(keras.optimizers.SGD):
                 f"model {model.name!r} has no trainable weights yet. Give it a keras.Input or call "
                 "model.build(...) before NGSGD(...).attach(model)."
             )
-        layers = _plan(model)
-        plan = [entry for _, entry in layers]
-        if self._layers_plan and plan != self._layers_plan:
+        layers = plan(model)
+        entries = [entry for _, entry in layers]
+        if self._layers_plan and entries != self._layers_plan:
             raise ValueError(
                 f"this optimizer belongs to a model with other trainable layers than {model.name!r}"
                 " has. Make a new NGSGD for each model, and again after freezing layers."
             )
-        self._layers_plan = plan
+        self._layers_plan = entries
         with model.distribute_strategy.scope():
             self.build(model.trainable_variables)
         known = {id(v) for v in self._trainable_variables}
@@ -167,17 +163,18 @@ class NGSGD(keras.optimizers.SGD):
         if self.built:
             return
         super().build(variables)
-        for number, entry in enumerate(self._layers_plan):
+        for entry in self._layers_plan:
             if entry["kind"] == PLAIN:
+                self._sides.append((None, None))
                 continue
             kernel = variables[entry["variables"][0]]
-            width, outputs = entry["width"], kernel.shape[-1]
             by_rows = entry["kind"] == ROWS
-            name = f"{kernel.path.replace('/', '_')}"
-            self._sides[number] = (
-                self._make_side(self.input_rank, width, by_rows, f"{name}_input"),
-                self._make_side(self.output_rank, outputs, by_rows, f"{name}_output"),
+            name = kernel.path.replace("/", "_")
+            input_side = self._make_side(self.input_rank, entry["width"], by_rows, f"{name}_input")
+            output_side = self._make_side(
+                self.output_rank, kernel.shape[-1], by_rows, f"{name}_output"
             )
+            self._sides.append((input_side, output_side))
 
     def apply(
         self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None
@@ -267,59 +264,6 @@ class NGSGD(keras.optimizers.SGD):
         step = norm * tf.cast(self.learning_rate, tf.float32) / (self.loss_scale_factor or 1.0)
         scale = tf.minimum(1.0, self.max_change / tf.maximum(step, 1e-30))
         return [_scaled(g, scale) for g in gradients]
-
-
-def _plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Any]]]:
-    """The layers with trainable weights, and for each how its gradient is made.
-
-    An entry has the kind of the layer, the places of its variables (kernel first) in the model's
-    trainable ones, and the width of its input rows.
-    """
-    place = {id(v): number for number, v in enumerate(model.trainable_variables)}
-    found = []
-    for layer, bare in _leaves(model):
-        weights = [v for v in layer.trainable_variables if id(v) in place]
-        kind = _kind(layer, weights) if bare else PLAIN
-        entry: dict[str, Any] = {"kind": kind, "variables": [place.pop(id(v)) for v in weights]}
-        if kind != PLAIN:
-            entry["width"] = _size(weights[0]) // weights[0].shape[-1] + len(weights) - 1
-        if weights:
-            found.append((layer, entry))
-    if place:  # weights that a model itself has
-        found.append((model, {"kind": PLAIN, "variables": sorted(place.values())}))
-    return found
-
-
-def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bool]]:
-    """The layers that are made of no others, each once, and whether they are called as they are.
-
-    Wrappers and recurrent layers call what they hold in loops or on parts of their input.
-    """
-    # Keras' own way to a layer's parts, which has no public name.
-    parts = list(layer._flatten_layers(include_self=False, recursive=False))
-    if not parts:
-        return [(layer, bare)]
-    bare = bare and not isinstance(layer, (keras.layers.Wrapper, keras.layers.RNN))
-    # A layer may have weights of its own beside its parts.
-    leaves = [leaf for part in parts for leaf in _leaves(part, bare)]
-    return list({id(leaf): (leaf, alone) for leaf, alone in leaves}.values())
-
-
-def _kind(layer: keras.Layer, weights: Sequence[keras.Variable]) -> str:
-    """`ROWS` or `MATRIX` where kernel and bias are all that a layer of that kind trains."""
-    own = [
-        v for v in (getattr(layer, "kernel", None), getattr(layer, "bias", None)) if v is not None
-    ]
-    if [id(v) for v in own] != [id(v) for v in weights]:
-        return PLAIN
-    if isinstance(layer, keras.layers.Dense) and type(layer).call is keras.layers.Dense.call:
-        return ROWS
-    convolutions = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
-    return MATRIX if type(layer) in convolutions else PLAIN
-
-
-def _size(variable: keras.Variable) -> int:
-    return int(tf.TensorShape(variable.shape).num_elements())
 
 
 def _square(gradient: Any) -> tf.Tensor:
