@@ -99,7 +99,7 @@ def test_telemetry_divides_the_counts_by_the_time(elastic, monkeypatch):
             monkeypatch.setattr(elastic, "statistics", lambda: statistics)
             return seconds
 
-    monkeypatch.setattr("tfpara.callbacks.time", Clock)
+    monkeypatch.setattr("tfpara.callbacks.telemetry.time", Clock)
     telemetry.on_epoch_begin(0)
     for step in range(13):
         telemetry.on_train_batch_end(step)

@@ -368,6 +368,27 @@ def test_uneven_batches_and_dataset_splitting_use_every_sample_once():
     np.testing.assert_allclose(history["val_loss"][-1], loss, rtol=1e-6)
 
 
+def test_minibatches_of_a_fixed_size_are_not_dropped_at_an_uneven_end():
+    strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2"])
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    x, y = replica_batches(0, 7)  # for three replicas
+    assert tf.data.Dataset.from_tensor_slices((x, y)).element_spec[0].shape == (BATCH, 6)
+    data = strategy.distribute_datasets_from_function(
+        lambda _: tf.data.Dataset.from_tensor_slices((x, y))
+    )
+    model.fit(data, verbose=0)
+    assert strategy.statistics().samples == 7 * BATCH
+    as_dicts = strategy.distribute_datasets_from_function(
+        lambda _: tf.data.Dataset.from_tensor_slices({"x": x, "y": y})
+    )
+    sizes = []
+    for element in as_dicts:
+        parts = strategy.experimental_local_results(element)
+        sizes.append([len(part["x"]) for part in parts])
+    assert sizes == [[6, 6, 6], [6, 6, 6], [6, 0, 0]]
+
+
 def test_datasets_go_without_the_tuner_unless_they_ask_for_it():
     data = tf.data.Dataset.range(3)
     assert without_tuner(data).options().autotune.enabled is False

@@ -14,6 +14,7 @@ _LOCATION = {
     "BMUF": "tfpara.algorithms",
     "BSP": "tfpara.algorithms",
     "EASGD": "tfpara.algorithms",
+    "CheckpointError": "tfpara.checkpoint_store",
     "EMA": "tfpara.algorithms",
     "MA": "tfpara.algorithms",
     "FingerprintError": "tfpara.fingerprint",

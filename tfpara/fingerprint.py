@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
-import numpy as np
-import tensorflow as tf
-
 from tfpara.collectives import Collectives
+from tfpara.exchange import everyones
 
 
 class FingerprintError(ValueError):
@@ -27,15 +24,7 @@ def agree(settings: Mapping[str, object], collectives: Collectives, name: str) -
     Raises:
         FingerprintError: on every worker, naming the keys that differ, and who has which value.
     """
-    text = json.dumps(settings, default=repr, sort_keys=True).encode()
-    lengths = collectives.all_gather(tf.constant([len(text)]), f"{name}/length").numpy()[:, 0]
-    padded = np.zeros(int(lengths.max()), np.int32)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
-    table = collectives.all_gather(tf.constant(padded), f"{name}/text").numpy()
-    everyone = [
-        json.loads(bytes(row[:length].astype(np.uint8)))
-        for row, length in zip(table, lengths, strict=True)
-    ]
+    everyone = everyones(settings, collectives, name)
     differing = [
         f"{key}: " + ", ".join(f"worker {i} has {who.get(key)!r}" for i, who in enumerate(everyone))
         for key in sorted(set().union(*everyone))

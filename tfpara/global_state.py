@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpara.aggregation import Aggregation, Part
+from tfpara.aggregation import Aggregation, Part, Sharded
 
 MakeVariable = Callable[[Any, str], tf.Variable]
 
@@ -66,7 +66,7 @@ class GlobalState:
         self._averages = dict(averages)
         self._num_replicas = num_replicas
         self._name = name
-        self._sizes = [int(b.shape[0]) for b in buckets]
+        self.bucket_sizes = [int(b.shape[0]) for b in buckets]
         self._rule_states: list[list[Any]] = []
         self._average_states: dict[str, list[list[Any]]] = {name: [] for name in averages}
         for holder, device in enumerate(aggregation.holders):
@@ -177,6 +177,23 @@ class GlobalState:
                 continue
             value = buckets if cell.is_scalar else _cut(buckets[cell.part.bucket], cell.part)
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
+
+    def broadcast_point(self) -> list[tf.Tensor]:
+        """The buckets from which replicas go on that had no part in the last sync.
+
+        Every worker must call it.
+        """
+        per_holder = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = [_read(state) for state in self._rule_states[holder]]
+                per_holder.append([self._rule.broadcast(state, state) for state in states])
+        return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the replicas keep different parts."""
+        return isinstance(self.aggregation, Sharded)
 
     @property
     def nbytes(self) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpara import algorithms
@@ -27,19 +28,39 @@ class Settings:
     aggregation: str
     timeout_seconds: float
     communication: str
+    asked_rule: str  # before the number of replicas filled its defaults in
+    data_plan: dict[str, Any]
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, Any]:
         """What has to be equal on all workers."""
         return {
-            "tfpara version": __version__,
-            "tensorflow version": tf.__version__,
-            "keras version": keras.__version__,
+            **versions(),
             "rule": repr(self.rule),
             "sync_period": str(self.sync_period),
             "averages": repr(self.averages),
             "local_state": self.local_state,
             "aggregation": self.aggregation,
+            **{f"data_plan.{k}": v for k, v in self.data_plan.items()},
         }
+
+    def of_a_run(self) -> dict[str, Any]:
+        """What has to be equal when a run is resumed, maybe on another number of replicas."""
+        return {
+            "rule": self.asked_rule,
+            "averages": repr(self.averages),
+            "local_state": self.local_state,
+            **{f"data_plan.{k}": v for k, v in self.data_plan.items()},
+        }
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries whose numbers a run depends on."""
+    return {
+        "tfpara version": __version__,
+        "tensorflow version": tf.__version__,
+        "keras version": keras.__version__,
+        "numpy version": np.__version__,
+    }
 
 
 def warn_of_outlasting_momentum(settings: Settings, optimizer: Any) -> None:

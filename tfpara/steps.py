@@ -65,6 +65,29 @@ def batch_size(structure: Any) -> int | tf.Tensor | None:
     return None
 
 
+def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset` with a batch size that is not known from its spec.
+
+    Where all shapes are fixed, TensorFlow leaves out the last minibatches if there are fewer of
+    them than devices; otherwise it gives the devices without one an empty minibatch.
+    """
+
+    def opened(tensor: Any) -> Any:
+        if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
+            return tensor
+        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
+
+    specs = tf.nest.flatten(dataset.element_spec)
+    if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
+        return dataset
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        return dataset
+    unpacked = isinstance(dataset.element_spec, tuple)
+    return dataset.map(
+        lambda *element: tf.nest.map_structure(opened, element if unpacked else element[0])
+    )
+
+
 def without_tuner(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """`dataset` without tf.data's tuner, unless its options ask for it.
 

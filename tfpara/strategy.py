@@ -1,28 +1,17 @@
-"""The distribution strategy, derived from `tf.distribute.MultiWorkerMirroredStrategy`.
-
-This is the only file that touches private names of TensorFlow. Each use says why.
-"""
+"""The distribution strategy, derived from `tf.distribute.MultiWorkerMirroredStrategy`."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-# The variable behind tf.Variable: a plain one can be created where a strategy is in scope, which
-# would otherwise mirror it.
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
-
 from tfpara import cluster, failures, startup
-from tfpara.collectives import Collectives, Loopback, TensorFlowCollectives
-from tfpara.fingerprint import agree
-from tfpara.model_variables import optimizers, replica_variables
+from tfpara.extended import PeriodicSyncExtended
+from tfpara.reports import Request
 from tfpara.settings import (
     Settings,
     checked_aggregation,
@@ -32,22 +21,9 @@ from tfpara.settings import (
     checked_period,
     checked_rule,
     checked_seconds,
-    warn_of_outlasting_momentum,
 )
-from tfpara.steps import after, batch_size, skip_empty, without_tuner
-from tfpara.synchronizer import Synchronizer, SyncStatistics
-from tfpara.watchdog import Watchdog
-
-# Ends collectives that wait for a silent worker.
-from tensorflow.python.eager import context as _context  # isort: skip
-
-# The extended class that MultiWorkerMirroredStrategy builds, and the value types that its
-# reductions see. They have no public names.
-from tensorflow.python.distribute import collective_all_reduce_strategy as _mwms  # isort: skip
-from tensorflow.python.distribute import values as _values  # isort: skip
-
-# What tf.train.Checkpoint hands to a variable that is created after its restore.
-from tensorflow.python.trackable.base import CheckpointInitialValue as _CheckpointInitialValue  # isort: skip
+from tfpara.steps import after, batch_size, skip_empty
+from tfpara.synchronizer import SyncStatistics
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -110,21 +86,18 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             aggregation=checked_aggregation(aggregation),
             timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),
             communication=checked_communication(communication),
+            asked_rule=repr(rule),
+            data_plan=dict(data_plan or {}),
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         found = cluster.read()
         # The grandparent's constructor: the parent's would build its own extended class.
         with startup.guard(found, startup_timeout_seconds):
-            extended = _PeriodicSyncExtended(self, settings, devices, found)
+            extended = PeriodicSyncExtended(self, settings, devices, found)
             tf.distribute.Strategy.__init__(self, extended)
         if found.num_workers > 1:
             failures.explain_uncaught(found, timeout_seconds)
-        extended.start(
-            {
-                **extended.settings.fingerprint(),
-                **{f"data_plan.{k}": v for k, v in (data_plan or {}).items()},
-            }
-        )
+        extended.start()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -233,6 +206,42 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 synchronizer.after_step([1 if n is None else n for n in samples])
             return outputs
 
+    def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
+        """Training data for `fit` that are another dataset in every epoch, and can be resumed.
+
+        Args:
+            dataset_fn: called on each worker as `dataset_fn(epoch, first)`; returns this worker's
+                minibatches of that epoch (from 0), those of its replicas in turn: a minibatch for
+                each of `local_replica_ids`, then the next for each, and so on. `first` minibatches,
+                counted over all replicas, have been trained already and must be left out; it is 0
+                but for the epoch in which a run is resumed. All must have the same element spec.
+
+        Returns:
+            Data for `fit`: every pass that follows training steps is the next epoch's. A
+            `tfpara.callbacks.Checkpoint` tells it where a resumed run is.
+        """
+        position = self.extended.position
+        return self.extended.datasets_by_epoch(
+            lambda context: dataset_fn(position.epoch, position.first)
+        )
+
+    def keep_state(self, name: str, holder: Any) -> None:
+        """Has the state of an object kept in checkpoints and restored from them.
+
+        Args:
+            name: the state's; a second object under one name replaces the first.
+            holder: `get_state()` returns what JSON can carry, `set_state(state)` takes it back.
+        """
+        self.extended.states[name] = holder
+
+    def request(self, request: Request) -> None:
+        """Asks all workers for a checkpoint, or to stop: they agree on it at the next sync.
+
+        Acted on by `tfpara.callbacks.Checkpoint` and `StopTogether`. Any worker may ask.
+        """
+        for synchronizer in self.extended.synchronizers:
+            synchronizer.request(request)
+
     def track(self, model: keras.Model) -> None:
         """Names the model that a custom loop trains through `run`; Keras' `fit` needs no call."""
         self.extended.tracked = model
@@ -297,341 +306,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return total
 
 
-class _Trained(NamedTuple):
-    """A model that was trained, what its synchronizer was made for, and that."""
-
-    model: keras.Model
-    identity: Any
-    synchronizer: Synchronizer
-
-
-class _PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
-    """Replicas that keep to themselves between syncs.
-
-    Overrides the places in which the parent makes replicas agree at every step or every read.
-    """
-
-    # The parent's thread that probes peers; the collectives' own errors and timeouts serve us.
-    _enable_check_health = False
-
-    def __init__(
-        self,
-        strategy: PeriodicSyncStrategy,
-        settings: Settings,
-        devices: Sequence[str] | None,
-        found: cluster.Cluster,
-    ) -> None:
-        self._wanted_devices = devices
-        self.optimizer_stepped = False
-        self.tracked: keras.Model | None = None
-        self.sync_period: int | None = settings.sync_period
-        self._trained: dict[int, _Trained] = {}  # by the model's id
-        self._synchronizers_made = 0
-        self._created = 0
-        super().__init__(
-            strategy,
-            cluster_resolver=_resolver(found),
-            communication_options=tf.distribute.experimental.CommunicationOptions(),
-        )
-        rule = settings.rule.resolve(self._num_replicas_in_sync)
-        self.settings = dataclasses.replace(settings, rule=rule)
-        # Weights travel between the lead devices, everything small between the hosts.
-        host = f"{self._worker_device}/device:CPU:0"
-        self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
-        self.reports = self._collectives(1, host, "RING")
-        self.control = self._collectives(2, host, "RING", settings.timeout_seconds)
-        if self._num_workers > 1:
-            self._watchdog = Watchdog(settings.timeout_seconds, self._waiting_since, _abort)
-
-    def _waiting_since(self) -> float:
-        return max((s.waiting_since() for s in self.synchronizers), default=0.0)
-
-    def _collectives(
-        self, group: int, device: str, communication: str, timeout_seconds: float = 0.0
-    ) -> Collectives:
-        if self._num_workers == 1:
-            return Loopback()
-        return TensorFlowCollectives(
-            self._num_workers,
-            self._id_in_cluster,
-            device,
-            timeout_seconds,
-            communication,
-            group,
-        )
-
-    def start(self, fingerprint: Mapping[str, Any]) -> None:
-        """Compares the workers' settings."""
-        agree(
-            {**fingerprint, "devices per worker": len(self.worker_devices)},
-            self.control,
-            "start",
-        )
-
-    # -- synchronizers -----------------------------------------------------------------------
-
-    def synchronizer_for(self, fn: Any) -> Synchronizer | None:
-        """The synchronizer of the model whose step `fn` is, if there is one that still fits it."""
-        trained = self._trained.get(id(self.model_of(fn)))
-        if trained is None or trained.identity != _identity(trained.model):
-            return None
-        return trained.synchronizer
-
-    def synchronizer_of(self, model: keras.Model) -> Synchronizer:
-        """The synchronizer of a model that is built and compiled; made if there is none."""
-        trained = self._trained.get(id(model))
-        if trained is None or trained.identity != _identity(model):
-            return self.make_synchronizer(model)
-        return trained.synchronizer
-
-    def model_of(self, fn: Any) -> keras.Model | None:
-        # Keras hands its bound train_step or test_step to run().
-        owner = getattr(fn, "__self__", None)
-        return owner if isinstance(owner, keras.Model) else self.tracked
-
-    def make_synchronizer(self, model: keras.Model | None) -> Synchronizer:
-        """Makes the sync state of a model from its present weights."""
-        if model is None:
-            raise ValueError(
-                "run() was given a function that updates weights, but not whose. Call "
-                "strategy.track(model) once before a custom training loop."
-            )
-        _refuse(model)
-        variables = replica_variables(model, self._container_strategy().experimental_local_results)
-        name = f"model{self._synchronizers_made}"
-        self._synchronizers_made += 1
-        # Without the layers' names, whose numbers count every model that a process has made.
-        shapes = [
-            f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
-            for n, v in zip(variables.weight_names, variables.weights, strict=True)
-        ]
-        agree({"model": "; ".join(shapes)}, self.control, name)
-        settings = self.settings
-        warn_of_outlasting_momentum(settings, getattr(model, "optimizer", None))
-        synchronizer = Synchronizer(
-            variables,
-            rule=settings.rule,
-            averages=settings.averages,
-            local_state=settings.local_state,
-            sync_period=self.sync_period,
-            aggregation=settings.aggregation,
-            num_replicas=self._num_replicas_in_sync,
-            first_replica=self._id_in_cluster * len(self.worker_devices),
-            devices=self.worker_devices,
-            collectives=self.collectives,
-            reports=self.reports,
-            name=name,
-            make_variable=_plain_variable,
-        )
-        former = self._trained.get(id(model))
-        if former is not None:
-            synchronizer.adopt(former.synchronizer)
-        others = [t.synchronizer for key, t in self._trained.items() if key != id(model)]
-        if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
-            raise ValueError(
-                f"model {model.name!r} shares weights with another that was trained under this "
-                "strategy; each would keep a global model of them. Train one model that has both."
-            )
-        self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
-        return synchronizer
-
-    @property
-    def synchronizers(self) -> list[Synchronizer]:
-        """Of all models that were trained, in the order in which they were made."""
-        return [trained.synchronizer for trained in list(self._trained.values())]
-
-    def trained(self, model: keras.Model) -> Synchronizer | None:
-        """The synchronizer of a model, if it was trained."""
-        found = self._trained.get(id(model))
-        return found.synchronizer if found else None
-
-    def is_stranger(self, model: keras.Model) -> bool:
-        """Whether a model is another strategy's, or has weights that a trained model has."""
-        if model.distribute_strategy is not self._container_strategy():
-            return True
-        first = self._container_strategy().experimental_local_results
-        own = [first(v.value)[0] for v in model.trainable_variables]
-        return any(s.has_any_of(own) for s in self.synchronizers)
-
-    def finish_blocks(self) -> None:
-        for synchronizer in self.synchronizers:
-            synchronizer.finish_block()
-
-    def broadcast_replica(self, model: keras.Model, replica: int) -> None:
-        if not 0 <= replica < self._num_replicas_in_sync:
-            raise ValueError(
-                f"replica={replica} is not one of 0 … {self._num_replicas_in_sync - 1}."
-            )
-        synchronizer = self.synchronizer_of(model)
-        worker, device = divmod(replica, len(self.worker_devices))
-        weights, state = synchronizer.replica_values(device)
-
-        def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
-            mine = tensor if worker == self._id_in_cluster else tf.zeros_like(tensor)
-            flat = tf.reshape(mine, [-1])
-            total = self.control.all_reduce([flat], f"replica/{k}")[0]
-            return tf.reshape(total, tensor.shape)
-
-        values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]
-        self.finish_blocks()
-        synchronizer.restart(values[: len(weights)], values[len(weights) :])
-
-    # -- local steps -------------------------------------------------------------------------
-
-    def _use_merge_call(self) -> bool:
-        # No step waits for other replicas.
-        return False
-
-    def _in_multi_worker_mode(self) -> bool:
-        # True makes Keras and the input library run a collective at every step.
-        return False
-
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        # Optimizers sum gradients over replicas here: a local step has its own alone.
-        del reduce_op, options
-        return value
-
-    def _replica_ctx_update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        # Optimizers write weights and slots through this: noticed while run() is traced.
-        self.optimizer_stepped = True
-        return super()._replica_ctx_update(var, fn, args, kwargs, group)
-
-    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        # Python code that sets a weight (load_weights, set_weights, assign) comes through here.
-        result = super()._update(var, fn, args, kwargs, group)
-        if tf.executing_eagerly():
-            for synchronizer in self.synchronizers:
-                synchronizer.was_set(var.values[0])
-        return result
-
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        # A metric variable that Python reads is that of all replicas; everything else (step
-        # outputs, a batch that Keras looks at) is reduced over this worker's replicas.
-        del destinations, options
-        mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        if isinstance(value, _values.SyncOnReadVariable):
-            return self._reduce_over_all(value, mean)
-
-        def reduce(leaf: Any) -> Any:
-            if not isinstance(leaf, tf.distribute.DistributedValues):
-                return leaf
-            parts = self._container_strategy().experimental_local_results(leaf)
-            if not mean and any(part.dtype == tf.bool for part in parts):
-                return parts[0]
-            total = tf.add_n([tf.convert_to_tensor(part) for part in parts])
-            return total / len(parts) if mean else total
-
-        return tf.nest.map_structure(reduce, value)
-
-    def _reduce_over_all(self, variable: Any, mean: bool) -> tf.Tensor:
-        if tf.executing_eagerly():
-            self.finish_blocks()
-        local = tf.add_n([v.read_value() for v in variable.values])
-        if self._num_workers > 1 and tf.executing_eagerly():
-            name = f"metric/{local.dtype.name}"
-            flat = tf.reshape(local, [-1])
-            local = tf.reshape(self.control.all_reduce([flat], name)[0], local.shape)
-        return local / self._num_replicas_in_sync if mean else local
-
-    # -- data --------------------------------------------------------------------------------
-
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        return super()._experimental_distribute_dataset(without_tuner(dataset), options)
-
-    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
-        return super()._distribute_datasets_from_function(
-            lambda context: without_tuner(dataset_fn(context)), options
-        )
-
-    # -- variables ---------------------------------------------------------------------------
-
-    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        # A replica writes its own component without asking the others.
-        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
-            kwargs["aggregation"] = tf.VariableAggregation.NONE
-        return super()._create_variable(next_creator, **kwargs)
-
-    def _get_variable_creator_initial_value(
-        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
-    ) -> Any:
-        # The parent broadcasts here without a timeout and without looking at shapes.
-        initial = kwargs["initial_value"]
-        seed = "seed_generator_state" in (kwargs.get("name") or "")
-        number = self._id_in_cluster * len(self.worker_devices) + replica_id
-
-        def value() -> tf.Tensor:
-            if primary_var is None:
-                first = initial() if callable(initial) else initial
-                if isinstance(first, _CheckpointInitialValue):
-                    first = first.wrapped_value
-                first = tf.convert_to_tensor(first, kwargs.get("dtype"))
-                if tf.executing_eagerly() and kwargs.get("synchronization") != (
-                    tf.VariableSynchronization.ON_READ
-                ):
-                    first = self._chiefs_value(first, kwargs.get("name") or "Variable")
-            else:
-                first = tf.identity(primary_var.read_value())
-            if seed and (primary_var is None or replica_id > 0):
-                # Every replica draws masks of its own: dropout is independent noise.
-                step = number if primary_var is None else replica_id
-                offset = tf.cast(step * 1_000_003, first.dtype)
-                first = first + tf.one_hot(
-                    0, first.shape[0], offset, tf.zeros_like(offset), dtype=first.dtype
-                )
-            return first
-
-        return value
-
-    def _chiefs_value(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """The chief's initial value, after making sure that all create the same variable."""
-        self._created += 1
-        if self._num_workers == 1:
-            return value
-        description = f"{name} {tuple(value.shape)} {value.dtype.name}"
-        number = f"variable {self._created}"
-        mine = tf.constant([zlib.crc32(description.encode())], tf.int64)
-        everyone = self.control.all_gather(mine, "variable/check")
-        if not bool(tf.reduce_all(everyone == everyone[0])):
-            agree({f"model, {number}": description}, self.control, "variable/difference")
-        if not (value.dtype.is_floating or value.dtype.is_integer):
-            return value
-        return self.control.broadcast(value, "variable/value")
-
-    def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
-        # The parent takes one CPU device at most.
-        wanted = self._wanted_devices
-        if wanted is None:
-            gpus = tf.config.list_logical_devices("GPU")
-            wanted = [f"GPU:{index}" for index in range(len(gpus))] or ["CPU:0"]
-        available = [d.name.split("device:")[-1] for d in tf.config.list_logical_devices()]
-        missing = [d for d in wanted if d.upper() not in available]
-        if missing or not wanted:
-            raise ValueError(
-                f"devices={list(wanted)!r}: this process has {available}. Logical "
-                "CPU devices are made by tf.config.set_logical_device_configuration."
-            )
-        kind = wanted[0].upper().split(":")[0]
-        return tuple(f"{worker_device}/device:{d.upper()}" for d in wanted), kind
-
-
-def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """TensorFlow's form of our cluster, which has been validated; TF_CONFIG is not read again."""
-    if found.num_workers == 1:
-        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-    jobs = json.loads(found.tf_config())["cluster"]
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs),
-        task_type=found.task_type,
-        task_id=found.task_index,
-        rpc_layer="grpc",
-    )
-
-
-def _abort(message: str) -> None:
-    # The way in which the parent's own health check ends collectives.
-    _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
-
-
 def _is_train_step(fn: Any) -> bool:
     """Whether `fn` is the training step of a model with weights, whatever writes these."""
     model = getattr(fn, "__self__", None)
@@ -640,29 +314,6 @@ def _is_train_step(fn: Any) -> bool:
         and getattr(fn, "__name__", "") == "train_step"
         and bool(model.trainable_variables)
     )
-
-
-def _refuse(model: keras.Model) -> None:
-    """Raises ValueError for what Keras would do behind the strategy's back."""
-    if any(getattr(optimizer, "use_ema", False) for optimizer in optimizers(model)):
-        raise ValueError(
-            "the optimizer has use_ema=True, with which Keras overwrites each replica's weights by "
-            'its own average. Use averages={"ema": tfpara.EMA(...)} of the strategy instead.'
-        )
-    if getattr(model, "jit_compile", False) is True:
-        raise ValueError(
-            "the model was compiled with jit_compile=True; collectives cannot be compiled by XLA. "
-            "Compile it with jit_compile=False."
-        )
-
-
-def _identity(model: keras.Model) -> Any:
-    """What a synchronizer was made for; compiling anew or freezing layers changes it."""
-    return getattr(model, "optimizer", None), [id(v) for v in model.trainable_variables]
-
-
-def _plain_variable(value: Any, name: str) -> tf.Variable:
-    return ResourceVariable(value, name=f"tfpara/{name}", trainable=False)
 
 
 def _in_replica() -> bool:

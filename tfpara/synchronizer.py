@@ -323,6 +323,19 @@ class Synchronizer:
         weights, state = self._variables.weights, self._variables.state
         return [tf.identity(v[replica]) for v in weights], [tf.identity(v[replica]) for v in state]
 
+    def broadcast_point(self) -> list[tf.Tensor]:
+        """The weights from which a replica goes on that had no part in the last sync.
+
+        Every worker must call it.
+        """
+        return self._layout.unpack(self.global_state.broadcast_point())
+
+    @property
+    def sync_period(self) -> int | None:
+        """τ; None while there are no syncs."""
+        period = int(self._period)
+        return None if period >= NEVER else period
+
     def counters(self) -> dict[str, tf.Variable]:
         """What a checkpoint keeps beside the global state and the replicas' own variables."""
         names = ("_period", "_signatures", "_steps", "_samples", "_syncs", "_seconds", "_distance")

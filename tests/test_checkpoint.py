@@ -1,0 +1,405 @@
+"""Checkpoints in one process of two devices; tests/distributed has those of a cluster."""
+
+import json
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+
+DEVICES = ["CPU:0", "CPU:1"]
+EPOCHS, STEPS, TAU = 3, 8, 2
+
+
+def make(rule=None, devices=DEVICES, averages=None, seed=1, **options):
+    averages = {"ema": tfpara.EMA(0.8), "ma": tfpara.MA()} if averages is None else averages
+    strategy = tfpara.PeriodicSyncStrategy(
+        rule or tfpara.BMUF(0.5), sync_period=TAU, devices=devices, averages=averages, **options
+    )
+    keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(momentum=0.9),
+                keras.layers.Dropout(0.3, seed=5),
+                keras.layers.Dense(4),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    return strategy, model
+
+
+def minibatch(epoch, number):
+    rng = np.random.default_rng([epoch, number])
+    return rng.normal(size=(4, 6)).astype("float32"), rng.integers(0, 4, 4).astype("int32")
+
+
+def epoch_data(strategy, log=None, total=2 * STEPS):
+    """Minibatch k of an epoch is that of replica k mod N, whatever N is."""
+
+    def of_this_worker(epoch, first):
+        mine = [
+            k
+            for k in range(first, total)
+            if (k - first) % strategy.num_replicas in strategy.local_replica_ids
+        ]
+        if log is not None:
+            log.append((epoch, mine))
+        xs, ys = zip(*(minibatch(epoch, k) for k in mine), strict=True) if mine else ([], [])
+        x, y = np.reshape(xs, (-1, 4, 6)).astype("float32"), np.reshape(ys, (-1, 4)).astype("int32")
+        return tf.data.Dataset.from_tensor_slices((x, y))
+
+    return strategy.datasets_by_epoch(of_this_worker)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(epoch, batch):
+    """Stands for a kill: nothing after it runs."""
+
+    def check(number, logs):
+        if stopper.model.stop_training is False and (stopper.epoch, number) == (epoch, batch):
+            raise Stop
+
+    stopper = keras.callbacks.LambdaCallback(on_train_batch_end=check)
+    stopper.epoch = 0
+    stopper.on_epoch_begin = lambda e, logs=None: setattr(stopper, "epoch", e)
+    return stopper
+
+
+def everything(strategy, model):
+    """All that a run ends with."""
+    found = []
+    for which in ("local", "global", *strategy.averages):
+        with strategy.weights(model, which):
+            for variable in model.variables:
+                found += [c.numpy() for c in strategy.experimental_local_results(variable.value)]
+    for variable in model.optimizer.variables:
+        found += [c.numpy() for c in strategy.experimental_local_results(variable.value)]
+    return found
+
+
+def run(directory, rule=None, stop=None, epochs=EPOCHS, log=None, devices=DEVICES, **options):
+    """One process of a run; returns what it ends with and its history, or None if stopped."""
+    settings = {k: options.pop(k) for k in ("aggregation", "averages", "data_plan") if k in options}
+    # Another seed for each process that resumes: all it has is the checkpoint.
+    seed = 1 + len(list(directory.glob("checkpoint-*")))
+    strategy, model = make(rule, devices, seed=seed, **settings)
+    callbacks = [tfpara.callbacks.Checkpoint(directory, **options)]
+    if stop:
+        callbacks.insert(0, stop_at(*stop))
+    data = epoch_data(strategy, log)
+    try:
+        history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
+    except Stop:
+        callbacks[-1]._checkpoints.store.release()  # As the end of the process would.
+        return None
+    callbacks[-1]._checkpoints.store.release()
+    return everything(strategy, model), history, strategy
+
+
+def assert_same(first, second):
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
+@pytest.mark.parametrize("rule", [tfpara.BMUF(0.5), tfpara.EASGD(0.2)], ids=["bmuf", "easgd"])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, rule, aggregation):
+    options = {"every_syncs": 1, "rule": rule, "aggregation": aggregation}
+    whole, history, strategy = run(tmp_path / "whole", **options)
+    broken = tmp_path / "broken"
+    assert run(broken, stop=(0, 4), **options) is None  # inside a block
+    assert run(broken, stop=(1, 7), **options) is None  # at the end of an epoch
+    log = []
+    resumed, resumed_history, resumed_strategy = run(broken, log=log, **options)
+    assert_same(resumed, whole)
+    assert resumed_history["loss"] == history["loss"][1:]
+    assert resumed_history["accuracy"] == history["accuracy"][1:]
+    assert resumed_strategy.statistics().steps == strategy.statistics().steps == EPOCHS * STEPS
+    assert resumed_strategy.statistics().syncs == strategy.statistics().syncs
+    # The second process had synced after step 8 of epoch 1, and its checkpoint was not written.
+    assert (1, list(range(12, 16))) in log
+
+
+def test_data_that_know_no_epochs_are_read_again_up_to_the_position(tmp_path):
+    ends = []
+    for name, stops in (("whole", [None]), ("broken", [(1, 5), None])):
+        for stop in stops:
+            strategy, model = make(tfpara.EASGD(0.2))
+            x = np.random.default_rng(1).normal(size=(80, 6)).astype("float32")
+            data = tf.data.Dataset.from_tensor_slices((x, np.arange(80) % 4)).batch(8)
+            checkpoint = tfpara.callbacks.Checkpoint(tmp_path / name, every_syncs=1)
+            callbacks = [*([stop_at(*stop)] if stop else []), checkpoint]
+            try:
+                model.fit(
+                    data, epochs=3, verbose=0, callbacks=callbacks, validation_data=data.take(2)
+                )
+                ends.append(everything(strategy, model))
+            except Stop:
+                pass
+            checkpoint._checkpoints.store.release()
+    assert_same(*ends)
+
+
+def test_resuming_after_the_last_minibatch_of_an_epoch(tmp_path):
+    whole, whole_history, _ = run(tmp_path / "whole", every_syncs=1)
+    assert run(tmp_path / "run", every_syncs=1, stop=(1, 0)) is None
+    # What is left was written after the last step, before the epoch's end.
+    newest = max((tmp_path / "run").glob("checkpoint-*"))
+    shutil.rmtree(newest)
+    last = json.loads((max((tmp_path / "run").glob("c*")) / "manifest.json").read_text())
+    assert last["position"]["steps"] == STEPS
+    resumed, history, _ = run(tmp_path / "run", every_syncs=1)
+    assert_same(resumed, whole)
+    assert history["accuracy"] == whole_history["accuracy"]
+
+
+def test_more_epochs_are_added_to_a_finished_run(tmp_path):
+    whole = run(tmp_path / "whole", epochs=3)[0]
+    run(tmp_path / "run", epochs=2)
+    resumed, history, _ = run(tmp_path / "run", epochs=3)
+    assert_same(resumed, whole)
+    assert len(history["loss"]) == 1
+    again, history, _ = run(tmp_path / "run", epochs=3)
+    assert_same(again, whole)
+    assert history == {}
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_path, replicas):
+    assert run(tmp_path, every_syncs=2, stop=(0, 5)) is None
+    strategy, model = make(devices=[f"CPU:{i}" for i in range(2)], seed=9)
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    look = keras.callbacks.LambdaCallback()
+    seen = {}
+
+    def at_begin(epoch, logs=None):
+        seen[epoch] = model.get_weights()
+
+    look.on_epoch_begin = at_begin
+    # What the same number of replicas goes on from: W + ηΔ.
+    with pytest.raises(Stop):
+        model.fit(
+            epoch_data(strategy), epochs=1, verbose=0, callbacks=[checkpoint, look, stop_at(0, 0)]
+        )
+    checkpoint._checkpoints.store.release()
+    log = []
+    other, other_model = make(devices=[f"CPU:{i}" for i in range(replicas)], seed=8)
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    first = {}
+    look = keras.callbacks.LambdaCallback()
+    look.on_epoch_begin = lambda epoch, logs=None: first.setdefault(
+        epoch,
+        [
+            [c.numpy() for c in other.experimental_local_results(v.value)]
+            for v in other_model.trainable_variables
+        ],
+    )
+    history = other_model.fit(
+        epoch_data(other, log), epochs=1, verbose=0, callbacks=[checkpoint, look]
+    ).history
+    checkpoint._checkpoints.store.release()
+    # Two syncs of 2 steps of 2 replicas were done.
+    assert log[-1] == (0, list(range(8, 16)))
+    for components, want in zip(first[0], model_weights(seen[0], model), strict=True):
+        for component in components:
+            np.testing.assert_allclose(component, want, atol=1e-6)
+    # The epoch's accuracy is that of all its 64 frames: a multiple of 1/64.
+    assert abs(history["accuracy"][0] * 64 - round(history["accuracy"][0] * 64)) < 1e-4
+
+
+def model_weights(weights, model):
+    """The trainable ones of `get_weights`."""
+    trainable = {id(v) for v in model.trainable_variables}
+    return [w for w, v in zip(weights, model.weights, strict=True) if id(v) in trainable]
+
+
+def test_only_the_newest_are_kept_and_what_was_interrupted_goes(tmp_path):
+    (tmp_path / ".partial-00000007").mkdir()
+    run(tmp_path, every_syncs=1, keep=2)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["checkpoint-00000015", "checkpoint-00000016", "lock"]
+    manifest = json.loads((tmp_path / names[-2] / "manifest.json").read_text())
+    assert manifest["position"] == {
+        "epoch": 3,
+        "steps": 0,
+        "minibatches": 0,
+        "finished": False,
+    }
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itself(tmp_path):
+    whole = run(tmp_path / "whole")[0]
+    assert run(tmp_path / "run", stop=(2, 5)) is None
+    newest, *older = sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)
+    damage(newest / "part-00000.data-00000-of-00001")
+    with pytest.warns(UserWarning, match=rf"{newest.name}.*damaged.*the checkpoint before it"):
+        resumed, history, _ = run(tmp_path / "run")
+    assert_same(resumed, whole)
+    assert len(history["loss"]) == 2
+    for path in (tmp_path / "run").glob("checkpoint-*"):
+        (path / "manifest.json").write_text("{")
+    with pytest.warns(UserWarning), pytest.raises(tfpara.CheckpointError, match="if_damaged"):
+        run(tmp_path / "run")
+    with pytest.warns(UserWarning):
+        _, history, _ = run(tmp_path / "run", if_damaged="start")
+    assert len(history["loss"]) == EPOCHS
+    assert older
+
+
+def test_a_missing_part_is_damage(tmp_path):
+    run(tmp_path, epochs=1)
+    for path in tmp_path.glob("checkpoint-*/part-00000.index"):
+        path.unlink()
+    with pytest.warns(UserWarning, match="part-00000.index"), pytest.raises(tfpara.CheckpointError):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rule": tfpara.BSP()}, "rule: the checkpoint has 'BMUF.*this run 'BSP"),
+        ({"averages": {"ema": tfpara.EMA(0.7)}}, "averages: "),
+        ({"data_plan": {"minibatch": 8}}, r"data_plan.minibatch: the checkpoint has 4, this run 8"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path, change, message):
+    common = {"data_plan": {"minibatch": 4, "epochs": 1}, "may_change": ("epochs",)}
+    run(tmp_path, epochs=1, **common)
+    run(tmp_path, epochs=1, **{**common, "data_plan": {"minibatch": 4, "epochs": 7}})
+    with pytest.raises(tfpara.CheckpointError, match=message):
+        run(tmp_path, **{**common, **change})
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+    run(tmp_path, epochs=1)
+    for path in tmp_path.glob("checkpoint-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["run"]["tfpara version"] = "0.0.1"
+        path.write_text(json.dumps(manifest))
+    with pytest.raises(tfpara.CheckpointError, match="tfpara version: the checkpoint has '0.0.1'"):
+        run(tmp_path)
+
+
+def test_a_directory_in_use_is_refused(tmp_path):
+    from tfpara.checkpoint_store import Store
+
+    other = Store(tmp_path, 1)
+    other.lock()
+    with pytest.raises(tfpara.CheckpointError, match="in use by another run"):
+        run(tmp_path)
+    other.release()
+    run(tmp_path, epochs=1)
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
+    from tfpara import checkpoint_store
+
+    whole = run(tmp_path / "whole")[0]
+    writes = []
+
+    def full(path):
+        writes.append(path)
+        if len(writes) > 12:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_store, "_sync_to_disk", full)
+    with pytest.raises(tfpara.CheckpointError, match="No space left on device"):
+        run(tmp_path / "run", every_syncs=1)
+    monkeypatch.undo()
+    assert not list((tmp_path / "run").glob(".partial*"))
+    numbers = [int(p.name[-8:]) for p in (tmp_path / "run").glob("checkpoint-*")]
+    assert numbers == [1, 2] or numbers == [2, 1]
+    # That process has ended; its lock with it.
+    import gc
+
+    gc.collect()
+    shutil.copytree(tmp_path / "run", tmp_path / "after")
+    assert_same(run(tmp_path / "after")[0], whole)
+
+
+class Counter:
+    def __init__(self, value=0):
+        self.value = value
+
+    def get_state(self):
+        return {"value": self.value}
+
+    def set_state(self, state):
+        self.value = state["value"]
+
+
+def test_states_of_callbacks_and_random_numbers_come_back(tmp_path):
+    import random
+
+    drawn = []
+    for first in (True, False):
+        random.seed(1 if first else 2)
+        np.random.seed(1 if first else 2)
+        strategy, model = make()
+        counter = Counter(17 if first else 0)
+        strategy.keep_state("counter", counter)
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+        model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[checkpoint])
+        checkpoint._checkpoints.store.release()
+        assert counter.value == 17
+        drawn.append((random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": 0}, "keep=0"),
+        ({"every_syncs": 0}, "every_syncs=0"),
+        ({"every_minutes": -1}, "every_minutes=-1"),
+        ({"if_damaged": "ignore"}, "refuse, start"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tfpara.callbacks.Checkpoint("run", **arguments)
+
+
+def test_a_model_of_no_strategy_is_told_what_to_use(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="BackupAndRestore"):
+        model.fit(
+            np.ones((4, 2)),
+            np.ones((4, 1)),
+            callbacks=[tfpara.callbacks.Checkpoint(tmp_path)],
+            verbose=0,
+        )
+
+
+def test_stopping_together_stops_at_the_next_sync():
+    strategy, model = make()
+    wish = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", batch == 2)
+    )
+    steps = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(batch)
+    )
+    callbacks = [wish, count, tfpara.callbacks.StopTogether()]
+    model.fit(epoch_data(strategy), epochs=3, verbose=0, callbacks=callbacks)
+    assert steps == [0, 1, 2, 3]

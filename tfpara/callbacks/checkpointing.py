@@ -1,0 +1,268 @@
+"""Checkpoints while `fit` runs, resuming, and stopping together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import keras
+
+from tfpara.checkpoint import IF_DAMAGED, Checkpoints
+from tfpara.exchange import everyones
+from tfpara.reports import Request
+
+# EX_TEMPFAIL of sysexits.h: a failure that another attempt may mend.
+RESTART_EXIT_CODE = 75
+_ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other
+
+
+class Preempted(SystemExit):
+    """The program was asked to end, and has written a checkpoint; its exit code is 75."""
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Writes checkpoints, goes on from the newest one, and leaves in good order on SIGTERM.
+
+    A checkpoint is written where each epoch ends, and at syncs within epochs if asked. `fit` of a
+    program that is started again goes on exactly where the newest checkpoint was taken: weights,
+    momentum, averages, slots, dropout, metrics, schedules, and the position in the data. That needs
+    data that are the same in every process: those of `strategy.datasets_by_epoch`, or a dataset
+    whose order does not depend on the epoch; the latter are read again up to the position.
+
+    On SIGTERM in any worker all workers agree on it at the next sync, write a checkpoint, and
+    raise `Preempted`, which ends the program with exit code 75; start it again to go on.
+
+    Put it last in the list of callbacks. Within an epoch, checkpoints are possible where a sync
+    ends an execution of `steps_per_execution` steps.
+
+    Args:
+        directory: of the checkpoints, shared by all workers; nothing else may write there.
+        every_syncs: also after so many syncs; None: not by number.
+        every_minutes: also after so much time, by the chief's clock; None: not by time.
+        keep: how many checkpoints stay.
+        if_damaged: what to do if there are checkpoints but none is whole: "refuse", or "start" from
+            the beginning.
+        may_change: keys of the strategy's `data_plan` that may differ from the interrupted run's,
+            such as the number of epochs.
+
+    Raises:
+        ValueError: a value outside its range; at the start of `fit`, a model without a
+            `PeriodicSyncStrategy`.
+        tfpara.CheckpointError: on every worker, at the start of `fit`: the directory is another
+            run's, in use, damaged or not shared; later: a worker could not write (the checkpoints
+            before are intact).
+    """
+
+    # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
+    async_safe = False
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_syncs: int | None = None,
+        every_minutes: float | None = None,
+        keep: int = 3,
+        if_damaged: str = "refuse",
+        may_change: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        for name, value in (("every_syncs", every_syncs), ("every_minutes", every_minutes)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r} must be positive, or None.")
+        if keep < 1:
+            raise ValueError(f"keep={keep!r} must be at least 1.")
+        if if_damaged not in IF_DAMAGED:
+            raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
+        self._directory = directory
+        self._every_syncs = every_syncs
+        self._every_minutes = every_minutes
+        self._keep = keep
+        self._if_damaged = if_damaged
+        self._may_change = tuple(may_change)
+        self._checkpoints: Checkpoints | None = None
+        self._resumed: dict[str, Any] | None = None  # the position, until its epoch begins
+        self._saved: tuple[int, int] | None = None  # epoch and steps of the last checkpoint
+        self._saved_syncs = 0
+        self._saved_at = time.monotonic()
+        self._in_epoch = False
+        self._epoch = 0
+        self._steps_before = 0  # of this epoch, trained by an earlier process
+        self._steps = 0  # of this epoch, trained by each replica
+        self._terminated = False
+        self._asked = False
+        self._former_handler: Any = None
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        strategy = self.model.distribute_strategy
+        if not hasattr(strategy, "keep_state"):
+            raise ValueError(
+                "Checkpoint needs a model of a tfpara.PeriodicSyncStrategy. Make and compile the "
+                "model in its scope, or use keras.callbacks.BackupAndRestore."
+            )
+        self._listen()
+        if self._checkpoints is not None:
+            return
+        checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
+        checkpoints.lock()
+        try:
+            position = checkpoints.restore(self._if_damaged)
+        except BaseException:
+            checkpoints.store.release()
+            raise
+        self._checkpoints = checkpoints
+        if position is None:
+            return
+        self._resumed = position
+        self._saved = (position["epoch"], position["steps"])
+        self._saved_syncs = self._checkpoints.synchronizer.agreement().syncs
+        if strategy.is_chief:
+            where = f"epoch {position['epoch'] + 1}"
+            where += f", step {position['steps']}" if position["steps"] else ""
+            print(f"Resuming from checkpoint {position['number']}: {where}.", flush=True)
+        # As Keras' BackupAndRestore does it; `fit` begins there.
+        epoch = self.params.get("epochs", 1) if position["finished"] else position["epoch"]
+        self.model._initial_epoch = epoch
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        resumed, self._resumed = self._resumed, None
+        self.model._initial_epoch = None
+        first = steps = 0
+        if resumed is not None and resumed["epoch"] == epoch:
+            first, steps = resumed["minibatches"], resumed["steps"]
+            self._at_sync.restore_metrics()
+        self._in_epoch = True
+        self._epoch, self._steps_before, self._steps = epoch, steps, steps
+        extended = self.model.distribute_strategy.extended
+        extended.position.move(epoch, extended.steps_seen, first, steps)
+        if self._saved is None or self._saved[:1] < (epoch,):
+            self._save_at_boundary()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        strategy = self.model.distribute_strategy
+        minutes = (time.monotonic() - self._saved_at) / 60.0
+        late = strategy.is_chief and minutes > (self._every_minutes or float("inf"))
+        if not self._asked and (self._terminated or late):
+            strategy.request(Request.LEAVE if self._terminated else Request.CHECKPOINT)
+            self._asked = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        before, self._steps = self._steps, self._steps_before + batch + 1
+        period = self.model.distribute_strategy.sync_period
+        if period is None or before // period == self._steps // period:
+            return
+        agreement = self._at_sync.synchronizer.agreement()
+        # Where a replica's data have ended its worker is in a sync, not here.
+        if agreement.block_open or not agreement.all_running:
+            return
+        due = self._every_syncs and agreement.syncs - self._saved_syncs >= self._every_syncs
+        if due or agreement.request in _ANSWERED:
+            self._save()
+            self._act_on(agreement.request)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        # Nothing was left of a resumed epoch, and Keras gives its metrics only after steps.
+        if logs is not None and self._steps_before and self._steps == self._steps_before:
+            logs |= {k: v for k, v in self.model.get_metrics_result().items() if k not in logs}
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._stop_listening()
+        self.model._initial_epoch = None
+        if self._in_epoch:
+            self._in_epoch = False
+            self._epoch, self._steps_before, self._steps = self._epoch + 1, 0, 0
+            self._save_at_boundary(finished=bool(self.model.stop_training))
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    @property
+    def _at_sync(self) -> Checkpoints:
+        if self._checkpoints is None:
+            raise RuntimeError("fit has not begun")
+        return self._checkpoints
+
+    def _save(self, finished: bool = False) -> None:
+        strategy = self.model.distribute_strategy
+        self._at_sync.save(
+            {
+                "epoch": self._epoch,
+                "steps": self._steps,
+                "minibatches": self._steps * strategy.num_replicas,
+                "finished": finished,
+            }
+        )
+        self._saved = (self._epoch, self._steps)
+        self._saved_syncs = self._at_sync.synchronizer.agreement().syncs
+        self._saved_at = time.monotonic()
+
+    def _save_at_boundary(self, finished: bool = False) -> None:
+        """Between two epochs: all blocks are closed."""
+        self.model.distribute_strategy.synchronize()
+        request = self._at_sync.synchronizer.agreement().request
+        if self._saved != (self._epoch, 0) or finished:
+            self._save(finished)
+        self._act_on(request)
+
+    def _act_on(self, request: Request) -> None:
+        if request in _ANSWERED:
+            self._at_sync.synchronizer.answered()
+            self._asked = False
+        if request == Request.LEAVE:
+            self._stop_listening()
+            if self.model.distribute_strategy.is_chief:
+                print(
+                    f"Asked to end: checkpoint written, exit code {RESTART_EXIT_CODE}. "
+                    "Start the program again to go on.",
+                    flush=True,
+                )
+            raise Preempted(RESTART_EXIT_CODE)
+
+    # -- SIGTERM ---------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        if threading.current_thread() is threading.main_thread() and self._former_handler is None:
+            self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
+
+    def _stop_listening(self) -> None:
+        if self._former_handler is not None:
+            signal.signal(signal.SIGTERM, self._former_handler)
+            self._former_handler = None
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        del number, frame
+        self._terminated = True
+        # A second one ends the program at once.
+        self._stop_listening()
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Makes one worker's wish to stop that of all, at the next sync or the end of the epoch.
+
+    For callbacks that set `model.stop_training` on one worker alone, for a reason that the others
+    do not see; without it that worker would leave the others waiting. Put it last.
+    """
+
+    async_safe = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        strategy = self.model.distribute_strategy
+        if self.model.stop_training:
+            self.model.stop_training = False
+            strategy.request(Request.STOP)
+        period = strategy.sync_period
+        if period is not None and (batch + 1) % period == 0:
+            agreement = strategy.extended.synchronizer_of(self.model).agreement()
+            if agreement.all_running and agreement.request == Request.STOP:
+                self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        extended = self.model.distribute_strategy.extended
+        asked = extended.synchronizer_of(self.model).agreement().request == Request.STOP
+        wishes = everyones(bool(self.model.stop_training) or asked, extended.control, "stop")
+        self.model.stop_training = any(wishes)
+        extended.synchronizer_of(self.model).answered()

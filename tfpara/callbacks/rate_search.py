@@ -1,0 +1,138 @@
+"""Trying learning rates on a sample of the data before each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.callbacks.schedule import Schedule, build_optimizer, components, learning_rate
+from tfpara.schedules import best_rate, candidate_rates
+from tfpara.steps import skip_empty
+
+
+class SearchRate(Schedule):
+    """Before each epoch, tries learning rates on a sample of its data and takes the best.
+
+    For every candidate the replicas train on the sample from the present model, each on its part
+    and without syncs, and the loss on the sample after it is the candidate's score, over all
+    replicas of all workers. Weights, optimizer and random state are then put back bit for bit. The
+    lowest score wins; of equal ones the lower rate. The rate may rise or fall.
+
+    You & Xu (2014), section 4.1, "ASGD-search", do so before each chunk of the data (an hour of
+    speech) on about 3 % of it, from a rate of 0.008: a chunk is what one `fit` epoch reads.
+
+    Args:
+        sample: minibatches to try on, a `tf.data.Dataset` (divided among the workers and replicas
+            as `fit` does) or one of the strategy's distributed datasets; or a function of the epoch
+            that returns one. Every worker needs at least one minibatch.
+        factors: candidates, as multiples of the present rate. 1 keeps it.
+        rates: the candidates themselves, in place of `factors`.
+        held_out: data that scores the candidates in place of the sample, as `model.evaluate` takes
+            it.
+        verbose: 1: the chief prints a line for each choice; 0: none.
+
+    Raises:
+        TypeError: the optimizer has a learning-rate schedule of its own; a sample of another kind.
+        ValueError: no candidate, one that is not positive, or all of them diverge.
+    """
+
+    def __init__(
+        self,
+        sample: Any,
+        factors: Sequence[float] = (0.5, 1.0, 2.0),
+        *,
+        rates: Sequence[float] | None = None,
+        held_out: Any = None,
+        verbose: int = 1,
+    ) -> None:
+        super().__init__("search_rate", verbose, sets_rate=True)
+        candidate_rates(1.0, factors if rates is None else rates)  # refuses bad ones now
+        self._sample: Callable[[int], Any] = sample if callable(sample) else lambda _: sample
+        self._factors = tuple(factors)
+        self._rates = None if rates is None else tuple(rates)
+        self._held_out = held_out
+        self._epoch = -1  # the epoch that is under way
+        self._restored_epoch: int | None = None
+        self._step: Callable[[Any], None] | None = None
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        self._step = None
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "epoch": self._epoch}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        super().set_state(state)
+        self._restored_epoch = state["epoch"]
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch)
+        restored, self._restored_epoch = self._restored_epoch, None
+        self._epoch = epoch
+        if restored == epoch:
+            return  # resumed inside an epoch, whose rate was chosen at its begin
+        before = learning_rate(self.model)
+        if self._rates is None:
+            rates = candidate_rates(before, self._factors)
+        else:
+            rates = candidate_rates(1.0, self._rates)
+        losses = self._losses(rates, self._distributed(self._sample(epoch)))
+        chosen = best_rate(rates, losses)
+        self.model.optimizer.learning_rate = chosen
+        tried = ", ".join(f"{r:.4g}: {x:.4g}" for r, x in zip(rates, losses, strict=True))
+        self.say(epoch, f"learning rate {chosen:.4g}, of losses {tried}.")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self._epoch = -1
+
+    def _distributed(self, sample: Any) -> Any:
+        if isinstance(sample, tf.distribute.DistributedDataset):
+            return sample
+        if isinstance(sample, tf.data.Dataset):
+            return self.model.distribute_strategy.experimental_distribute_dataset(sample)
+        raise TypeError(
+            f"sample is a {type(sample).__name__}; it must be a tf.data.Dataset of minibatches, a "
+            "distributed dataset, or a function of the epoch that returns one."
+        )
+
+    def _losses(self, rates: Sequence[float], sample: Any) -> list[float]:
+        """Each candidate's loss; leaves the model as it was."""
+        model = self.model
+        build_optimizer(model)
+        # Slots and the states of random generators too.
+        everything = components(model, [*model.variables, *model.optimizer.variables])
+        before = [tf.identity(component) for component in everything]
+        losses = []
+        for rate in rates:
+            model.optimizer.learning_rate = rate
+            self._train(sample)
+            held_out = sample if self._held_out is None else self._held_out
+            losses.append(float(model.evaluate(held_out, verbose=0, return_dict=True)["loss"]))
+            for component, value in zip(everything, before, strict=True):
+                component.assign(value)
+        # The epoch's own metrics begin now.
+        model.reset_metrics()
+        return losses
+
+    def _train(self, sample: Any) -> None:
+        if self._step is None:
+            self._step = self._make_step()
+        for data in sample:
+            self._step(data)
+
+    def _make_step(self) -> Callable[[Any], None]:
+        model, strategy = self.model, self.model.distribute_strategy
+
+        def step(data: Any) -> None:
+            # The base class's run: that of a PeriodicSyncStrategy would count the step and sync.
+            with strategy.scope():
+                tf.distribute.Strategy.run(strategy, skip_empty(model.train_step), (data,))
+
+        if model.run_eagerly:
+            return step
+        return tf.function(step, autograph=False, reduce_retracing=True)

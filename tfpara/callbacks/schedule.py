@@ -1,0 +1,225 @@
+"""Keras callbacks for schedules that go by the position in the run, and what all schedules share.
+
+Every decision is a function of the epoch's log and the position in the run, which all workers
+share, so that they decide alike. What a schedule remembers is saved with the strategy's
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.schedules import Piecewise
+
+
+class Schedule(keras.callbacks.Callback):
+    """What the callbacks of this module share: the rate, the log, the state, one line of text.
+
+    Args:
+        name: of its state in a checkpoint; "" where there is none.
+        verbose: 1: the chief prints a line for each change; 0: none.
+        sets_rate: whether it sets the learning rate.
+    """
+
+    # Keras may call the batch hooks from a thread of its own.
+    async_safe = False
+
+    def __init__(self, name: str, verbose: int, sets_rate: bool) -> None:
+        super().__init__()
+        self._state_name = name
+        self._verbose = verbose
+        self._sets_rate = sets_rate
+        self._restored_rate: float | None = None
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        if self._sets_rate:
+            check_rate(model)
+        strategy = model.distribute_strategy
+        if self._state_name and hasattr(strategy, "keep_state"):
+            strategy.keep_state(self._state_name, self)
+
+    def get_state(self) -> dict[str, Any]:
+        """What to save: numbers and strings by name."""
+        return {"learning_rate": learning_rate(self.model)} if self._sets_rate else {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state; its learning rate is set when the next epoch begins."""
+        self._restored_rate = state.get("learning_rate")
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._restored_rate is not None:
+            self.model.optimizer.learning_rate = self._restored_rate
+            self._restored_rate = None
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None and self._sets_rate:
+            logs["learning_rate"] = learning_rate(self.model)
+
+    def say(self, epoch: int, text: str) -> None:
+        """Prints a line on the chief."""
+        if self._verbose and getattr(self.model.distribute_strategy, "is_chief", True):
+            print(f"Epoch {epoch + 1}: {type(self).__name__}: {text}", flush=True)
+
+
+class LearningRate(Schedule):
+    """Sets the learning rate to a function of the position in the run.
+
+    Args:
+        schedule: position in epochs → rate: `tfpara.schedules.Exponential`, `Hand`, `Piecewise`, or
+            any function.
+        steps_per_epoch: minibatches of a replica in an epoch. Given, the rate is set before every
+            minibatch (with `steps_per_execution`, every so many); None: at the begin of each epoch.
+        verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
+
+    Unlike a schedule inside the optimizer, the rate is the same on workers that take more steps
+    than others. Put it before `Checkpoint`.
+
+    Raises:
+        TypeError: the optimizer has a learning-rate schedule of its own.
+        ValueError: `steps_per_epoch` below 1, or a schedule that gives no finite rate ≥ 0.
+    """
+
+    def __init__(
+        self,
+        schedule: Callable[[float], float],
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__("learning_rate", verbose, sets_rate=True)
+        if steps_per_epoch is not None and not steps_per_epoch >= 1:
+            raise ValueError(f"steps_per_epoch={steps_per_epoch!r} must be at least 1, or None.")
+        self._schedule = schedule
+        self._steps = steps_per_epoch
+        self._epoch = -1
+        self._before = 0  # minibatches of the epoch before this fit, where it resumes inside one
+        self._done = 0  # all of the epoch's so far
+        self._restored: tuple[int, int] | None = None
+        self._rate: float | None = None
+
+    def get_state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "steps": self._done}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._restored = (state["epoch"], state["steps"])
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        restored, self._restored = self._restored, None
+        self._epoch = epoch
+        self._before = restored[1] if restored and restored[0] == epoch else 0
+        self._done = self._before
+        before, self._rate = self._rate, None
+        self._set(epoch + self._share(0))
+        if self._rate != before:
+            self.say(epoch, f"learning rate {self._rate:.4g}.")
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._steps is not None:
+            self._set(self._epoch + self._share(batch))
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._done = self._before + batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self._epoch = -1  # a checkpoint from here on belongs to no epoch's middle
+
+    def _share(self, batch: int) -> float:
+        """How much of the epoch is done before a minibatch."""
+        return min((self._before + batch) / self._steps, 1.0) if self._steps else 0.0
+
+    def _set(self, position: float) -> None:
+        rate = float(self._schedule(position))
+        if not (math.isfinite(rate) and rate >= 0.0):
+            raise ValueError(
+                f"the schedule gives the learning rate {rate!r} at epoch {position:g}; it must be "
+                "a number of at least 0."
+            )
+        if rate != self._rate:
+            self.model.optimizer.learning_rate = rate
+            self._rate = rate
+
+
+class SyncPeriod(Schedule):
+    """Changes the strategy's sync period at given epochs: `SyncPeriod({0: 1, 2: 20, 4: 80})`.
+
+    Frequent syncs first, while the replicas' models move fast, and rare ones later, is post-local
+    SGD (Lin et al., "Don't use large mini-batches, use local SGD", 2020).
+
+    Args:
+        periods: from each epoch on, τ ≥ 1 minibatches. Epoch 0 must be there.
+        verbose: 1: the chief prints a line for each change; 0: none.
+
+    The log gets "sync_period".
+
+    Raises:
+        TypeError: the model's strategy has no sync period.
+        ValueError: an epoch or period that is not a whole number in its range.
+    """
+
+    def __init__(self, periods: Mapping[int, int], verbose: int = 1) -> None:
+        super().__init__("", verbose, sets_rate=False)
+        for epoch, period in periods.items():
+            if not (_is_whole(epoch) and _is_whole(period) and epoch >= 0 and period >= 1):
+                raise ValueError(
+                    f"periods has {epoch!r}: {period!r}; epochs are whole numbers of at least 0, "
+                    "and periods of at least 1."
+                )
+        self._periods = Piecewise(periods)
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        if not hasattr(model.distribute_strategy, "set_sync_period"):
+            raise TypeError(
+                f"SyncPeriod: the model's strategy is {type(model.distribute_strategy).__name__}, "
+                "which has no sync period. Make and compile the model in the scope of a "
+                "tfpara.PeriodicSyncStrategy."
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        strategy, period = self.model.distribute_strategy, self._periods(epoch)
+        if period != strategy.sync_period:
+            self.say(epoch, f"syncs every {period} minibatches.")
+            strategy.set_sync_period(period)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["sync_period"] = self._periods(epoch)
+
+
+def learning_rate(model: keras.Model) -> float:
+    """The rate that the model's optimizer has now."""
+    return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+
+
+def check_rate(model: keras.Model) -> None:
+    """Raises TypeError unless the optimizer's learning rate is a variable that can be set."""
+    rate = getattr(getattr(model, "optimizer", None), "learning_rate", None)
+    if not isinstance(rate, keras.Variable):
+        raise TypeError(
+            "the learning rate of the model's optimizer cannot be set: it was compiled with a "
+            "LearningRateSchedule or a function, or not at all. Compile with a number, e.g. "
+            "keras.optimizers.SGD(0.1)."
+        )
+
+
+def build_optimizer(model: keras.Model) -> None:
+    """Makes the optimizer's slots, if its first step has not done so yet."""
+    with model.distribute_strategy.scope():
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+
+
+def components(model: keras.Model, variables: Any) -> list[tf.Variable]:
+    """Keras variables as the plain ones behind them, of every local replica."""
+    first = model.distribute_strategy.experimental_local_results
+    return [component for v in variables for component in first(v.value)]
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)

@@ -1,0 +1,231 @@
+"""Keras callbacks that decide by scores on held-out data: Newbob and the overfitting guard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.callbacks.held_out import HeldOut
+from tfpara.callbacks.schedule import Schedule, build_optimizer, components, learning_rate
+from tfpara.schedules import NewbobRule, NewbobState, OverfittingRule, OverfittingState
+
+
+class Newbob(Schedule):
+    """Lowers the learning rate, and stops, by a score on held-out data after each epoch.
+
+    The rate stays while the score improves enough, is then halved after every epoch, and training
+    stops when the score hardly improves: see `tfpara.schedules.NewbobRule` for the thresholds of
+    the papers. The scores join the epoch's log as those of `HeldOut` do, which this replaces.
+
+    Args:
+        validation: held-out data in any form that `model.evaluate` takes. Or the name of an entry
+            that the epoch's log has already, such as "validation_loss" of a `HeldOut` before this
+            callback; `metric`, `which`, `name` and `score_first` then mean nothing.
+        metric: "loss" or the name of a compiled metric.
+        rule: the thresholds. None: `NewbobRule.cross_entropy()` for a loss and
+            `NewbobRule.accuracy()` for an accuracy.
+        which: the weights to score: "global", "local" or an average's name.
+        name: prefix of the results in the log.
+        score_first: whether the model is scored before the run's first epoch too, as in Kaldi's
+            nnet1 schedule, so that a good initial model is the first to compare with.
+        verbose: 1: the chief prints a line for each change; 0: none.
+
+    With ``reject_worse`` in the rule, a worse epoch is given up: the global model goes back to what
+    it was when the epoch began, and the optimizer's slots too, on every replica; block momentum and
+    averages start again. (Training resumed in the middle of an epoch goes back to that place.)
+
+    Raises:
+        TypeError: the optimizer has a learning-rate schedule of its own.
+        ValueError: neither a loss nor an accuracy, and no rule; a score that the log lacks, or that
+            is not finite.
+    """
+
+    def __init__(
+        self,
+        validation: Any,
+        metric: str = "loss",
+        *,
+        rule: NewbobRule | None = None,
+        which: str = "global",
+        name: str = "validation",
+        score_first: bool = True,
+        verbose: int = 1,
+    ) -> None:
+        super().__init__("newbob", verbose, sets_rate=True)
+        named = isinstance(validation, str)
+        self._key = validation if named else f"{name}_{metric}"
+        self._rule = rule or _rule_for(self._key)
+        self._score_first = score_first
+        self._state = self._rule.init()
+        self._kept: _Kept | None = None
+        self._held_out = None if named else HeldOut(validation, which, name)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rule has ended training; also true after resuming such a run."""
+        return self._state.stopped
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), **self._state._asdict()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        super().set_state(state)
+        self._state = NewbobState(**{field: state[field] for field in NewbobState._fields})
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        if self._held_out is not None:
+            self._held_out.set_model(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._score_first and self._held_out is not None and self._state.score is None:
+            scores: dict[str, Any] = {}
+            self._held_out.on_epoch_end(-1, scores)
+            self._state = self._rule.update(self._state, self._score(scores))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch)
+        if self._rule.reject_worse:
+            self._kept = _Kept(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        logs = {} if logs is None else logs
+        if self._held_out is not None:
+            self._held_out.on_epoch_end(epoch, logs)
+        super().on_epoch_end(epoch, logs)
+        self._state = self._rule.update(self._state, self._score(logs))
+        if self._state.rejected and self._kept is not None:
+            self._kept.restore()
+        self._kept = None
+        self._act(epoch)
+
+    def _act(self, epoch: int) -> None:
+        state, rule = self._state, self._rule
+        unit = 100.0 if rule.relative or rule.rising else 1.0
+        percent = "%" if unit == 100.0 else ""
+        change = f"{self._key} gained {unit * (state.gain or 0.0):.3g}{percent}"
+        if state.rejected:
+            change += "; went back to the model before this epoch"
+        if state.stopped:
+            self.model.stop_training = True
+            self.say(epoch, f"{change}, less than {unit * rule.stop:g}{percent}: stops.")
+        elif state.fading:
+            rate = learning_rate(self.model) * rule.factor
+            self.model.optimizer.learning_rate = rate
+            self.say(epoch, f"{change}; learning rate {rate:.4g}.")
+
+    def _score(self, logs: Mapping[str, Any]) -> float:
+        return _entry(logs, self._key)
+
+
+class OverfittingGuard(Schedule):
+    """Stops training when the gap between training and validation error has opened.
+
+    See `tfpara.schedules.OverfittingRule`. Put it after the callback that scores validation data.
+
+    Args:
+        training: entry of the epoch's log for the training data. "accuracy" and the like is the
+            epoch's own running mean; `HeldOut(part_of_training_data, name="training")` before this
+            callback measures the same weights as the validation, as "training_accuracy".
+        validation: entry for the validation data.
+        rule: threshold and patience.
+        verbose: 1: the chief prints a line when it stops; 0: none.
+
+    Entries whose names end in "accuracy" count as 1 − accuracy; others are errors as they are.
+
+    Raises:
+        ValueError: an accuracy and an error; an entry that the log lacks, or that is not finite.
+    """
+
+    def __init__(
+        self,
+        training: str = "accuracy",
+        validation: str = "validation_accuracy",
+        rule: OverfittingRule | None = None,
+        verbose: int = 1,
+    ) -> None:
+        super().__init__("overfitting_guard", verbose, sets_rate=False)
+        if _is_accuracy(training) != _is_accuracy(validation):
+            raise ValueError(
+                f"training={training!r} and validation={validation!r}: one is an accuracy and the "
+                "other is not. Give the same measure of both."
+            )
+        self._keys = (training, validation)
+        self._rule = rule or OverfittingRule()
+        self._state = self._rule.init()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rule has ended training; also true after resuming such a run."""
+        return self._state.stopped
+
+    def get_state(self) -> dict[str, Any]:
+        return self._state._asdict()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._state = OverfittingState(**{f: state[f] for f in OverfittingState._fields})
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        training, validation = (self._error(logs or {}, key) for key in self._keys)
+        self._state = self._rule.update(self._state, training, validation)
+        if self._state.stopped:
+            self.model.stop_training = True
+            self.say(
+                epoch,
+                f"training error {training:.4g}, validation error {validation:.4g}: a gap of more "
+                f"than {self._rule.threshold:g} over the smallest; stops.",
+            )
+
+    @staticmethod
+    def _error(logs: Mapping[str, Any], key: str) -> float:
+        value = _entry(logs, key)
+        return 1.0 - value if _is_accuracy(key) else value
+
+
+class _Kept:
+    """A model's global weights and its replicas' optimizer slots, to go back to."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        strategy = model.distribute_strategy
+        if hasattr(strategy, "weights"):
+            with strategy.weights(model, "global"):
+                self._weights = model.get_weights()
+        else:
+            self._weights = model.get_weights()
+        build_optimizer(model)
+        # Not the learning rate nor the number of steps, which are scalars.
+        slots = [v for v in model.optimizer.variables if len(v.shape)]
+        self._slots = [(c, tf.identity(c)) for c in components(model, slots)]
+
+    def restore(self) -> None:
+        self._model.set_weights(self._weights)
+        for component, value in self._slots:
+            component.assign(value)
+
+
+def _rule_for(key: str) -> NewbobRule:
+    if _is_accuracy(key):
+        return NewbobRule.accuracy()
+    if key.endswith("loss"):
+        return NewbobRule.cross_entropy()
+    raise ValueError(
+        f"Newbob cannot tell from the name {key!r} whether higher is better. Give "
+        "rule=tfpara.schedules.NewbobRule(...)."
+    )
+
+
+def _is_accuracy(key: str) -> bool:
+    return key.endswith(("accuracy", "acc"))
+
+
+def _entry(logs: Mapping[str, Any], key: str) -> float:
+    if key not in logs:
+        raise ValueError(
+            f"the epoch's log has no {key!r}. It has: {', '.join(sorted(logs))}. Callbacks that "
+            "write to it must come before those that read."
+        )
+    return float(logs[key])

@@ -1,0 +1,121 @@
+"""The first epoch of one replica alone, whose model all replicas then start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.callbacks.schedule import Schedule
+
+
+class WarmStart(Schedule):
+    """Trains the first epochs as one replica would alone; then all start from that model.
+
+    Li et al. (2017), section 3.1: every parallel run starts from the model of one epoch of
+    single-replica SGD. Here every replica trains on the same data for these epochs, that of a run
+    with one replica, without syncs. At the end of each all go on from the weights and batch-norm
+    statistics of replica 0 (dropout makes the others differ); block momentum and averages begin
+    there, and the optimizers' slots stay.
+
+    The data function asks which part of the data to read, and repeats each minibatch for every
+    replica of the worker:
+
+        warm = WarmStart()
+
+        def minibatches(epoch, first):
+            num_replicas, replica_ids = warm.replicas(strategy, epoch)
+            dataset = ...  # of replicas `replica_ids` among `num_replicas`
+            return warm.to_every_replica(strategy, epoch, dataset)
+
+    Put it before callbacks that score the model, and after `SyncPeriod`.
+
+    Args:
+        epochs: how many, ≥ 0.
+        verbose: 1: the chief prints a line when it ends; 0: none.
+
+    Raises:
+        TypeError: the model has several replicas, but its strategy is not a `PeriodicSyncStrategy`.
+        ValueError: `epochs` below 0.
+    """
+
+    def __init__(self, epochs: int = 1, verbose: int = 1) -> None:
+        super().__init__("warm_start", verbose, sets_rate=False)
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
+            raise ValueError(f"epochs={epochs!r} must be a whole number of at least 0.")
+        self._epochs = epochs
+        self._alone = False  # while the replicas train on their own
+        self._period: int | None = None  # the strategy's, for after that
+
+    def replicas(self, strategy: Any, epoch: int) -> tuple[int, list[int]]:
+        """How many replicas share the data of an epoch, and which of them this worker reads for.
+
+        Args:
+            strategy: a `PeriodicSyncStrategy`, or None in a run without one.
+            epoch: number of the epoch, from 0.
+        """
+        if not hasattr(strategy, "local_replica_ids") or epoch < self._epochs:
+            return 1, [0]
+        return strategy.num_replicas, strategy.local_replica_ids
+
+    def to_every_replica(
+        self, strategy: Any, epoch: int, dataset: tf.data.Dataset
+    ) -> tf.data.Dataset:
+        """`dataset` with each minibatch once for every replica of this worker, in warm epochs."""
+        count = len(getattr(strategy, "local_replica_ids", [0]))
+        if count == 1 or epoch >= self._epochs:
+            return dataset
+
+        def repeated(*minibatch: Any) -> tf.data.Dataset:
+            element = minibatch if len(minibatch) > 1 else minibatch[0]
+            return tf.data.Dataset.from_tensors(element).repeat(count)
+
+        return dataset.flat_map(repeated)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"sync_period": self._period}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        # Resumed in a warm epoch the strategy has no period, and does not know its own.
+        self._period = state["sync_period"]
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        strategy = model.distribute_strategy
+        if strategy.num_replicas_in_sync > 1 and not hasattr(strategy, "broadcast_replica"):
+            raise TypeError(
+                f"WarmStart: the model's strategy is {type(strategy).__name__}, whose replicas "
+                "cannot train alone. Make and compile the model in the scope of a "
+                "tfpara.PeriodicSyncStrategy."
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        strategy = self.model.distribute_strategy
+        if epoch < self._epochs and hasattr(strategy, "broadcast_replica"):
+            if strategy.sync_period is not None:
+                self._period = strategy.sync_period
+            self._alone = True
+            strategy.set_sync_period(None)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        period = getattr(self.model.distribute_strategy, "sync_period", None)
+        if self._alone and period is not None:
+            raise RuntimeError(
+                f"the sync period was set to {period} in an epoch of WarmStart, whose replicas "
+                "must not sync. Put WarmStart after SyncPeriod."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self._alone:
+            return
+        self._alone = False
+        strategy = self.model.distribute_strategy
+        # First this: at the end of a block the rule would change the weights.
+        strategy.broadcast_replica(self.model, 0)
+        strategy.set_sync_period(self._period)
+        if epoch + 1 == self._epochs:
+            self.say(
+                epoch, f"all {strategy.num_replicas} replicas go on from the model of the first."
+            )

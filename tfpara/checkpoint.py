@@ -1,0 +1,350 @@
+"""Checkpoints of a run under a `PeriodicSyncStrategy`, and exact resume.
+
+A checkpoint is taken at a sync, where all replicas are at the same step. It holds the global
+model, momentum and averages (each worker writes the parts it keeps), every replica's own weights,
+optimizer slots, statistics, dropout seeds and metrics, the counters, the state of callbacks,
+Python's and NumPy's random state, and the position in the data.
+
+Resumed on the same number of replicas, a run goes on as if it had not been interrupted: bit for
+bit, where TensorFlow itself is (on CPUs). On another number, every replica starts from the point
+that the rule would broadcast, with the optimizer's slots of one of the former replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.checkpoint_store import CheckpointError, Store
+from tfpara.exchange import everyones
+from tfpara.model_variables import optimizers
+from tfpara.settings import versions
+from tfpara.synchronizer import Synchronizer
+
+IF_DAMAGED = ("refuse", "start")
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one model; every worker calls the same methods.
+
+    Args:
+        directory: shared by all workers.
+        keep: how many of the newest stay.
+        may_change: keys of the strategy's `data_plan` that may differ where a run is resumed.
+    """
+
+    def __init__(
+        self, model: keras.Model, directory: Any, keep: int, may_change: tuple[str, ...] = ()
+    ) -> None:
+        self._model = model
+        self._strategy = model.distribute_strategy
+        self._may_change = may_change
+        self._extended = self._strategy.extended
+        self.store = Store(directory, keep)
+        self._next = 0
+        self._metrics: list[tuple[tf.Variable, Any]] = []
+
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """That of the model."""
+        with self._strategy.scope():
+            return self._extended.synchronizer_of(self._model)
+
+    def lock(self) -> None:
+        """Takes the directory for this run.
+
+        Raises:
+            CheckpointError: on every worker, if the chief cannot.
+        """
+        self._together(self.store.lock, "lock", chief_only=True)
+        numbers = self._everyones(self.store.numbers(), "numbers")
+        if any(theirs != numbers[0] for theirs in numbers):
+            raise CheckpointError(
+                f"{self.store.directory} must be one directory that all workers share: they see "
+                f"different checkpoints in it."
+            )
+        self._next = max(numbers[0], default=0) + 1
+
+    def save(self, position: Mapping[str, Any]) -> int:
+        """Writes a checkpoint at a sync; returns its number.
+
+        Raises:
+            CheckpointError: on every worker, naming the one that could not write; the checkpoints
+                before it are intact.
+        """
+        number, self._next = self._next, self._next + 1
+        rank = self._strategy.worker_index
+        written: list[dict[str, Any]] = []
+        try:
+            self._together(lambda: self.store.begin(number), "begin", chief_only=True)
+            tensors = self._tensors()
+            self._together(
+                lambda: written.append(self.store.write_part(number, rank, tensors)), "write"
+            )
+            parts = self._everyones(written[0], "files")
+            manifest = {
+                **self._of_a_run(),
+                "versions": versions(),
+                "replicas": self._strategy.num_replicas,
+                "workers": self._strategy.num_workers,
+                "bucket_sizes": self.synchronizer.global_state.bucket_sizes,
+                "position": dict(position),
+                "states": {k: v.get_state() for k, v in self._extended.states.items()},
+                "files": {name: mark for part in parts for name, mark in part.items()},
+            }
+            self._together(lambda: self.store.commit(number, manifest), "commit", chief_only=True)
+        except CheckpointError:
+            if self._strategy.is_chief:
+                self.store.abandon(number)
+            raise
+        return number
+
+    def restore(self, if_damaged: str) -> dict[str, Any] | None:
+        """Goes on from the newest checkpoint that is whole; returns its position, None without any.
+
+        Args:
+            if_damaged: what to do if there are checkpoints and none is whole: "refuse" or "start".
+
+        Raises:
+            CheckpointError: on every worker: all are damaged, or the newest is of another run.
+        """
+        numbers = self.store.numbers()
+        problems = []
+        for number in numbers:
+            problem = self._problem(number)
+            if problem is None:
+                manifest = self.store.read_manifest(number)
+                self._check_run(number, manifest)
+                self._load(number, manifest)
+                return {**manifest["position"], "number": number}
+            warnings.warn(f"{problem}; trying the checkpoint before it.", stacklevel=2)
+            problems.append(problem)
+        if problems and if_damaged == "refuse":
+            raise CheckpointError(
+                f"no checkpoint in {self.store.directory} can be used: {'; '.join(problems)}. To "
+                'train from the beginning, remove the directory or give if_damaged="start".'
+            )
+        return None
+
+    def restore_metrics(self) -> None:
+        """Puts the metrics of an epoch under way back, which Keras resets where `fit` begins it."""
+        for variable, value in self._metrics:
+            variable.assign(value)
+        self._metrics = []
+
+    # -- agreeing ------------------------------------------------------------------------------
+
+    def _everyones(self, value: Any, name: str) -> list[Any]:
+        return everyones(value, self._extended.control, f"checkpoint/{name}")
+
+    def _together(self, action: Any, name: str, chief_only: bool = False) -> None:
+        """Does something on every worker; raises on all of them if it fails on one."""
+        problem = None
+        if self._strategy.is_chief or not chief_only:
+            try:
+                action()
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+        problems = self._everyones(problem, name)
+        for worker, theirs in enumerate(problems):
+            if theirs is not None:
+                where = f"worker {worker}: " if len(problems) > 1 else ""
+                raise CheckpointError(where + theirs)
+
+    def _problem(self, number: int) -> str | None:
+        """Why a checkpoint cannot be used, as all workers agree; None if it can."""
+        problem = None
+        if self._strategy.is_chief:
+            try:
+                self.store.check(number, self.store.read_manifest(number))
+            except CheckpointError as error:
+                problem = str(error)
+        return self._everyones(problem, "problem")[0]
+
+    def _of_a_run(self) -> dict[str, Any]:
+        run = self._extended.settings.of_a_run()
+        optimizer = getattr(self._model, "optimizer", None)
+        shapes = [f"{tuple(v.shape)} {v.dtype}" for v in self._model.trainable_variables]
+        return {
+            "run": {
+                **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
+                "tfpara version": versions()["tfpara version"],
+                "model": "; ".join(shapes),
+                "optimizer": type(optimizer).__name__,
+            }
+        }
+
+    def _check_run(self, number: int, manifest: Mapping[str, Any]) -> None:
+        theirs, mine = (
+            manifest["run"],
+            json.loads(json.dumps(self._of_a_run()["run"], default=repr)),
+        )
+        differing = [
+            f"{key}: the checkpoint has {theirs.get(key)!r}, this run {mine.get(key)!r}"
+            for key in sorted({*theirs, *mine})
+            if theirs.get(key) != mine.get(key)
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{self.store.path(number)} is of another run. {'; '.join(differing)}. Resume with "
+                "the same settings, or give this run a directory of its own."
+            )
+        others = {k: v for k, v in manifest["versions"].items() if versions().get(k) != v}
+        if others:
+            warnings.warn(
+                f"{self.store.path(number)} was written with "
+                f"{', '.join(f'{k} {v}' for k, v in others.items())}; numbers may differ in the "
+                "last digits.",
+                stacklevel=2,
+            )
+
+    # -- what is in a part ---------------------------------------------------------------------
+
+    def _variables(self) -> Iterator[tuple[str, Any]]:
+        """Every variable of the model, its optimizer and its metrics, by a name of its own."""
+        model = self._model
+        groups = {
+            "weights": model.trainable_variables,
+            "state": model.non_trainable_variables,
+            "optimizer": [
+                *getattr(model.optimizer, "variables", []),
+                *(v for optimizer in optimizers(model) for v in optimizer.variables),
+            ],
+            "metrics": model.metrics_variables,
+        }
+        seen = set()
+        for group, variables in groups.items():
+            for index, variable in enumerate(variables):
+                if id(variable) not in seen:
+                    seen.add(id(variable))
+                    yield f"{group}/{index}", variable.value
+
+    def _components(self) -> Iterator[tuple[str, int, tf.Variable]]:
+        """(name, replica, variable) of every local replica."""
+        ids = self._strategy.local_replica_ids
+        for name, value in self._variables():
+            components = self._strategy.experimental_local_results(value)
+            if len(components) == len(ids):
+                for replica, component in zip(ids, components, strict=True):
+                    yield name, replica, component
+            else:
+                yield name, ids[0], components[0]
+
+    def _tensors(self) -> dict[str, Any]:
+        """This worker's part."""
+        tensors: dict[str, Any] = {}
+        for name, replica, component in self._components():
+            tensors[f"replica-{replica}/{name}"] = component.read_value()
+        state = self.synchronizer.global_state
+        for cell in state.cells():
+            if self._strategy.is_chief or state.is_sharded:
+                where = f"{cell.part.bucket}/{cell.part.start}"
+                tensors[f"global/{cell.field}/{where}"] = cell.variable.read_value()
+        for name, counter in self.synchronizer.counters().items():
+            tensors[f"counter/{name}"] = counter.read_value()
+        tensors["random"] = tf.constant(json.dumps(_random_state()))
+        return tensors
+
+    # -- restoring -----------------------------------------------------------------------------
+
+    def _load(self, number: int, manifest: Mapping[str, Any]) -> None:
+        readers = self.store.readers(number, manifest)
+        held = {name: r for r in readers for name in r.get_variable_to_shape_map()}
+        same = manifest["replicas"] == self._strategy.num_replicas
+        rank = self._strategy.worker_index
+        own = readers[rank % len(readers)]
+        self._load_global(readers, manifest)
+        self._load_replicas(held, manifest["replicas"])
+        counters = self.synchronizer.counters()
+        for name, counter in counters.items():
+            value = own.get_tensor(f"counter/{name}")
+            if name == "samples":
+                total = sum(r.get_tensor("counter/samples") for r in readers)
+                alike = len(readers) == self._strategy.num_workers
+                value = value if alike else total / self._strategy.num_workers
+            counter.assign(value)
+        self._extended.sync_period = self.synchronizer.sync_period
+        _set_random_state(json.loads(own.get_tensor("random")))
+        if not same:
+            self._start_anew()
+        for name, state in manifest["states"].items():
+            if name in self._extended.states:
+                self._extended.states[name].set_state(state)
+            else:
+                warnings.warn(
+                    f"the checkpoint has a state of {name!r}, which this run does not have; it is "
+                    "left out.",
+                    stacklevel=2,
+                )
+
+    def _load_global(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
+        pieces: dict[str, dict[int, dict[int, Any]]] = {}
+        for reader in readers:
+            for key in reader.get_variable_to_shape_map():
+                if key.startswith("global/"):
+                    field, bucket, start = key.removeprefix("global/").rsplit("/", 2)
+                    pieces.setdefault(field, {}).setdefault(int(bucket), {})[int(start)] = reader
+        sizes = manifest["bucket_sizes"]
+        state = self.synchronizer.global_state
+        for cell in {cell.field: cell for cell in state.cells()}.values():
+            buckets = []
+            for bucket, size in enumerate(sizes):
+                found = sorted(pieces[cell.field][bucket].items())
+                parts = [
+                    reader.get_tensor(f"global/{cell.field}/{bucket}/{start}")
+                    for start, reader in found
+                ]
+                if cell.is_scalar:
+                    state.set_field(cell.field, parts[0])
+                    break
+                buckets.append(np.concatenate(parts)[:size])
+            else:
+                state.set_field(cell.field, buckets)
+
+    def _load_replicas(self, held: Mapping[str, Any], replicas: int) -> None:
+        for name, replica, component in self._components():
+            seeded = name.startswith("state/") and not component.dtype.is_floating
+            if replica >= replicas and seeded:
+                continue  # A replica that is new draws on from a seed of its own.
+            sources = [replica % replicas]
+            if name.startswith("metrics/"):
+                # Sums over the replicas, which have to stay what they are.
+                sources = list(range(replica, replicas, self._strategy.num_replicas))
+            values = [_value(held, f"replica-{source}/{name}") for source in sources]
+            component.assign(sum(values) if values else tf.zeros_like(component))
+            if name.startswith("metrics/"):
+                self._metrics.append((component, component.numpy()))
+
+    def _start_anew(self) -> None:
+        """Puts every replica where the rule would have it after a sync."""
+        weights = self.synchronizer.broadcast_point()
+        self.synchronizer.set_weights([weights] * len(self._strategy.local_replica_ids))
+
+
+def _value(held: Mapping[str, Any], key: str) -> Any:
+    if key not in held:
+        raise CheckpointError(f"the checkpoint lacks {key}, which this model has.")
+    return held[key].get_tensor(key)
+
+
+def _random_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))

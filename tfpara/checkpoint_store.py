@@ -1,0 +1,233 @@
+"""Checkpoints on disk: complete or not there at all.
+
+DIRECTORY/lock                          held by the run that writes here
+DIRECTORY/checkpoint-00000012/          the twelfth; made visible by one rename
+    manifest.json                       what it is of, and every file's size and SHA-256
+    part-00000.index, part-00000.data-00000-of-00001     of worker 0, TensorFlow's own format
+DIRECTORY/.partial-…/                   under way, or left by a run that was killed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+FORMAT = 1
+_NAME = re.compile(r"checkpoint-(\d{8})")
+_PARTIAL = ".partial-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or cannot be used. The message says which and why."""
+
+
+class Store:
+    """A directory of checkpoints. All workers see the same one, and the chief makes the changes.
+
+    Args:
+        directory: of the checkpoints.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
+        self.directory = Path(directory)
+        self._keep = keep
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Takes the directory for this process, until it ends.
+
+        Raises:
+            CheckpointError: another run has it, or it cannot be written to.
+        """
+        if self._lock is not None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint directory {self.directory} cannot be written to ({error.strerror}). "
+                "Give one that can."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(lock, 200, 0).decode(errors="replace") or "an unknown process"
+            os.close(lock)
+            raise CheckpointError(
+                f"checkpoint directory {self.directory} is in use by another run ({holder}). Wait "
+                "for its end, or give this run a directory of its own."
+            ) from error
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._lock = lock
+        for left_over in self.directory.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+
+    def release(self) -> None:
+        """Gives the directory back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def numbers(self) -> list[int]:
+        """Numbers of the checkpoints that were made visible, the newest first."""
+        if not self.directory.is_dir():
+            return []
+        found = [_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def path(self, number: int) -> Path:
+        """Directory of a complete checkpoint."""
+        return self.directory / f"checkpoint-{number:08d}"
+
+    def partial(self, number: int) -> Path:
+        """Directory of a checkpoint under way."""
+        return self.directory / f"{_PARTIAL}{number:08d}"
+
+    def begin(self, number: int) -> None:
+        """Makes the directory of a checkpoint under way, empty."""
+        partial = self.partial(number)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    def write_part(self, number: int, rank: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes a worker's part of a checkpoint under way; returns its files, for the manifest.
+
+        Raises:
+            CheckpointError: the directory is not there, or the disk does not take it.
+        """
+        partial = self.partial(number)
+        if not partial.is_dir():
+            raise CheckpointError(
+                f"{partial}, which the chief has made, is not there: {self.directory} must be one "
+                "directory that all workers share."
+            )
+        prefix = partial / _part(rank)
+        try:
+            with tf.device("CPU:0"):
+                tf.raw_ops.SaveV2(
+                    prefix=os.fspath(prefix),
+                    tensor_names=list(tensors),
+                    shape_and_slices=[""] * len(tensors),
+                    tensors=[tf.convert_to_tensor(t) for t in tensors.values()],
+                )
+            written = sorted(partial.glob(f"{_part(rank)}.*"))
+            for path in written:
+                _sync_to_disk(path)
+            return {path.name: _mark(path) for path in written}
+        except (OSError, tf.errors.OpError) as error:
+            raise CheckpointError(f"cannot write {prefix} ({_first_line(error)})") from error
+
+    def commit(self, number: int, manifest: Mapping[str, Any]) -> None:
+        """Makes a checkpoint visible, and removes those that are too old.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        partial = self.partial(number)
+        try:
+            path = partial / "manifest.json"
+            path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1, sort_keys=True))
+            _sync_to_disk(path)
+            _sync_to_disk(partial)
+            partial.rename(self.path(number))
+            _sync_to_disk(self.directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot complete {self.path(number)} ({_first_line(error)})"
+            ) from error
+        for old in self.numbers()[self._keep :]:
+            self._remove(old)
+
+    def abandon(self, number: int) -> None:
+        """Removes a checkpoint under way."""
+        shutil.rmtree(self.partial(number), ignore_errors=True)
+
+    def read_manifest(self, number: int) -> dict[str, Any]:
+        """What a checkpoint is of.
+
+        Raises:
+            CheckpointError: it has no manifest, or a damaged one.
+        """
+        path = self.path(number) / "manifest.json"
+        try:
+            manifest = json.loads(path.read_text())
+            files = manifest["files"]
+            if not isinstance(files, dict) or not files:
+                raise ValueError("it lists no files")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({_first_line(error)})") from error
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {manifest.get('format')!r}; this version reads {FORMAT}"
+            )
+        return manifest
+
+    def check(self, number: int, manifest: Mapping[str, Any]) -> None:
+        """Compares every file of a checkpoint with its manifest.
+
+        Raises:
+            CheckpointError: a file is missing or damaged; the message names it.
+        """
+        for name, expected in manifest["files"].items():
+            path = self.path(number) / name
+            try:
+                found = _mark(path)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+            if found != expected:
+                raise CheckpointError(f"{path} is damaged: its size or SHA-256 is not as written")
+
+    def readers(self, number: int, manifest: Mapping[str, Any]) -> list[Any]:
+        """A reader of each worker's part, with `get_tensor(name)` and
+        `get_variable_to_shape_map()`."""
+        folder = self.path(number)
+        return [
+            tf.train.load_checkpoint(os.fspath(folder / _part(rank)))
+            for rank in range(manifest["workers"])
+        ]
+
+    def _remove(self, number: int) -> None:
+        # Renamed first, so that a kill in the middle leaves nothing that looks complete.
+        dying = self.directory / f"{_PARTIAL}old-{number:08d}"
+        with contextlib.suppress(OSError):
+            self.path(number).rename(dying)
+        shutil.rmtree(dying, ignore_errors=True)
+
+
+def _part(rank: int) -> str:
+    return f"part-{rank:05d}"
+
+
+def _mark(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _sync_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _first_line(error: Exception) -> str:
+    text = getattr(error, "message", None) or str(error)
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
