@@ -249,7 +249,8 @@ def test_streams_of_two_replicas_score_as_whole_utterances_do(tiny, tmp_path):
     """Trains under the strategy, then scores in pieces of 7 frames and in one piece each."""
     options = StreamOptions(**SMALL, stack=3)
     preset = presets.get("lstm-000")
-    shape = {"scale": 0.01, "input_dim": options.input_dim(120), "num_classes": tiny.num_classes}
+    shape = {"input_dim": options.input_dim(120), "num_classes": tiny.num_classes}
+    shape |= {"scale": 0.01, "layers": 1}
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=5, devices=["CPU:0", "CPU:1"])
     plan = streams.partition(tiny, "train", options, num_replicas=2)
     assert plan.steps(0) != plan.steps(1)

@@ -21,6 +21,7 @@ def compiled(**options):
         keras.optimizers.SGD(0.5, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")],
+        jit_compile=False,  # which takes longer than it saves
         **options,
     )
     return model
