@@ -13,8 +13,8 @@ from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS, plan
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, sensible_rank
 from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_matrix
 
-# Kaldi's convolutions remember four minibatches. Their rows are sums over a minibatch there, and
-# means here, at least this much smaller when squared.
+# Kaldi's convolutions remember four minibatches. Their gradients are sums over a minibatch there
+# and means here: with a thousand frames, this much smaller when squared, and so is the floor.
 _MATRIX_HISTORY = 4.0
 _MATRIX_EPSILON = 1e-6
 
@@ -163,13 +163,14 @@ class NGSGD(keras.optimizers.SGD):
         if self.built:
             return
         super().build(variables)
-        for entry in self._layers_plan:
+        for number, entry in enumerate(self._layers_plan):
             if entry["kind"] == PLAIN:
                 self._sides.append((None, None))
                 continue
             kernel = variables[entry["variables"][0]]
             by_rows = entry["kind"] == ROWS
-            name = kernel.path.replace("/", "_")
+            # Not the layer's name, whose number counts all that a worker has made.
+            name = f"layer{number}"
             input_side = self._make_side(self.input_rank, entry["width"], by_rows, f"{name}_input")
             output_side = self._make_side(
                 self.output_rank, kernel.shape[-1], by_rows, f"{name}_output"

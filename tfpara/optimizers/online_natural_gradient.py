@@ -54,7 +54,7 @@ class OnlineNaturalGradient:
         delta: floor of ρ, relative to the largest eigenvalue of F.
         history_minibatches: if set, η = 1 / history_minibatches instead, whatever N is.
 
-    Source: Povey, Zhang and Khudanpur (2014), sections 4 and appendix A, and the notes in Kaldi's
+    Source: Povey, Zhang and Khudanpur (2014), "online" NG-SGD, and the notes in Kaldi's
     nnet3/natural-gradient-online.h, from which the start and the floors are.
     """
 

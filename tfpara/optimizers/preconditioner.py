@@ -143,7 +143,7 @@ def hook(
         return outputs if layer.activation is None else layer.activation(outputs)
 
     layer.call = call
-    # XLA would compile the decomposition of Z into something very slow.
+    # Keras then leaves XLA out of its automatic choice: this has not been tried with it.
     layer.supports_jit = False
 
 
