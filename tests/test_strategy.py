@@ -224,7 +224,10 @@ def test_averages_do_not_touch_training():
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("rule", [tfpara.BSP(), tfpara.BMUF(0.8), tfpara.EASGD(0.2)], ids=repr)
+RULES = [tfpara.BSP(), tfpara.BMUF(0.8), tfpara.EASGD(0.2), tfpara.SlowMo(slow_momentum=0.5)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["bsp", "bmuf", "easgd", "slowmo"])
 def test_sharded_state_gives_the_same_numbers_in_less_memory(rule):
     """Three replicas and 104 weights: the parts are padded."""
     seen, held = [], []
@@ -254,6 +257,103 @@ def test_sharded_state_gives_the_same_numbers_in_less_memory(rule):
             np.testing.assert_allclose(a, b, atol=1e-7)
     assert len(held[1]) == 3
     assert max(held[1]) < held[0][0] / 3 + 200
+
+
+def final_weights(rule, optimizer, **options):
+    strategy = make_strategy(rule, **options)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = compiled(dense_model, optimizer)
+    model.fit(distributed(strategy), epochs=2, verbose=0)
+    return components(strategy, model)
+
+
+@pytest.mark.parametrize(
+    ("outer", "rule"),
+    [
+        (tfpara.Outer(lambda: keras.optimizers.SGD(1.0)), tfpara.BSP()),
+        (tfpara.DiLoCo(1.0, 0.8), tfpara.BMUF(0.8)),
+        (tfpara.SlowMo(1.0, 0.8), tfpara.BMUF(0.8, nesterov=False)),
+    ],
+    ids=["sgd", "diloco", "slowmo"],
+)
+def test_outer_optimizers_are_the_rules_that_they_generalise(outer, rule):
+    for first, second in zip(
+        *(final_weights(r, lambda: keras.optimizers.SGD(0.05)) for r in (outer, rule)), strict=True
+    ):
+        for a, b in zip(first, second, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
+def test_bmuf_adam_filters_the_moments(aggregation):
+    """Against the rule's own functions, applied by hand to plain Keras models."""
+    rule = tfpara.BMUFAdam(0.6).resolve(2)
+    got = final_weights(rule, lambda: keras.optimizers.Adam(0.01), aggregation=aggregation)
+    keras.utils.set_random_seed(3)
+    models = [compiled(dense_model, lambda: keras.optimizers.Adam(0.01)) for _ in range(2)]
+    strategy = make_strategy(rule)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        initial = dense_model().get_weights()
+
+    def flat(tensors):
+        return np.concatenate([np.ravel(t) for t in tensors]).astype("float64")
+
+    for model in models:
+        model.set_weights(initial)
+        model.optimizer.build(model.trainable_variables)
+    state = rule.init(flat(initial))
+    moments = rule.init_moments(0.0 * state.global_model, 0.0 * state.global_model)
+    taken = 0
+    for _ in range(2):
+        for start in range(0, STEPS, TAU):
+            steps = min(TAU, STEPS - start)
+            for replica, model in enumerate(models):
+                for x, y in list(zip(*replica_batches(replica), strict=True))[start : start + TAU]:
+                    model.train_on_batch(x, y)
+            taken += steps
+            mean = np.mean([flat(m.get_weights()) for m in models], 0)
+            slots = [
+                [flat(getattr(m.optimizer, kind)) for m in models]
+                for kind in ("_momentums", "_velocities")
+            ]
+            before, state = state, rule.update(state, mean, 2)
+            point = rule.broadcast(before, state)
+            moments = rule.update_moments(
+                moments,
+                *(np.mean(s, 0) for s in slots),
+                steps=float(steps),
+                iterations=float(taken),
+                num_replicas=2,
+            )
+            for model in models:
+                at = 0
+                for variable, m, v in zip(
+                    model.trainable_variables,
+                    model.optimizer._momentums,
+                    model.optimizer._velocities,
+                    strict=True,
+                ):
+                    for target, values in zip(
+                        (variable, m, v), (point, moments.momentum, moments.velocity), strict=True
+                    ):
+                        size = int(np.prod(variable.shape))
+                        target.assign(values[at : at + size].reshape(variable.shape))
+                    at += size
+    for replica in got:
+        for a, b in zip(replica, models[0].get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_bmuf_adam_refuses_what_it_cannot_filter():
+    with pytest.raises(ValueError, match="Leave local_state out"):
+        make_strategy(tfpara.BMUFAdam(), local_state="average")
+    strategy = make_strategy(tfpara.BMUFAdam())
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    with pytest.raises(ValueError, match="keras.optimizers.Adam"):
+        model.fit(distributed(strategy), verbose=0)
 
 
 def test_auto_shards_models_of_16_megabytes():

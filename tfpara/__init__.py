@@ -12,13 +12,17 @@ from tfpara.version import __version__
 
 _LOCATION = {
     "BMUF": "tfpara.algorithms",
+    "BMUFAdam": "tfpara.algorithms",
     "BSP": "tfpara.algorithms",
+    "DiLoCo": "tfpara.algorithms",
     "EASGD": "tfpara.algorithms",
     "CheckpointError": "tfpara.checkpoint_store",
     "EMA": "tfpara.algorithms",
     "MA": "tfpara.algorithms",
+    "Outer": "tfpara.algorithms",
     "FingerprintError": "tfpara.fingerprint",
     "PeriodicSyncStrategy": "tfpara.strategy",
+    "SlowMo": "tfpara.algorithms",
     "StartupError": "tfpara.startup",
     "SyncStatistics": "tfpara.synchronizer",
 }

@@ -5,7 +5,6 @@ This is the only file that touches private names of TensorFlow. Each use says wh
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import zlib
 from collections.abc import Sequence
@@ -111,8 +110,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             cluster_resolver=_resolver(found),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
-        rule = settings.rule.resolve(self._num_replicas_in_sync)
-        self.settings = dataclasses.replace(settings, rule=rule)
+        self.settings = settings.resolved(self._num_replicas_in_sync)
         # Weights travel between the lead devices, everything small between the hosts.
         host = f"{self._worker_device}/device:CPU:0"
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
@@ -175,7 +173,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "strategy.track(model) once before a custom training loop."
             )
         _refuse(model)
-        variables = replica_variables(model, self._container_strategy().experimental_local_results)
+        local_results = self._container_strategy().experimental_local_results
+        variables = replica_variables(model, local_results, self.settings.rule)
         name = f"model{self._synchronizers_made}"
         self._synchronizers_made += 1
         # Without the layers' names, whose numbers count every model that a process has made.
@@ -294,7 +293,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             if not isinstance(leaf, tf.distribute.DistributedValues):
                 return leaf
             parts = self._container_strategy().experimental_local_results(leaf)
-            if not mean and any(part.dtype == tf.bool for part in parts):
+            if any(part.dtype == tf.bool for part in parts):
                 return parts[0]
             total = tf.add_n([tf.convert_to_tensor(part) for part in parts])
             return total / len(parts) if mean else total

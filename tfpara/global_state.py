@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpara.aggregation import Aggregation, Part, Sharded
+from tfpara.algorithms.bmuf_adam import MomentState
 
 MakeVariable = Callable[[Any, str], tf.Variable]
 
@@ -28,6 +29,15 @@ class Cell(NamedTuple):
     def is_scalar(self) -> bool:
         """Whether the field is a number and not one for each weight."""
         return self.variable.shape.rank == 0
+
+
+class Moments(NamedTuple):
+    """The fields of `MomentState`, and the steps that the moments have seen."""
+
+    momentum: Any
+    velocity: Any
+    equivalent_steps: Any
+    iterations: Any
 
 
 class Update(NamedTuple):
@@ -47,6 +57,9 @@ class GlobalState:
         averages: averages of the global model, by name.
         num_replicas: N.
         buckets: the initial weights, equal on all workers.
+        moments: for a rule that filters the local optimizer's moments, the first and the second,
+            in buckets like the weights, equal on all workers; else None.
+        iterations: steps that these moments have seen.
         make: creates a plain variable, `make(initial_value, name)`.
         name: of this state's exchanges, the same on every worker.
     """
@@ -60,6 +73,8 @@ class GlobalState:
         buckets: Sequence[tf.Tensor],
         make: MakeVariable,
         name: str,
+        moments: tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]] | None = None,
+        iterations: int = 0,
     ) -> None:
         self.aggregation = aggregation
         self._rule = rule
@@ -69,6 +84,7 @@ class GlobalState:
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
         self._rule_states: list[list[Any]] = []
         self._average_states: dict[str, list[list[Any]]] = {name: [] for name in averages}
+        self._moment_states: list[list[Any]] = []
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):
                 parts = aggregation.parts(holder)
@@ -83,6 +99,58 @@ class GlobalState:
                             for k, w in enumerate(own)
                         ]
                     )
+
+                if moments is not None:
+                    both = [[_cut(kind[p.bucket], p) for p in parts] for kind in moments]
+                    self._moment_states.append(
+                        [
+                            _variables(
+                                _moments(rule.init_moments(m, v), float(iterations)),
+                                f"moments_{k}",
+                                make,
+                            )
+                            for k, (m, v) in enumerate(zip(*both, strict=True))
+                        ]
+                    )
+
+    def update_moments(
+        self,
+        first: Sequence[Sequence[tf.Tensor]],
+        second: Sequence[Sequence[tf.Tensor]],
+        steps: tf.Tensor,
+    ) -> list[list[Any]]:
+        """The moments for the next block, for each holder; nothing is written.
+
+        Args:
+            first, second: for each holder its parts of the mean of the local moments.
+            steps: minibatches of the block, a float.
+        """
+        updated = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                new = []
+                for m, v, variables in zip(
+                    first[holder], second[holder], self._moment_states[holder], strict=True
+                ):
+                    *state, iterations = _read(variables)
+                    iterations = iterations + steps
+                    after = self._rule.update_moments(
+                        MomentState(*state),
+                        m,
+                        v,
+                        steps=steps,
+                        iterations=iterations,
+                        num_replicas=self._num_replicas,
+                    )
+                    new.append(_moments(after, iterations))
+                updated.append(new)
+        return updated
+
+    def commit_moments(self, updated: Sequence[Sequence[Any]]) -> None:
+        """Writes what `update_moments` returned."""
+        for kept, new in zip(self._moment_states, updated, strict=True):
+            for variables, values in zip(kept, new, strict=True):
+                _assign(variables, values)
 
     def update(self, means: Sequence[Sequence[tf.Tensor]]) -> Update:
         """The global step and the averages' on every holder; nothing is written.
@@ -169,6 +237,9 @@ class GlobalState:
                 state = states[holder][part.bucket]
                 for name, variable in zip(state._fields, state, strict=True):
                     yield Cell(f"averages/{label}/{name}", holder, part, variable)
+            for state in self._moment_states[holder : holder + 1]:
+                for name, variable in zip(Moments._fields, state[part.bucket], strict=True):
+                    yield Cell(f"moments/{name}", holder, part, variable)
 
     def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
         """Gives a field its value: whole buckets, or a number for a scalar field."""
@@ -209,6 +280,10 @@ class GlobalState:
                 yield holder, part
 
 
+def _moments(state: MomentState, iterations: Any) -> Moments:
+    return Moments(state.momentum, state.velocity, state.equivalent_steps, iterations)
+
+
 def _cut(bucket: tf.Tensor, part: Part) -> tf.Tensor:
     """A part of a bucket, with zeros past its end."""
     values = tf.convert_to_tensor(bucket)[part.start : part.stop]
@@ -236,9 +311,10 @@ def _assign(variables: Any, values: Any) -> None:
 
 
 def _assign_at(variables: Any, values: Any, at: int) -> None:
-    """Assigns to elements `at` … of the flat variables; scalars as they are."""
+    """Assigns to elements `at` … of the flat variables; to scalars if those are all elements."""
+    whole = int(values[0].shape[0]) == int(variables[0].shape[0])
     for variable, value in zip(variables, values, strict=True):
         if variable.shape.rank:
             variable[at : at + value.shape[0]].assign(value)
-        else:
+        elif whole:
             variable.assign(value)

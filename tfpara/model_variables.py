@@ -12,13 +12,20 @@ from tfpara.synchronizer import ReplicaVariables
 
 
 def replica_variables(
-    model: keras.Model, components_of: Callable[[Any], tuple[tf.Variable, ...]]
+    model: keras.Model,
+    components_of: Callable[[Any], tuple[tf.Variable, ...]],
+    rule: Any = None,
 ) -> ReplicaVariables:
     """The model's weights, averaged state and optimizer slots, by device.
 
     Args:
         model: built; its optimizer, if it has one, too.
         components_of: gives a distributed variable's component on each local device.
+        rule: one that filters the moments of the local optimizer names its slots by
+            `check_optimizer`.
+
+    Raises:
+        ValueError: the rule does not work with the model's optimizer.
     """
 
     def components(variables: Sequence[keras.Variable]) -> list[tuple[tf.Variable, ...]]:
@@ -32,6 +39,17 @@ def replica_variables(
         if v.value.dtype.is_floating and not v.value.trainable
     ]
     slots = [slot for optimizer in optimizers(model) for slot in _slots(optimizer)]
+    moments: list[Any] = []
+    iterations = 0
+    if hasattr(rule, "check_optimizer"):
+        (optimizer,) = _only_optimizer(model)
+        rule.check_optimizer(optimizer)
+        moments = [
+            components([v for v, _ in slots if v.path.endswith(suffix)])
+            for suffix in ("_momentum", "_velocity")
+        ]
+        iterations = int(components([optimizer.iterations])[0][0])
+        slots = []
     return ReplicaVariables(
         weights=components(weights),
         weight_names=[v.path for v in weights],
@@ -40,7 +58,19 @@ def replica_variables(
         slots=components([v for v, _ in slots]),
         slot_names=[v.path for v, _ in slots],
         slot_resets=[value for _, value in slots],
+        moments=moments,
+        iterations=iterations,
     )
+
+
+def _only_optimizer(model: keras.Model) -> list[Any]:
+    found = optimizers(model)
+    if len(found) != 1:
+        raise ValueError(
+            f"the model has {len(found)} optimizers, and BMUFAdam filters the moments of one. "
+            "Use tfpara.BMUF."
+        )
+    return found
 
 
 def optimizers(model: keras.Model) -> list[Any]:

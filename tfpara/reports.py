@@ -3,7 +3,7 @@
 The reports of all replicas form a table, the same on every worker, one row per replica:
 samples since the last sync; 1 while the replica has data left, else 0; index of the first weight
 with a NaN or Inf, or −1; signature of the weights that were set from outside; what its worker asks
-for (see `Request`).
+for (see `Request`); minibatches since the last sync.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-SAMPLES, RUNNING, NONFINITE, SIGNATURE, REQUEST = range(5)
+SAMPLES, RUNNING, NONFINITE, SIGNATURE, REQUEST, STEPS = range(6)
 
 
 class Request(enum.IntEnum):

@@ -28,8 +28,13 @@ class Settings:
     aggregation: str
     timeout_seconds: float
     communication: str
-    asked_rule: str  # before the number of replicas filled its defaults in
     data_plan: dict[str, Any]
+    asked_rule: str = ""  # before the number of replicas filled its defaults in
+
+    def resolved(self, num_replicas: int) -> Settings:
+        """With the rule for N replicas. Not before TensorFlow knows the cluster."""
+        rule, asked = self.rule.resolve(num_replicas), repr(self.rule)
+        return dataclasses.replace(self, rule=rule, asked_rule=asked)
 
     def fingerprint(self) -> dict[str, Any]:
         """What has to be equal on all workers."""
@@ -87,13 +92,17 @@ def warn_of_outlasting_momentum(settings: Settings, optimizer: Any) -> None:
 def checked_rule(rule: Any) -> Any:
     """Returns the rule if it is a rule object, else raises TypeError that says what to write."""
     names = [f"tfpara.{kind.__name__}(...)" for kind in algorithms.RULES]
+    names += ["tfpara.DiLoCo(...)", "tfpara.SlowMo(...)"]
     if isinstance(rule, algorithms.RULES):
         return rule
     hint = ""
     if isinstance(rule, type) and rule in algorithms.RULES:
-        hint = f" That is the class: write tfpara.{rule.__name__}() with parentheses."
+        arguments = "keras.optimizers.SGD(1.0)" if rule is algorithms.Outer else ""
+        hint = f" That is the class: write tfpara.{rule.__name__}({arguments}) with parentheses."
+    elif isinstance(rule, keras.optimizers.Optimizer):
+        hint = " Write tfpara.Outer(...) around the optimizer."
     elif isinstance(rule, str):
-        match = [k.__name__ for k in algorithms.RULES if k.__name__.lower() == rule.lower()]
+        match = [k.__name__ for k in algorithms.RULES[:-1] if k.__name__.lower() == rule.lower()]
         hint = f" Write tfpara.{match[0]}(), not its name." if match else ""
     raise TypeError(f"rule={rule!r} is not a rule object, one of {', '.join(names)}.{hint}")
 
@@ -120,8 +129,13 @@ def checked_averages(averages: Mapping[str, Any]) -> dict[str, Any]:
     return dict(averages)
 
 
-def checked_local_state(local_state: str) -> str:
-    """Returns the choice if there is such a one, else raises ValueError."""
+def checked_local_state(local_state: str, rule: Any) -> str:
+    """Returns the choice if there is such a one and the rule takes it, else raises ValueError."""
+    if isinstance(rule, algorithms.BMUFAdam) and local_state != "keep":
+        raise ValueError(
+            f"local_state={local_state!r}: BMUFAdam filters the optimizer's moments itself. Leave "
+            "local_state out, or use tfpara.BMUF."
+        )
     if local_state not in LOCAL_STATE:
         raise ValueError(f"local_state={local_state!r} is not one of {', '.join(LOCAL_STATE)}.")
     return local_state

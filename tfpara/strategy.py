@@ -82,18 +82,18 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             rule=checked_rule(rule),
             sync_period=checked_period(sync_period),
             averages=checked_averages(averages or {}),
-            local_state=checked_local_state(local_state),
+            local_state=checked_local_state(local_state, rule),
             aggregation=checked_aggregation(aggregation),
             timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),
             communication=checked_communication(communication),
-            asked_rule=repr(rule),
             data_plan=dict(data_plan or {}),
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         found = cluster.read()
         # The grandparent's constructor: the parent's would build its own extended class.
         with startup.guard(found, startup_timeout_seconds):
-            extended = PeriodicSyncExtended(self, settings, devices, found)
+            with _starting_first():
+                extended = PeriodicSyncExtended(self, settings, devices, found)
             tf.distribute.Strategy.__init__(self, extended)
         if found.num_workers > 1:
             failures.explain_uncaught(found, timeout_seconds)
@@ -304,6 +304,21 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 distance=one.distance,
             )
         return total
+
+
+@contextlib.contextmanager
+def _starting_first() -> Iterator[None]:
+    """Explains TensorFlow's error where it has been used before it knew the cluster."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "at program startup" not in str(error):
+            raise
+        raise RuntimeError(
+            "TensorFlow was used before the strategy was made, and cannot join a cluster any more. "
+            "Make the strategy before any tensor, variable, model or optimizer; give "
+            "tfpara.Outer a function, as in Outer(lambda: keras.optimizers.Adam(0.1))."
+        ) from error
 
 
 def _is_train_step(fn: Any) -> bool:

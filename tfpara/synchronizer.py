@@ -22,6 +22,7 @@ from tfpara.reports import (
     REQUEST,
     RUNNING,
     SAMPLES,
+    STEPS,
     Request,
     checks,
     first_nonfinite,
@@ -81,6 +82,8 @@ class ReplicaVariables:
     slots: Sequence[Sequence[tf.Variable]]
     slot_names: Sequence[str]
     slot_resets: Sequence[float]
+    moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
+    iterations: int = 0
 
 
 class Synchronizer:
@@ -151,6 +154,8 @@ class Synchronizer:
                 self._packed(0),
                 make_variable,
                 name,
+                self._packed_moments(0) if variables.moments else None,
+                variables.iterations,
             )
             anchors = self._state_layout.pack([v[0] for v in variables.state])
             self._state_anchor = [make_variable(a, f"anchor_{k}") for k, a in enumerate(anchors)]
@@ -256,6 +261,8 @@ class Synchronizer:
         sources = [former._index.get(id(v[0]), ("", 0)) for v in self._variables.weights]
         old_cells = {cell.field: cell for cell in former.global_state.cells()}
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
+            if cell.field.startswith("moments/"):
+                continue  # Those of the optimizer's present slots.
             if cell.is_scalar:
                 self.global_state.set_field(cell.field, old_cells[cell.field].variable)
                 continue
@@ -317,6 +324,15 @@ class Synchronizer:
         _assign(self._variables.state, [state] * len(self._devices))
         for variable in (*self._variables.weights, *self._variables.state):
             self.was_set(variable[0])
+        if self._variables.moments:
+            # A block begins with equal moments on all replicas: the mean of those there are.
+            shares = tf.fill([len(self._devices)], 1.0 / self._num_replicas)
+            for field, means in zip(
+                ("momentum", "velocity"), self._mean_moments(shares), strict=True
+            ):
+                spread = self._aggregation.spread(means, f"{self._name}/{field}")
+                self.global_state.set_field(f"moments/{field}", spread[0])
+                self._write_moments(field, spread)
 
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Copies of the weights and the state of a local replica."""
@@ -374,6 +390,7 @@ class Synchronizer:
             counted = self._pending_samples.read_value()
             samples = tf.where(self._period < NEVER, counted, tf.zeros_like(counted))
             request = self._request.read_value()
+            steps = tf.cast(self._pending_steps, tf.float64)
             signature = tf.reduce_sum(self._signatures)
         rows = []
         for replica, device in enumerate(self._devices):
@@ -384,6 +401,7 @@ class Synchronizer:
                 tf.cast(bad, tf.float64),
                 signature,
                 request,
+                steps,
             ]
             rows.append(tf.stack(row))
         table = self._report_collectives.all_gather(tf.stack(rows), f"{self._name}/report")
@@ -407,13 +425,56 @@ class Synchronizer:
                 self._distance.read_value,
             )
             update = self.global_state.update(means)
+            arrived = [distance]
+            if self._variables.moments:
+                # At least 1: a block of none has no mean gradient.
+                steps = tf.maximum(tf.reduce_max(reports[:, STEPS]), 1.0)
+                first, second = self._mean_moments(shares)
+                moments = self.global_state.update_moments(
+                    first, second, tf.cast(steps, tf.float32)
+                )
+                spread_moments = {
+                    field: self._aggregation.spread(
+                        [[getattr(m, field) for m in parts] for parts in moments],
+                        f"{self._name}/{field}",
+                    )
+                    for field in ("momentum", "velocity")
+                }
+                arrived += tf.nest.flatten(spread_moments)
         received = self._aggregation.spread(update.broadcasts, f"{self._name}/broadcast")
-        with tf.control_dependencies([distance, *tf.nest.flatten(received)]):
+        with tf.control_dependencies([*arrived, *tf.nest.flatten(received)]):
             self._sync_began.assign(0.0)
             self._distance.assign(distance)
             self.global_state.commit(update)
+            if self._variables.moments:
+                self.global_state.commit_moments(moments)
+                for field, spread in spread_moments.items():
+                    self._write_moments(field, spread)
             self._write(local, received, state, slots)
         return tf.constant(1, tf.int64)
+
+    def _packed_moments(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        with tf.device(self._devices[replica]):
+            first, second = (
+                self._layout.pack([v[replica] for v in slots]) for slots in self._variables.moments
+            )
+        return first, second
+
+    def _mean_moments(self, shares: tf.Tensor) -> list[list[list[tf.Tensor]]]:
+        """For each of the two moments, and each holder, its parts of the replicas' mean."""
+        weighted: list[list[list[tf.Tensor]]] = [[], []]
+        for replica, device in enumerate(self._devices):
+            with tf.device(device):
+                for kind, buckets in zip(weighted, self._packed_moments(replica), strict=True):
+                    kind.append([shares[replica] * b for b in buckets])
+        return [
+            self._aggregation.gather(kind, f"{self._name}/moments/{k}")
+            for k, kind in enumerate(weighted)
+        ]
+
+    def _write_moments(self, field: str, spread: Sequence[Sequence[tf.Tensor]]) -> None:
+        slots = self._variables.moments[0 if field == "momentum" else 1]
+        _assign(slots, [self._layout.unpack(buckets) for buckets in spread])
 
     def _weighted(
         self, local: Sequence[Sequence[tf.Tensor]], shares: tf.Tensor

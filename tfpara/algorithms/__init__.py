@@ -23,7 +23,7 @@ from tfpara.algorithms.bsp import BSP
 from tfpara.algorithms.easgd import EASGD
 from tfpara.algorithms.outer import DiLoCo, Outer, SlowMo
 
-RULES = (BSP, BMUF, EASGD)
+RULES = (BSP, BMUF, BMUFAdam, EASGD, Outer)
 AVERAGES = (EMA, MA)
 
 __all__ = [

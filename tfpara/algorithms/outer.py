@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -47,7 +49,10 @@ class Outer:
 
     Args:
         keras_optimizer: any Keras optimizer whose step treats every weight by itself, new and with
-            no state of its own: the rule takes its settings as they are now.
+            no state of its own: the rule takes its settings as they are now. Or a function that
+            makes it, such as `lambda: keras.optimizers.Adam(0.1)`: the way for several workers,
+            since making an optimizer starts TensorFlow, and that must know the cluster first. The
+            function is called, and what it makes is checked, when the strategy is made.
 
     Raises:
         TypeError: this is no Keras optimizer.
@@ -62,22 +67,33 @@ class Outer:
         1.0
     """
 
-    keras_optimizer: keras.optimizers.Optimizer
+    keras_optimizer: keras.optimizers.Optimizer | Callable[[], keras.optimizers.Optimizer]
 
     def __post_init__(self) -> None:
-        _check_kind(self.keras_optimizer)
-        _check_options(self.keras_optimizer)
-        object.__setattr__(self, "_settings", _settings(self.keras_optimizer))
-        step = KerasStep(self.keras_optimizer)
-        object.__setattr__(self, "_step", step)
-        self._check_element_by_element()
+        given = self.keras_optimizer
+        if isinstance(given, keras.optimizers.Optimizer | type) or not callable(given):
+            self._check_element_by_element()
+
+    @functools.cached_property
+    def _optimizer(self) -> keras.optimizers.Optimizer:
+        given: Any = self.keras_optimizer
+        is_function = callable(given) and not isinstance(given, keras.optimizers.Optimizer | type)
+        optimizer = given() if is_function else given
+        _check_kind(optimizer)
+        _check_options(optimizer)
+        return optimizer
+
+    @functools.cached_property
+    def _step(self) -> KerasStep:
+        return KerasStep(self._optimizer)
 
     def __repr__(self) -> str:
-        return f"Outer({self._settings})"  # type: ignore[attr-defined]
+        return f"Outer({_settings(self._optimizer)})"
 
     def resolve(self, num_replicas: int) -> Outer:
-        """Returns this rule: nothing in it depends on the number of replicas."""
+        """Returns this rule, checked: nothing in it depends on the number of replicas."""
         del num_replicas
+        self._check_element_by_element()
         return self
 
     def init(self, weights: Any) -> Any:
@@ -86,7 +102,7 @@ class Outer:
         Its fields are `global_model`, the optimizer's slots by their Keras names (momentum,
         velocity, …) and `iterations` (syncs so far, a float).
         """
-        step: KerasStep = self._step  # type: ignore[attr-defined]
+        step = self._step
         slots = [
             weights * 0.0 + float(value[0]) if value.ndim else float(value)
             for value in step.initial.values()
@@ -96,7 +112,7 @@ class Outer:
     def update(self, state: Any, average: Any, num_replicas: int) -> Any:
         """The global step, from the mean of the local models."""
         del num_replicas
-        step: KerasStep = self._step  # type: ignore[attr-defined]
+        step = self._step
         if tf.is_tensor(average) or tf.is_tensor(state.global_model):
             return step(state, state.global_model - average)
         gradient = tf.convert_to_tensor(np.asarray(state.global_model) - average)
@@ -127,7 +143,7 @@ class Outer:
         parts = [run(slice(i, i + 1)) for i in range(3)]
         alone = [np.concatenate(values) for values in zip(*parts, strict=True)]
         if not np.allclose(whole, alone, rtol=1e-5, atol=1e-9):
-            name = type(self.keras_optimizer).__name__
+            name = type(self._optimizer).__name__
             raise ValueError(
                 f"{name} cannot be an outer optimizer: its step or its start mixes weights, and "
                 f"every replica owns only a part of them. {_FIX}"
@@ -159,7 +175,7 @@ def DiLoCo(learning_rate: float = 0.7, momentum: float = 0.9) -> Outer:
     """
     _check_rate("learning_rate", learning_rate)
     _check_momentum("momentum", momentum)
-    return Outer(keras.optimizers.SGD(float(learning_rate), float(momentum), nesterov=True))
+    return Outer(lambda: keras.optimizers.SGD(float(learning_rate), float(momentum), nesterov=True))
 
 
 def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer:
@@ -191,7 +207,7 @@ def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer
     """
     _check_rate("slow_learning_rate", slow_learning_rate)
     _check_momentum("slow_momentum", slow_momentum)
-    return Outer(keras.optimizers.SGD(float(slow_learning_rate), float(slow_momentum)))
+    return Outer(lambda: keras.optimizers.SGD(float(slow_learning_rate), float(slow_momentum)))
 
 
 def _check_rate(name: str, value: float) -> None:
