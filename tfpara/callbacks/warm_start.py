@@ -72,7 +72,11 @@ class WarmStart(Schedule):
             element = minibatch if len(minibatch) > 1 else minibatch[0]
             return tf.data.Dataset.from_tensors(element).repeat(count)
 
-        return dataset.flat_map(repeated)
+        every = dataset.flat_map(repeated)
+        length = int(dataset.cardinality())
+        if length < 0:  # unknown, or infinite
+            return every
+        return every.apply(tf.data.experimental.assert_cardinality(length * count))
 
     def get_state(self) -> dict[str, Any]:
         return {"sync_period": self._period}

@@ -1,0 +1,575 @@
+"""The callbacks of the schedules, with and without a strategy, on tiny models."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+from tfpara.callbacks import HeldOut
+from tfpara.callbacks.rate_search import SearchRate
+from tfpara.callbacks.schedule import LearningRate, SyncPeriod, learning_rate
+from tfpara.callbacks.stopping import Newbob, OverfittingGuard
+from tfpara.callbacks.warm_start import WarmStart
+from tfpara.schedules import (
+    Adapt,
+    Exponential,
+    Hand,
+    NewbobRule,
+    OverfittingRule,
+    Piecewise,
+)
+from tfpara.steps import without_tuner
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(96, 4)).astype("float32")
+Y = X[:, :3].argmax(1)
+
+
+def minibatches(first=0, end=12):
+    """Minibatches `first` … `end` − 1 of 12."""
+    part = slice(8 * first, 8 * end)
+    return without_tuner(tf.data.Dataset.from_tensor_slices((X[part], Y[part])).batch(8))
+
+
+def held_out():
+    return minibatches(0, 5)
+
+
+def sample():
+    return minibatches(0, 4)
+
+
+def make_strategy(rule=None, **options):
+    options = {"sync_period": 2, "devices": ["CPU:0", "CPU:1"], **options}
+    return tfpara.PeriodicSyncStrategy(rule or tfpara.BMUF(), **options)
+
+
+@pytest.fixture(params=["plain", "two replicas"])
+def strategy(request):
+    return None if request.param == "plain" else make_strategy()
+
+
+def make_model(strategy=None, optimizer=None, dropout=0.0, normalise=False, **options):
+    with (strategy or tf.distribute.get_strategy()).scope():
+        layers = [keras.Input((4,)), keras.layers.Dense(6, activation="tanh")]
+        layers += [keras.layers.BatchNormalization(momentum=0.5)] if normalise else []
+        layers += [keras.layers.Dropout(dropout)] if dropout else []
+        model = keras.Sequential([*layers, keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = optimizer or (lambda: keras.optimizers.SGD(0.5, momentum=0.5))
+        model.compile(optimizer(), loss, metrics=["accuracy"], **options)
+    return model
+
+
+class Scores(keras.callbacks.Callback):
+    """Puts given numbers into the logs, and collects what other callbacks did."""
+
+    def __init__(self, **columns):
+        super().__init__()
+        self.columns = columns
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs.update({name: values[epoch] for name, values in self.columns.items()})
+
+
+def components(model):
+    """Every component of every weight, slot and random state."""
+    first = model.distribute_strategy.experimental_local_results
+    variables = [*model.variables, *model.optimizer.variables]
+    return [c.numpy() for v in variables for c in first(v.value)]
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def fit(model, callbacks, epochs=1, initial_epoch=0, data=None):
+    return model.fit(
+        data or minibatches(),
+        epochs=epochs,
+        initial_epoch=initial_epoch,
+        callbacks=callbacks,
+        verbose=0,
+    ).history
+
+
+LOSSES = [2.0, 1.9, 1.895, 1.8, 1.79, 1.7899, 1.0]  # halves from the third, stops at the sixth
+RATES = [0.5, 0.5, 0.5, 0.25, 0.125, 0.0625]
+
+
+def test_newbob_halves_and_stops(strategy, capsys):
+    model = make_model(strategy)
+    newbob = Newbob("validation_loss")
+    log = fit(model, [Scores(validation_loss=LOSSES), newbob], epochs=7)
+    assert log["learning_rate"] == RATES
+    assert newbob.stopped
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0] == "Epoch 3: Newbob: validation_loss gained 0.263%; learning rate 0.25."
+    assert lines[3].endswith("less than 0.1%: stops.")
+
+
+@pytest.mark.parametrize("strategy", ["two replicas"], indirect=True)
+def test_newbob_by_accuracy_with_one_fit_per_epoch(strategy):
+    model = make_model(strategy)
+    newbob = Newbob("accuracy_", rule=NewbobRule.accuracy(), verbose=0)
+    callbacks = keras.callbacks.CallbackList(
+        [Scores(accuracy_=[0.5, 0.52, 0.5249, 0.53, 0.5309, 1]), newbob],
+        add_history=True,
+        epochs=6,
+        model=model,
+    )
+    rates = []
+    for epoch in range(6):
+        history = model.fit(
+            minibatches(), initial_epoch=epoch, epochs=epoch + 1, callbacks=callbacks
+        )
+        rates.append(history.history["learning_rate"][-1])
+        if model.stop_training:
+            break
+    assert rates == [0.5, 0.5, 0.5, 0.25, 0.125]
+    assert newbob.stopped
+
+
+def test_newbob_scores_the_global_model_itself():
+    model = make_model(make_strategy(tfpara.EASGD(0.1)))
+    newbob = Newbob(held_out(), verbose=0)
+    log = fit(model, [newbob, HeldOut(held_out(), name="again")], epochs=2)
+    assert log["validation_loss"] == log["again_loss"]
+    assert log["validation_accuracy"] == log["again_accuracy"]
+    gain = (log["validation_loss"][0] - log["validation_loss"][1]) / log["validation_loss"][0]
+    assert newbob.get_state()["gain"] == pytest.approx(gain)
+
+
+def test_newbob_compares_the_first_epoch_with_the_initial_model():
+    model = make_model(optimizer=lambda: keras.optimizers.SGD(0.0))
+    with_initial, without = Newbob(held_out(), verbose=0), Newbob(held_out(), score_first=False)
+    assert fit(model, [with_initial], epochs=5)["learning_rate"] == [0.0, 0.0]
+    assert with_initial.stopped
+    assert len(fit(model, [without], epochs=5)["loss"]) == 3
+
+
+def test_newbob_goes_on_from_its_saved_state():
+    model = make_model()
+    newbob = Newbob("validation_loss", verbose=0)
+    scores = Scores(validation_loss=LOSSES)
+    fit(model, [scores, newbob], epochs=4)
+    state = json.loads(json.dumps(newbob.get_state()))
+    resumed, model = Newbob("validation_loss", verbose=0), make_model()
+    resumed.set_state(state)
+    log = fit(model, [scores, resumed], epochs=7, initial_epoch=4)
+    assert log["learning_rate"] == RATES[4:]
+    assert resumed.stopped
+
+
+def test_newbob_goes_back_to_the_better_model():
+    strategy = make_strategy(tfpara.BMUF(0.5), averages={"ma": tfpara.MA()})
+    model = make_model(strategy, normalise=True)
+    newbob = Newbob("s", rule=NewbobRule(rising=False, reject_worse=True), verbose=0)
+    kept = {}
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            with strategy.weights(model, "global"):
+                kept[epoch] = [w.numpy() for w in model.variables]
+            kept[f"slots {epoch}"] = [
+                c.numpy()
+                for v in model.optimizer.variables
+                if len(v.shape)
+                for c in strategy.experimental_local_results(v.value)
+            ]
+
+    fit(model, [Scores(s=[2.0, 1.0, 1.5, 0.5]), newbob, Look()], epochs=4)
+    # Epoch 2 was worse than epoch 1: epoch 3 begins where epoch 2 did, with half the rate.
+    assert_same(kept[3], kept[2])
+    assert_same(kept["slots 3"], kept["slots 2"])
+    assert len(kept["slots 2"]) == 12
+    assert np.abs(kept["slots 2"][0]).max() > 0
+    assert not np.array_equal(kept[2][0], kept[1][0])
+    assert learning_rate(model) == 0.125
+
+
+def test_newbob_goes_back_without_a_strategy():
+    model = make_model()
+    newbob = Newbob("s", rule=NewbobRule(reject_worse=True), verbose=0)
+    seen = []
+    look = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: seen.append(components(model)))
+    fit(model, [Scores(s=[2.0, 3.0, 1.0]), newbob, look], epochs=3)
+    weights = len(model.variables)
+    assert_same(seen[2][:weights], seen[1][:weights])
+    assert seen[1][weights] > seen[0][weights]  # the count of steps goes on
+
+
+def test_overfitting_guard(capsys):
+    model = make_model()
+    #                   gaps:   0   0.1   0.14   0.17
+    scores = Scores(t_accuracy=[0.5, 0.6, 0.7, 0.8, 0.9], v_accuracy=[0.6, 0.5, 0.56, 0.63, 0.9])
+    guard = OverfittingGuard("t_accuracy", "v_accuracy", OverfittingRule(0.12, patience=2))
+    log = fit(model, [scores, guard], epochs=5)
+    assert len(log["loss"]) == 4
+    assert guard.stopped
+    assert "training error 0.2, validation error 0.37" in capsys.readouterr().out
+
+
+def test_overfitting_guard_goes_on_from_its_saved_state():
+    scores = Scores(t=[0.5, 0.5, 0.5, 0.5], v=[0.5, 0.6, 0.6, 0.6])
+    first, second = (OverfittingGuard("t", "v", OverfittingRule(patience=3)) for _ in range(2))
+    fit(make_model(), [scores, first], epochs=2)
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    assert len(fit(make_model(), [scores, second], epochs=9, initial_epoch=2)["loss"]) == 2
+
+
+def test_learning_rate_per_epoch_is_that_of_keras():
+    schedule = Exponential(0.5, epochs=3)
+    log = fit(make_model(), [LearningRate(schedule)], epochs=4)
+    theirs = fit(make_model(), [keras.callbacks.LearningRateScheduler(schedule)], epochs=4)
+    assert log["learning_rate"] == theirs["learning_rate"]
+    assert log["learning_rate"] == pytest.approx([0.5, 0.05, 0.005, 0.005])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps_per_execution"),
+    [("plain", 1), ("two replicas", 3)],
+    indirect=["strategy"],
+)
+def test_learning_rate_within_epochs(strategy, steps_per_execution):
+    model = make_model(strategy, steps_per_execution=steps_per_execution)
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: seen.append(learning_rate(model))
+    )
+    fit(model, [LearningRate(Hand(0.5, 12, factor=0.9), steps_per_epoch=12), look], epochs=2)
+    steps = range(0, 24, steps_per_execution)
+    assert seen == pytest.approx([0.5 * 0.9**step for step in steps])
+
+
+def test_hand_trains_as_keras_decay_at_every_step():
+    ours, theirs = make_model(), make_model()
+    theirs.set_weights(ours.get_weights())
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, decay_steps=1, decay_rate=0.9)
+    theirs.compile(keras.optimizers.SGD(schedule, momentum=0.5), theirs.loss)
+    fit(ours, [LearningRate(Hand(0.5, 12, factor=0.9), steps_per_epoch=12)], epochs=2)
+    fit(theirs, [], epochs=2)
+    for a, b in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_learning_rate_resumes_inside_an_epoch():
+    def rates(callback, initial_epoch, data, seen):
+        model = make_model()
+        look = keras.callbacks.LambdaCallback(
+            on_train_batch_begin=lambda batch, logs: seen.append(learning_rate(model)),
+            on_train_batch_end=lambda batch, logs: states.append(callback.get_state()),
+        )
+        fit(model, [callback, look], epochs=3, initial_epoch=initial_epoch, data=data)
+        return seen
+
+    states = []
+    whole = rates(LearningRate(Hand(0.5, 12), 12), 0, minibatches(), [])
+    resumed = LearningRate(Hand(0.5, 12), 12)
+    resumed.set_state(json.loads(json.dumps(states[12 + 4])))
+    # The second epoch goes on with its last seven minibatches.
+    rest = rates(resumed, 1, minibatches(5), [])
+    assert rest[:7] == whole[17:24]
+    assert rest[7:] == whole[24:31]  # and the third from its begin
+
+
+def test_sync_period_by_epoch():
+    strategy = make_strategy(tfpara.BSP())
+    model = make_model(strategy)
+    syncs = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: syncs.append(strategy.statistics().syncs)
+    )
+    log = fit(model, [SyncPeriod({0: 1, 2: 4, 3: 7}, verbose=0), look], epochs=4)
+    assert log["sync_period"] == [1, 1, 4, 7]
+    assert np.diff([0, *syncs]).tolist() == [12, 12, 3, 2]
+    assert strategy.sync_period == 7
+
+
+def warm_fit(strategy, model, warm, callbacks, epochs):
+    """Every minibatch is in turn that of a replica; one fit for each epoch."""
+    for epoch in range(epochs):
+
+        def of_worker(_, epoch=epoch):
+            count, mine = warm.replicas(strategy, epoch)
+            numbered = minibatches().enumerate()
+            mine = tf.constant(mine, tf.int64)
+            dataset = numbered.filter(lambda k, _: tf.reduce_any(k % count == mine))
+            return warm.to_every_replica(strategy, epoch, dataset.map(lambda _, batch: batch))
+
+        data = strategy.distribute_datasets_from_function(of_worker)
+        fit(model, callbacks, epoch + 1, epoch, data)
+
+
+@pytest.mark.parametrize(
+    "rule", [tfpara.BMUF(0.9), tfpara.EASGD(0.3)], ids=lambda r: type(r).__name__
+)
+def test_warm_start_is_one_replica_alone(rule):
+    strategy = make_strategy(rule, averages={"ma": tfpara.MA()})
+    model = make_model(strategy, normalise=True)
+    plain = make_model(normalise=True)
+    plain.set_weights(model.get_weights())
+    warm = WarmStart(epochs=2, verbose=0)
+    warm_fit(strategy, model, warm, [warm, HeldOut(held_out())], 2)
+    fit(plain, [], epochs=2)
+    want = plain.get_weights()
+    for which in ("global", "local", "ma"):
+        with strategy.weights(model, which):
+            for a, b in zip(model.get_weights(), want, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-6)
+    assert strategy.statistics().syncs == 0
+    assert strategy.sync_period == 2
+    assert model.evaluate(held_out(), verbose=0) == pytest.approx(
+        plain.evaluate(held_out(), verbose=0), rel=1e-4
+    )
+    # Then every replica has its own half, and they sync.
+    warm_fit(strategy, model, warm, [warm], 3)
+    assert strategy.statistics().syncs == 3
+
+
+def test_warm_start_goes_on_from_the_first_replica_where_dropout_parts_them():
+    strategy = make_strategy(tfpara.BMUF(0.9))
+    model = make_model(strategy, dropout=0.5)
+    before = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            first = strategy.experimental_local_results
+            before[:] = [[c.numpy() for c in first(w.value)] for w in model.trainable_variables]
+
+    warm = WarmStart(verbose=0)
+    warm_fit(strategy, model, warm, [Look(), warm], 1)
+    assert not np.array_equal(*before[0])
+    for variable, (first, _) in zip(model.trainable_variables, before, strict=True):
+        for component in strategy.experimental_local_results(variable.value):
+            np.testing.assert_array_equal(component.numpy(), first)
+
+
+def test_warm_start_without_a_strategy_changes_nothing():
+    warm, model = WarmStart(), make_model()
+    assert warm.replicas(None, 0) == warm.replicas(None, 5) == (1, [0])
+    data = minibatches()
+    assert warm.to_every_replica(None, 0, data) is data
+    with_it, plain = make_model(), model
+    with_it.set_weights(model.get_weights())
+    fit(with_it, [warm])
+    fit(plain, [])
+    assert_same(with_it.get_weights(), plain.get_weights())
+
+
+def test_warm_start_gives_every_replica_its_data():
+    strategy = make_strategy()
+    warm = WarmStart(epochs=1)
+    assert warm.replicas(strategy, 0) == (1, [0])
+    assert warm.replicas(strategy, 1) == (2, [0, 1])
+    numbers = tf.data.Dataset.range(3)
+    assert [int(n) for n in warm.to_every_replica(strategy, 0, numbers)] == [0, 0, 1, 1, 2, 2]
+    assert int(warm.to_every_replica(strategy, 0, numbers).cardinality()) == 6
+    assert warm.to_every_replica(strategy, 1, numbers) is numbers
+    pairs = tf.data.Dataset.from_tensor_slices(([1, 2], [3, 4])).filter(lambda x, y: x > 1)
+    twice = warm.to_every_replica(strategy, 0, pairs)
+    assert [(int(x), int(y)) for x, y in twice] == [(2, 4), (2, 4)]
+
+
+def test_warm_start_notices_that_syncs_are_on_again():
+    model = make_model(make_strategy())
+    with pytest.raises(RuntimeError, match="Put WarmStart after SyncPeriod"):
+        fit(model, [WarmStart(), SyncPeriod({0: 3}, verbose=0)])
+
+
+def test_warm_start_after_sync_period():
+    strategy = make_strategy()
+    model = make_model(strategy)
+    fit(model, [SyncPeriod({0: 3, 1: 4}, verbose=0), WarmStart(verbose=0)])
+    assert (strategy.sync_period, strategy.statistics().syncs) == (3, 0)
+
+
+def search_by_hand(model, rates, scored_on=None):
+    """The loss after a pass over the sample with each rate, on copies of a plain model."""
+    found = []
+    for rate in rates:
+        copy = make_model(optimizer=lambda rate=rate: keras.optimizers.SGD(rate, momentum=0.5))
+        copy.set_weights(model.get_weights())
+        copy.fit(sample(), verbose=0)
+        found.append(copy.evaluate(scored_on or sample(), verbose=0)[0])
+    return found
+
+
+@pytest.mark.parametrize("rates", [(0.01, 0.3, 5.0), (1e-3, 1e-4)], ids=str)
+def test_search_takes_the_rate_that_is_best_by_hand(rates, capsys):
+    model = make_model()
+    expected = search_by_hand(model, rates)
+    log = fit(model, [SearchRate(sample(), rates=rates)])
+    assert log["learning_rate"][0] == pytest.approx(rates[int(np.argmin(expected))])
+    printed = capsys.readouterr().out
+    for rate, loss in zip(rates, expected, strict=True):
+        assert f"{rate:.4g}: {loss:.4g}" in printed
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [("plain", "adapt"), ("two replicas", "adam")],
+    indirect=["strategy"],
+)
+def test_search_leaves_no_trace(strategy, optimizer):
+    make = {
+        "adam": lambda: keras.optimizers.Adam(0.5),
+        "adapt": lambda: Adapt(0.5, memory=2),
+    }[optimizer]
+    models = [make_model(strategy, make, dropout=0.2, normalise=True) for _ in range(2)]
+    models[1].set_weights(models[0].get_weights())
+    first = models[0].distribute_strategy.experimental_local_results
+    for model in models:
+        for number, generator in enumerate(
+            v for v in model.variables if "seed_generator" in v.path
+        ):
+            for replica, component in enumerate(first(generator.value)):
+                component.assign([number, replica])
+    found = []
+    for model, callbacks in zip(
+        models, [[SearchRate(sample(), [1.0], verbose=0)], []], strict=True
+    ):
+        look = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda *_, model=model: found.append(components(model))
+        )
+        log = fit(model, [*callbacks, look], epochs=3)
+        found.append([log["loss"], log["accuracy"], components(model)[0]])
+    # Before its first step plain Keras has no slots yet.
+    assert_same(found[0][: len(found[4])], found[4])
+    for searched, plain in zip(found[1:3], found[5:7], strict=True):
+        assert_same(searched, plain)
+    assert_same(found[3], found[7])
+
+
+def test_search_raises_and_lowers_the_rate_from_the_present_one():
+    model = make_model(optimizer=lambda: keras.optimizers.SGD(1e-3))
+    log = fit(model, [SearchRate(sample(), (0.5, 4.0), verbose=0)], epochs=3)
+    assert log["learning_rate"] == pytest.approx([4e-3, 1.6e-2, 6.4e-2])
+    model = make_model(optimizer=lambda: keras.optimizers.SGD(500.0))
+    log = fit(model, [SearchRate(sample(), (0.1, 1.0), verbose=0)])
+    assert log["learning_rate"] == [50.0]
+
+
+def test_search_counts_no_step_and_no_sync():
+    strategy = make_strategy(averages={"ma": tfpara.MA()})
+    model = make_model(strategy)
+    search = SearchRate(lambda epoch: minibatches(epoch, epoch + 3), held_out=held_out(), verbose=0)
+    fit(model, [search])
+    statistics = strategy.statistics()
+    assert (statistics.steps, statistics.samples, statistics.syncs) == (12, 96, 6)
+
+
+def test_search_does_not_try_again_in_an_epoch_that_is_resumed():
+    tried = []
+
+    def of_epoch(epoch):
+        tried.append(epoch)
+        return sample()
+
+    search = SearchRate(of_epoch, verbose=0)
+    search.set_state({"learning_rate": 0.125, "epoch": 1})
+    log = fit(make_model(), [search], epochs=3, initial_epoch=1)
+    assert tried == [2]
+    assert log["learning_rate"][0] == 0.125
+    assert search.get_state()["epoch"] == -1
+
+
+def test_search_where_every_rate_diverges():
+    model = make_model(optimizer=lambda: keras.optimizers.SGD(1.0))
+    with pytest.raises(ValueError, match="every candidate rate diverged: 1e\\+38"):
+        fit(model, [SearchRate(sample(), rates=[1e38, 2e38])])
+
+
+def test_states_are_kept_by_a_strategy_that_can(monkeypatch):
+    strategy, kept = make_strategy(), {}
+    monkeypatch.setattr(type(strategy), "keep_state", lambda _, *a: kept.update([a]), raising=False)
+    callbacks = [
+        Newbob("loss", verbose=0),
+        OverfittingGuard("loss", "loss"),
+        LearningRate(Hand(0.1, 12)),
+        SearchRate(sample(), verbose=0),
+    ]
+    model = make_model(strategy)
+    for callback in callbacks:
+        callback.set_model(model)
+    assert list(kept.values()) == callbacks
+    assert list(kept) == ["newbob", "overfitting_guard", "learning_rate", "search_rate"]
+    json.dumps([obj.get_state() for obj in kept.values()])
+
+
+def test_only_the_chief_speaks(monkeypatch, capsys):
+    strategy = make_strategy()
+    periods = SyncPeriod({0: 3, 1: 4})
+    periods.set_model(make_model(strategy))
+    periods.on_epoch_begin(0)
+    monkeypatch.setattr(type(strategy), "is_chief", False)
+    periods.on_epoch_begin(1)
+    assert capsys.readouterr().out == "Epoch 1: SyncPeriod: syncs every 3 minibatches.\n"
+    assert strategy.sync_period == 4
+
+
+def test_a_scaled_loss_has_a_rate_too():
+    model = make_model(
+        optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    )
+    log = fit(model, [Scores(validation_loss=LOSSES), Newbob("validation_loss")], epochs=4)
+    assert log["learning_rate"] == RATES[:4]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Newbob("loss"),
+        lambda: LearningRate(Piecewise({0: 0.1})),
+        lambda: SearchRate(sample()),
+    ],
+    ids=["newbob", "learning rate", "search"],
+)
+def test_a_schedule_inside_the_optimizer_is_refused(make):
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    with pytest.raises(TypeError, match="was compiled with a LearningRateSchedule"):
+        fit(make_model(optimizer=lambda: keras.optimizers.SGD(decay)), [make()])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Newbob(held_out(), "error"), "whether higher is better"),
+        (lambda: OverfittingGuard("loss", "validation_accuracy"), "same measure"),
+        (lambda: LearningRate(Hand(0.1, 5), steps_per_epoch=0), "steps_per_epoch=0"),
+        (lambda: SyncPeriod({0: 0}), "at least 1"),
+        (lambda: SyncPeriod({0: 2.5}), "whole numbers"),
+        (lambda: SyncPeriod({1: 5}), "one must be 0"),
+        (lambda: WarmStart(-1), "epochs=-1"),
+        (lambda: SearchRate(sample(), []), "factors is empty"),
+        (lambda: SearchRate(sample(), rates=[-1.0]), "must be positive"),
+        (lambda: fit(make_model(), [Newbob("nothing_loss")]), "no 'nothing_loss'. It has: acc"),
+        (lambda: fit(make_model(), [LearningRate(lambda _: -1.0)]), "rate -1.0 at epoch 0"),
+    ],
+)
+def test_bad_values_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fit(make_model(), [SyncPeriod({0: 1})]), "has no sync period"),
+        (
+            lambda: fit(
+                make_model(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])), [WarmStart()]
+            ),
+            "cannot train alone",
+        ),
+        (lambda: fit(make_model(), [SearchRate([1, 2])]), "sample is a list"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
