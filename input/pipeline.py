@@ -31,6 +31,7 @@ def minibatches(
     context: int = 5,
     shuffle_frames: int = SHUFFLE_FRAMES,
     shuffle: bool = True,
+    first_minibatch: int = 0,
 ) -> tf.data.Dataset:
     """The minibatches of an epoch that belong to this worker's replicas.
 
@@ -51,6 +52,9 @@ def minibatches(
       context: frames of splice on each side.
       shuffle_frames: frames that are permuted together, rounded up to a multiple of `minibatch`.
       shuffle: False keeps the order of the corpus, for evaluation.
+      first_minibatch: minibatches of the epoch, over all replicas, that are done already. The rest
+        is dealt out from there on: minibatch first_minibatch + i goes to replica i mod N. What lies
+        before is not read.
 
     Returns:
       A dataset of (float32 [b, feature_dim * (2 * context + 1)], int32 [b]), b <= minibatch.
@@ -67,11 +71,12 @@ def minibatches(
         sync_period=sync_period,
         shuffle_frames=shuffle_frames,
     )
-    _check(plan, replica_ids, epoch, seed)
+    _check(plan, replica_ids, epoch, seed, first_minibatch)
     order = (seed, epoch) if shuffle else None
-    reader = _WindowReader(corpus, split, plan, list(replica_ids), order)
+    reader = _WindowReader(corpus, split, plan, list(replica_ids), order, first_minibatch)
     offsets = features.context_offsets(context, context)
-    windows = tf.data.Dataset.range(plan.num_windows).map(
+    first_window = first_minibatch * minibatch // plan.window
+    windows = tf.data.Dataset.range(first_window, plan.num_windows).map(
         lambda window: reader(window, corpus.feature_dim), num_parallel_calls=1
     )
     prepared = windows.map(
@@ -109,7 +114,9 @@ def partition(
     )
 
 
-def _check(plan: Partition, replica_ids: Sequence[int], epoch: int, seed: int) -> None:
+def _check(
+    plan: Partition, replica_ids: Sequence[int], epoch: int, seed: int, first_minibatch: int
+) -> None:
     ids = list(replica_ids)
     if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= plan.num_replicas:
         raise ValueError(
@@ -119,6 +126,11 @@ def _check(plan: Partition, replica_ids: Sequence[int], epoch: int, seed: int) -
     for name, value in (("epoch", epoch), ("seed", seed)):
         if value < 0:
             raise ValueError(f"{name} must be 0 or more. Received: {value}")
+    if not 0 <= first_minibatch <= plan.num_minibatches:
+        raise ValueError(
+            f"first_minibatch must lie in [0, {plan.num_minibatches}], minibatches of the epoch."
+            f" Received: {first_minibatch}"
+        )
 
 
 def _window_minibatches(
@@ -152,6 +164,7 @@ class _WindowReader:
 
     Args:
       order: (seed, epoch) of the shuffle; None keeps the order of the corpus.
+      first_minibatch: the first one that is read, by replica 0.
     """
 
     def __init__(
@@ -161,12 +174,14 @@ class _WindowReader:
         plan: Partition,
         replica_ids: list[int],
         order: tuple[int, int] | None,
+        first_minibatch: int,
     ) -> None:
         self._corpus = corpus
         self._split = corpus.split(split)
         self._plan = plan
         self._replica_ids = replica_ids
         self._order = order
+        self._first = first_minibatch
         count = len(self._split)
         self._utterances = (
             np.arange(count) if order is None else blocks.utterance_order(count, *order)
@@ -219,7 +234,7 @@ class _WindowReader:
         mine = [
             sequence[frames.start - whole.start : frames.stop - whole.start]
             for k in self._plan.window_minibatches(window)
-            if k % self._plan.num_replicas in self._replica_ids
+            if k >= self._first and (k - self._first) % self._plan.num_replicas in self._replica_ids
             for frames in [self._plan.frames(k)]
         ]
         return np.concatenate(mine) if mine else np.zeros(0, np.int64)

@@ -92,6 +92,49 @@ def test_a_replica_without_minibatches_gets_an_empty_dataset(tiny):
     assert len(read(tiny, "test", num_replicas=many, replica_ids=[0])) == 1
 
 
+@pytest.mark.parametrize("first", [1, 6, 15, 31])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_an_epoch_is_taken_up_again_on_any_number_of_replicas(tiny, first, num_replicas):
+    """Minibatch first + i goes to replica i mod N: what is left, each exactly once."""
+    whole = read(tiny)[first:]
+    assert whole
+    workers = [[0]] if num_replicas == 1 else [[0], list(range(1, num_replicas))]
+    taken = []
+    for ids in workers:
+        rest = read(tiny, num_replicas=num_replicas, replica_ids=ids, first_minibatch=first)
+        expected = [i for i in range(len(whole)) if i % num_replicas in ids]
+        assert len(rest) == len(expected)
+        for (frames, labels), i in zip(rest, expected, strict=True):
+            np.testing.assert_array_equal(frames, whole[i][0])
+            np.testing.assert_array_equal(labels, whole[i][1])
+        taken += expected
+    assert sorted(taken) == list(range(len(whole)))
+
+
+def test_windows_that_are_done_are_not_read(tiny, monkeypatch):
+    plan = pipeline.partition(
+        tiny, "train", num_replicas=1, minibatch=97, sync_period=3, shuffle_frames=1000
+    )
+    first = plan.window_minibatches(plan.num_windows - 1).start
+    windows = []
+    real = pipeline._WindowReader.read
+
+    def spy(self, window):
+        windows.append(int(window))
+        return real(self, window)
+
+    monkeypatch.setattr(pipeline._WindowReader, "read", spy)
+    assert len(read(tiny, first_minibatch=first)) == plan.num_minibatches - first
+    assert windows == [plan.num_windows - 1]
+    assert read(tiny, first_minibatch=plan.num_minibatches) == []
+
+
+@pytest.mark.parametrize("first", [-1, 10**6])
+def test_a_position_outside_the_epoch_is_refused(tiny, first):
+    with pytest.raises(ValueError, match=rf"first_minibatch must lie in .* Received: {first}"):
+        read(tiny, first_minibatch=first)
+
+
 def test_epochs_and_seeds_differ_and_repeat(tiny):
     first, again = read(tiny, epoch=1), read(tiny, epoch=1)
     for (frames, labels), (frames_again, labels_again) in zip(first, again, strict=True):
