@@ -9,6 +9,7 @@ phase, the weights travel. The weights of no replica are touched before every bu
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -362,11 +363,11 @@ class Synchronizer:
 
     def _sync_step(self, running: tf.Tensor) -> tf.Tensor:
         """One sync; returns whether no replica has data left."""
-        began = tf.timestamp()
+        began = _now()
         self._sync_began.assign(began)
         reports = self._exchange_reports(running, began)
         with tf.control_dependencies([reports]):
-            met = tf.timestamp()
+            met = _now()
             # What the checks stop is over: only a collective can be waited for.
             self._sync_began.assign(0.0)
             still_running = tf.reduce_sum(reports[:, RUNNING])
@@ -377,7 +378,7 @@ class Synchronizer:
             total > 0.0, lambda: self._commit(reports, total), lambda: tf.constant(0, tf.int64)
         )
         with tf.control_dependencies([committed]):
-            ended = tf.timestamp()
+            ended = _now()
         self._syncs.assign_add(committed)
         self._seconds.assign_add(tf.stack([ended - began, met - began]))
         self._pending_steps.assign(0)
@@ -409,7 +410,7 @@ class Synchronizer:
 
     def _commit(self, reports: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
         """Averages, applies the rule and writes the result; returns 1."""
-        self._sync_began.assign(tf.timestamp())
+        self._sync_began.assign(_now())
         local_samples = reports[self._first_replica :, SAMPLES][: len(self._devices)]
         shares = tf.cast(local_samples / total, tf.float32)
         local = [self._packed(replica) for replica in range(len(self._devices))]
@@ -535,6 +536,12 @@ class Synchronizer:
     def _packed(self, replica: int) -> list[tf.Tensor]:
         with tf.device(self._devices[replica]):
             return self._layout.pack([v[replica] for v in self._variables.weights])
+
+
+def _now() -> tf.Tensor:
+    """Seconds since the epoch, float64. `tf.timestamp` is refused where operations must be
+    deterministic."""
+    return tf.numpy_function(time.time, [], tf.float64)
 
 
 def _layout(variables: Sequence[Sequence[tf.Variable]], bucket_bytes: int) -> Layout:
