@@ -1,7 +1,9 @@
 """Checkpoints in one process of two devices; tests/distributed has those of a cluster."""
 
 import json
+import os
 import shutil
+import signal
 
 import keras
 import numpy as np
@@ -17,7 +19,10 @@ EPOCHS, STEPS, TAU = 3, 8, 2
 def make(rule=None, devices=DEVICES, averages=None, seed=1, **options):
     averages = {"ema": tfpara.EMA(0.8), "ma": tfpara.MA()} if averages is None else averages
     strategy = tfpara.PeriodicSyncStrategy(
-        rule or tfpara.BMUF(0.5), sync_period=TAU, devices=devices, averages=averages, **options
+        rule or tfpara.BMUF(0.5),
+        devices=devices,
+        averages=averages,
+        **{"sync_period": TAU, **options},
     )
     keras.utils.set_random_seed(seed)
     with strategy.scope():
@@ -92,7 +97,8 @@ def everything(strategy, model):
 
 def run(directory, rule=None, stop=None, epochs=EPOCHS, log=None, devices=DEVICES, **options):
     """One process of a run; returns what it ends with and its history, or None if stopped."""
-    settings = {k: options.pop(k) for k in ("aggregation", "averages", "data_plan") if k in options}
+    names = ("aggregation", "averages", "data_plan", "sync_period")
+    settings = {k: options.pop(k) for k in names if k in options}
     # Another seed for each process that resumes: all it has is the checkpoint.
     seed = 1 + len(list(directory.glob("checkpoint-*")))
     strategy, model = make(rule, devices, seed=seed, **settings)
@@ -166,12 +172,53 @@ def test_resuming_after_the_last_minibatch_of_an_epoch(tmp_path):
     assert history["accuracy"] == whole_history["accuracy"]
 
 
+class Scores(keras.callbacks.Callback):
+    """Keeps the logs that callbacks before `Checkpoint` see."""
+
+    def __init__(self):
+        super().__init__()
+        self.logs = {}
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.logs[epoch] = dict(logs)
+
+
+@pytest.mark.parametrize("stop", [(1, 5), (1, 7)])
+def test_epochs_logs_and_validation_are_those_of_an_uninterrupted_run(tmp_path, stop):
+    """At (1, 7) no step of the resumed epoch is left; validation reads data that know no epochs."""
+    validation = tf.data.Dataset.from_tensor_slices(minibatch(99, 0)).batch(2)
+    logs = []
+    for name, stops in (("whole", [None]), ("run", [stop, None])):
+        for stop_here in stops:
+            strategy, model = make()
+            scores, checkpoint = Scores(), tfpara.callbacks.Checkpoint(tmp_path / name)
+            checkpoint._every_syncs = 1
+            callbacks = [scores, *([stop_at(*stop_here)] if stop_here else []), checkpoint]
+            if stop_here == (1, 7):  # Once its sync was written.
+                callbacks.reverse()
+            try:
+                model.fit(
+                    epoch_data(strategy),
+                    epochs=EPOCHS,
+                    verbose=0,
+                    callbacks=callbacks,
+                    validation_data=validation,
+                )
+                logs.append(scores.logs)
+            except Stop:
+                pass
+            checkpoint._checkpoints.store.release()
+    whole, resumed = logs
+    assert resumed == {epoch: whole[epoch] for epoch in (1, 2)}
+    assert set(whole[1]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+
 def test_more_epochs_are_added_to_a_finished_run(tmp_path):
-    whole = run(tmp_path / "whole", epochs=3)[0]
+    whole, whole_history, _ = run(tmp_path / "whole", epochs=3)
     run(tmp_path / "run", epochs=2)
     resumed, history, _ = run(tmp_path / "run", epochs=3)
     assert_same(resumed, whole)
-    assert len(history["loss"]) == 1
+    assert history["loss"] == whole_history["loss"][2:]
     again, history, _ = run(tmp_path / "run", epochs=3)
     assert_same(again, whole)
     assert history == {}
@@ -220,6 +267,16 @@ def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_
     assert abs(history["accuracy"][0] * 64 - round(history["accuracy"][0] * 64)) < 1e-4
 
 
+def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path):
+    log = []
+    assert run(tmp_path, every_syncs=1, stop=(0, 4)) is None
+    # 2 syncs of 2 steps of 2 replicas, then 1 of 3 replicas, then what is left to 1 replica.
+    three, one = ([f"CPU:{i}" for i in range(n)] for n in (3, 1))
+    assert run(tmp_path, every_syncs=1, stop=(0, 2), devices=three) is None
+    run(tmp_path, devices=one, log=log, epochs=1)
+    assert log[-1] == (0, list(range(14, 16)))
+
+
 def model_weights(weights, model):
     """The trainable ones of `get_weights`."""
     trainable = {id(v) for v in model.trainable_variables}
@@ -227,7 +284,7 @@ def model_weights(weights, model):
 
 
 def test_only_the_newest_are_kept_and_what_was_interrupted_goes(tmp_path):
-    (tmp_path / ".partial-00000007").mkdir()
+    (tmp_path / ".partial-00000007-0").mkdir()
     run(tmp_path, every_syncs=1, keep=2)
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["checkpoint-00000015", "checkpoint-00000016", "lock"]
@@ -278,6 +335,7 @@ def test_a_missing_part_is_damage(tmp_path):
     [
         ({"rule": tfpara.BSP()}, "rule: the checkpoint has 'BMUF.*this run 'BSP"),
         ({"averages": {"ema": tfpara.EMA(0.7)}}, "averages: "),
+        ({"sync_period": 4}, "sync_period: the checkpoint has 2, this run 4"),
         ({"data_plan": {"minibatch": 8}}, r"data_plan.minibatch: the checkpoint has 4, this run 8"),
     ],
 )
@@ -365,6 +423,68 @@ def test_states_of_callbacks_and_random_numbers_come_back(tmp_path):
     assert drawn[0] == drawn[1]
 
 
+def test_a_state_that_json_cannot_carry_is_named(tmp_path):
+    strategy, model = make()
+    strategy.keep_state("score", Counter(np.float32(1)))
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    with pytest.raises(tfpara.CheckpointError, match="state of 'score' cannot be kept.*float32"):
+        model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[checkpoint])
+    checkpoint._checkpoints.store.release()
+
+
+@pytest.mark.parametrize("when", ["inside", "last block", "validation"])
+def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
+    whole = run(tmp_path / "whole", epochs=2)[0]
+    validation = tf.data.Dataset.from_tensor_slices(minibatch(99, 0)).batch(2)
+    strategy, model = make()
+
+    def ask(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # Some schedulers send it twice.
+
+    asking = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: (
+            ask() if batch == {"inside": 4, "last block": STEPS - 1}.get(when) else None
+        )
+    )
+    asking.on_test_begin = lambda logs=None: ask() if when == "validation" else None
+    before = signal.getsignal(signal.SIGTERM)
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run")
+    try:
+        with pytest.raises(SystemExit) as left:
+            model.fit(
+                epoch_data(strategy),
+                epochs=2,
+                verbose=0,
+                callbacks=[asking, checkpoint],
+                validation_data=validation,
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    checkpoint._checkpoints.store.release()
+    assert left.value.code == tfpara.callbacks.RESTART_EXIT_CODE == 75
+    manifest = json.loads((max((tmp_path / "run").glob("c*")) / "manifest.json").read_text())
+    position = (manifest["position"]["epoch"], manifest["position"]["steps"])
+    assert position == ((0, 6) if when == "inside" else (1, 0))
+    assert_same(run(tmp_path / "run", epochs=2)[0], whole)
+
+
+def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
+    strategy, model = make()
+    ask = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: (
+            os.kill(os.getpid(), signal.SIGTERM) if batch == STEPS - 1 else None
+        )
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    with pytest.raises(tfpara.callbacks.Preempted):
+        model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[ask, checkpoint])
+    assert signal.getsignal(signal.SIGTERM) == before
+    checkpoint._checkpoints.store.release()
+    assert run(tmp_path, epochs=1)[1] == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -403,3 +523,31 @@ def test_stopping_together_stops_at_the_next_sync():
     callbacks = [wish, count, tfpara.callbacks.StopTogether()]
     model.fit(epoch_data(strategy), epochs=3, verbose=0, callbacks=callbacks)
     assert steps == [0, 1, 2, 3]
+
+
+def test_epochs_of_unknown_and_different_length_are_trained_whole(tmp_path):
+    """Keras would cut all epochs to the length of the first that ends."""
+    for name, stop in (("run", (0, 5)), ("run", None)):
+        strategy, model = make()
+        lengths = [8, 6, 10]
+
+        def of_epoch(epoch, first):
+            x, y = minibatch(epoch, 0)
+            one = tf.data.Dataset.from_tensors((x, y))
+            return tf.data.Dataset.range(2 * lengths[epoch] - first).flat_map(lambda _: one)
+
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / name, every_syncs=1)
+        counts = {}
+        count = keras.callbacks.LambdaCallback()
+        count.on_epoch_begin = lambda epoch, logs=None: counts.setdefault(epoch, [])
+        count.on_train_batch_end = lambda batch, logs=None: counts[max(counts)].append(batch)
+        callbacks = [*([stop_at(*stop)] if stop else []), count, checkpoint]
+        try:
+            model.fit(
+                strategy.datasets_by_epoch(of_epoch), epochs=3, verbose=0, callbacks=callbacks
+            )
+        except Stop:
+            pass
+        checkpoint._checkpoints.store.release()
+    assert [len(batches) for batches in counts.values()] == [4, 6, 10]
+    assert strategy.statistics().steps == sum(lengths)

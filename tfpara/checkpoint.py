@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import random
+import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -64,11 +65,14 @@ class Checkpoints:
             CheckpointError: on every worker, if the chief cannot.
         """
         self._together(self.store.lock, "lock", chief_only=True)
-        numbers = self._everyones(self.store.numbers(), "numbers")
+        # Of a run's own, for a worker that an earlier run has left may still be writing its part.
+        self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
+        numbers = self._together(self.store.numbers, "numbers")
         if any(theirs != numbers[0] for theirs in numbers):
+            self.store.release()
             raise CheckpointError(
                 f"{self.store.directory} must be one directory that all workers share: they see "
-                f"different checkpoints in it."
+                "different checkpoints in it."
             )
         self._next = max(numbers[0], default=0) + 1
 
@@ -81,24 +85,20 @@ class Checkpoints:
         """
         number, self._next = self._next, self._next + 1
         rank = self._strategy.worker_index
-        written: list[dict[str, Any]] = []
+        manifest = {
+            **self._of_a_run(),
+            "versions": versions(),
+            "replicas": self._strategy.num_replicas,
+            "workers": self._strategy.num_workers,
+            "bucket_sizes": self.synchronizer.global_state.bucket_sizes,
+            "position": dict(position),
+            "states": self._states(),
+        }
         try:
             self._together(lambda: self.store.begin(number), "begin", chief_only=True)
             tensors = self._tensors()
-            self._together(
-                lambda: written.append(self.store.write_part(number, rank, tensors)), "write"
-            )
-            parts = self._everyones(written[0], "files")
-            manifest = {
-                **self._of_a_run(),
-                "versions": versions(),
-                "replicas": self._strategy.num_replicas,
-                "workers": self._strategy.num_workers,
-                "bucket_sizes": self.synchronizer.global_state.bucket_sizes,
-                "position": dict(position),
-                "states": {k: v.get_state() for k, v in self._extended.states.items()},
-                "files": {name: mark for part in parts for name, mark in part.items()},
-            }
+            parts = self._together(lambda: self.store.write_part(number, rank, tensors), "write")
+            manifest["files"] = {name: mark for part in parts for name, mark in part.items()}
             self._together(lambda: self.store.commit(number, manifest), "commit", chief_only=True)
         except CheckpointError:
             if self._strategy.is_chief:
@@ -122,7 +122,9 @@ class Checkpoints:
             if problem is None:
                 manifest = self.store.read_manifest(number)
                 self._check_run(number, manifest)
-                self._load(number, manifest)
+                self._together(lambda n=number, m=manifest: self._load(n, m), "load")
+                if manifest["replicas"] != self._strategy.num_replicas:
+                    self._start_anew()
                 return {**manifest["position"], "number": number}
             warnings.warn(f"{problem}; trying the checkpoint before it.", stacklevel=2)
             problems.append(problem)
@@ -144,19 +146,24 @@ class Checkpoints:
     def _everyones(self, value: Any, name: str) -> list[Any]:
         return everyones(value, self._extended.control, f"checkpoint/{name}")
 
-    def _together(self, action: Any, name: str, chief_only: bool = False) -> None:
-        """Does something on every worker; raises on all of them if it fails on one."""
-        problem = None
+    def _together(self, action: Any, name: str, chief_only: bool = False) -> list[Any]:
+        """Does something on every worker; returns what it gave, by rank.
+
+        Raises:
+            CheckpointError: on all workers, if it fails on one, which is named.
+        """
+        result = problem = None
         if self._strategy.is_chief or not chief_only:
             try:
-                action()
+                result = action()
             except (CheckpointError, OSError) as error:
                 problem = str(error)
-        problems = self._everyones(problem, name)
-        for worker, theirs in enumerate(problems):
+        everyone = self._everyones([result, problem], name)
+        for worker, (_, theirs) in enumerate(everyone):
             if theirs is not None:
-                where = f"worker {worker}: " if len(problems) > 1 else ""
+                where = f"worker {worker}: " if len(everyone) > 1 else ""
                 raise CheckpointError(where + theirs)
+        return [value for value, _ in everyone]
 
     def _problem(self, number: int) -> str | None:
         """Why a checkpoint cannot be used, as all workers agree; None if it can."""
@@ -176,6 +183,7 @@ class Checkpoints:
             "run": {
                 **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
                 "tfpara version": versions()["tfpara version"],
+                "sync_period": self._extended.settings.sync_period,
                 "model": "; ".join(shapes),
                 "optimizer": type(optimizer).__name__,
             }
@@ -204,6 +212,19 @@ class Checkpoints:
                 "last digits.",
                 stacklevel=2,
             )
+
+    def _states(self) -> dict[str, Any]:
+        """Of callbacks, as JSON carries them; asked for on every worker, so that all fail alike."""
+        found = {}
+        for name, holder in self._extended.states.items():
+            try:
+                found[name] = json.loads(json.dumps(holder.get_state()))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the state of {name!r} cannot be kept ({error}): get_state() must return "
+                    "numbers, texts, lists and dicts of Python's own."
+                ) from error
+        return found
 
     # -- what is in a part ---------------------------------------------------------------------
 
@@ -255,9 +276,16 @@ class Checkpoints:
     # -- restoring -----------------------------------------------------------------------------
 
     def _load(self, number: int, manifest: Mapping[str, Any]) -> None:
-        readers = self.store.readers(number, manifest)
+        """Takes over what a checkpoint holds; nothing is exchanged meanwhile."""
+        try:
+            self._take_over(self.store.readers(number, manifest), manifest)
+        except (tf.errors.OpError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{self.store.path(number)} cannot be read ({type(error).__name__}: {error})"
+            ) from error
+
+    def _take_over(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
         held = {name: r for r in readers for name in r.get_variable_to_shape_map()}
-        same = manifest["replicas"] == self._strategy.num_replicas
         rank = self._strategy.worker_index
         own = readers[rank % len(readers)]
         self._load_global(readers, manifest)
@@ -272,8 +300,6 @@ class Checkpoints:
             counter.assign(value)
         self._extended.sync_period = self.synchronizer.sync_period
         _set_random_state(json.loads(own.get_tensor("random")))
-        if not same:
-            self._start_anew()
         for name, state in manifest["states"].items():
             if name in self._extended.states:
                 self._extended.states[name].set_state(state)

@@ -38,10 +38,14 @@ class Store:
     Args:
         directory: of the checkpoints.
         keep: how many of the newest stay.
+
+    Attributes:
+        mark: of this run; all its workers must have the same, and other runs another.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
         self.directory = Path(directory)
+        self.mark = "0"
         self._keep = keep
         self._lock: int | None = None
 
@@ -57,10 +61,7 @@ class Store:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise CheckpointError(
-                f"checkpoint directory {self.directory} cannot be written to ({error.strerror}). "
-                "Give one that can."
-            ) from error
+            raise self._unwritable(error) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -70,11 +71,21 @@ class Store:
                 f"checkpoint directory {self.directory} is in use by another run ({holder}). Wait "
                 "for its end, or give this run a directory of its own."
             ) from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except OSError as error:
+            os.close(lock)
+            raise self._unwritable(error) from error
         self._lock = lock
         for left_over in self.directory.glob(f"{_PARTIAL}*"):
             shutil.rmtree(left_over, ignore_errors=True)
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint directory {self.directory} cannot be written to ({error.strerror}). "
+            "Give one that can."
+        )
 
     def release(self) -> None:
         """Gives the directory back."""
@@ -95,7 +106,7 @@ class Store:
 
     def partial(self, number: int) -> Path:
         """Directory of a checkpoint under way."""
-        return self.directory / f"{_PARTIAL}{number:08d}"
+        return self.directory / f"{_PARTIAL}{number:08d}-{self.mark}"
 
     def begin(self, number: int) -> None:
         """Makes the directory of a checkpoint under way, empty."""
@@ -140,7 +151,8 @@ class Store:
         partial = self.partial(number)
         try:
             path = partial / "manifest.json"
-            path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1, sort_keys=True))
+            content = {"format": FORMAT, **manifest}
+            path.write_text(json.dumps(content, indent=1, sort_keys=True, default=repr))
             _sync_to_disk(path)
             _sync_to_disk(partial)
             partial.rename(self.path(number))

@@ -39,6 +39,7 @@ class Position:
         """
         if steps_seen > self._steps_seen:
             self.move(self.epoch + 1, steps_seen)
+        self.steps = 0  # These data leave out what is done; no others may, such as validation's.
         return self.epoch, self.first
 
     def take_steps(self) -> int:

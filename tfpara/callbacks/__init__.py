@@ -2,6 +2,22 @@
 
 from tfpara.callbacks.checkpointing import Checkpoint, Preempted, StopTogether
 from tfpara.callbacks.held_out import HeldOut
+from tfpara.callbacks.rate_search import SearchRate
+from tfpara.callbacks.schedule import LearningRate, SyncPeriod
+from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.telemetry import Telemetry
+from tfpara.callbacks.warm_start import WarmStart
 
-__all__ = ["Checkpoint", "HeldOut", "Preempted", "StopTogether", "Telemetry"]
+__all__ = [
+    "Checkpoint",
+    "HeldOut",
+    "LearningRate",
+    "Newbob",
+    "OverfittingGuard",
+    "Preempted",
+    "SearchRate",
+    "StopTogether",
+    "SyncPeriod",
+    "Telemetry",
+    "WarmStart",
+]

@@ -33,10 +33,12 @@ class Checkpoint(keras.callbacks.Callback):
     whose order does not depend on the epoch; the latter are read again up to the position.
 
     On SIGTERM in any worker all workers agree on it at the next sync, write a checkpoint, and
-    raise `Preempted`, which ends the program with exit code 75; start it again to go on.
+    raise `Preempted`, which ends the program with exit code 75; start it again to go on. SIGTERM
+    again, which some schedulers send, changes nothing.
 
-    Put it last in the list of callbacks. Within an epoch, checkpoints are possible where a sync
-    ends an execution of `steps_per_execution` steps.
+    A directory holds the checkpoints of one call of `fit`. Put the callback last in the list.
+    Within an epoch, checkpoints are possible where a sync ends an execution of
+    `steps_per_execution` steps.
 
     Args:
         directory: of the checkpoints, shared by all workers; nothing else may write there.
@@ -90,10 +92,11 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved_at = time.monotonic()
         self._in_epoch = False
         self._epoch = 0
-        self._steps_before = 0  # of this epoch, trained by an earlier process
+        self._first = 0  # minibatches of this epoch, over all replicas, of an earlier process
+        self._steps_before = 0  # the same, of each replica
         self._steps = 0  # of this epoch, trained by each replica
         self._terminated = False
-        self._asked = False
+        self._asked = Request.NOTHING
         self._former_handler: Any = None
 
     # -- hooks -----------------------------------------------------------------------------------
@@ -105,8 +108,8 @@ class Checkpoint(keras.callbacks.Callback):
                 "Checkpoint needs a model of a tfpara.PeriodicSyncStrategy. Make and compile the "
                 "model in its scope, or use keras.callbacks.BackupAndRestore."
             )
-        self._listen()
         if self._checkpoints is not None:
+            self._listen()
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
         checkpoints.lock()
@@ -116,6 +119,7 @@ class Checkpoint(keras.callbacks.Callback):
             checkpoints.store.release()
             raise
         self._checkpoints = checkpoints
+        self._listen()
         if position is None:
             return
         self._resumed = position
@@ -135,8 +139,10 @@ class Checkpoint(keras.callbacks.Callback):
         first = steps = 0
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
+        if steps:  # Else those of the epoch before.
             self._at_sync.restore_metrics()
-        self._in_epoch = True
+            self._give_metrics_without_steps()
+        self._in_epoch, self._first = True, first
         self._epoch, self._steps_before, self._steps = epoch, steps, steps
         extended = self.model.distribute_strategy.extended
         extended.position.move(epoch, extended.steps_seen, first, steps)
@@ -144,12 +150,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._save_at_boundary()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        strategy = self.model.distribute_strategy
-        minutes = (time.monotonic() - self._saved_at) / 60.0
-        late = strategy.is_chief and minutes > (self._every_minutes or float("inf"))
-        if not self._asked and (self._terminated or late):
-            strategy.request(Request.LEAVE if self._terminated else Request.CHECKPOINT)
-            self._asked = True
+        self._ask()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         before, self._steps = self._steps, self._steps_before + batch + 1
@@ -166,17 +167,30 @@ class Checkpoint(keras.callbacks.Callback):
             self._act_on(agreement.request)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        # Nothing was left of a resumed epoch, and Keras gives its metrics only after steps.
-        if logs is not None and self._steps_before and self._steps == self._steps_before:
-            logs |= {k: v for k, v in self.model.get_metrics_result().items() if k not in logs}
+        vars(self.model).pop("_get_metrics_result_or_logs", None)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._stop_listening()
         self.model._initial_epoch = None
-        if self._in_epoch:
-            self._in_epoch = False
-            self._epoch, self._steps_before, self._steps = self._epoch + 1, 0, 0
-            self._save_at_boundary(finished=bool(self.model.stop_training))
+        try:
+            if self._in_epoch:
+                self._in_epoch = False
+                self._epoch, self._first = self._epoch + 1, 0
+                self._steps_before = self._steps = 0
+                self._save_at_boundary(finished=bool(self.model.stop_training))
+        finally:
+            self._stop_listening()
+
+    def _give_metrics_without_steps(self) -> None:
+        """Gives an epoch the metrics with which it was resumed, if no steps of it are left.
+
+        Keras drops them where a worker takes no step, after reading them as the others do.
+        """
+        model = self.model
+        read = model._get_metrics_result_or_logs
+        # In the instance, for this epoch alone.
+        vars(model)["_get_metrics_result_or_logs"] = lambda steps_logs: (
+            read(steps_logs) if steps_logs else model.get_metrics_result()
+        )
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -192,7 +206,8 @@ class Checkpoint(keras.callbacks.Callback):
             {
                 "epoch": self._epoch,
                 "steps": self._steps,
-                "minibatches": self._steps * strategy.num_replicas,
+                "minibatches": self._first
+                + (self._steps - self._steps_before) * strategy.num_replicas,
                 "finished": finished,
             }
         )
@@ -202,18 +217,29 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _save_at_boundary(self, finished: bool = False) -> None:
         """Between two epochs: all blocks are closed."""
+        self._ask()
         self.model.distribute_strategy.synchronize()
         request = self._at_sync.synchronizer.agreement().request
         if self._saved != (self._epoch, 0) or finished:
             self._save(finished)
         self._act_on(request)
 
+    def _ask(self) -> None:
+        """Asks all workers for what this one wishes, once."""
+        strategy = self.model.distribute_strategy
+        minutes = (time.monotonic() - self._saved_at) / 60.0
+        late = strategy.is_chief and minutes > (self._every_minutes or float("inf"))
+        wish = Request.CHECKPOINT if late else Request.NOTHING
+        wish = Request.LEAVE if self._terminated else wish
+        if wish > self._asked:
+            strategy.request(wish)
+            self._asked = wish
+
     def _act_on(self, request: Request) -> None:
         if request in _ANSWERED:
             self._at_sync.synchronizer.answered()
-            self._asked = False
+            self._asked = Request.NOTHING
         if request == Request.LEAVE:
-            self._stop_listening()
             if self.model.distribute_strategy.is_chief:
                 print(
                     f"Asked to end: checkpoint written, exit code {RESTART_EXIT_CODE}. "
@@ -236,8 +262,6 @@ class Checkpoint(keras.callbacks.Callback):
     def _terminate(self, number: int, frame: Any) -> None:
         del number, frame
         self._terminated = True
-        # A second one ends the program at once.
-        self._stop_listening()
 
 
 class StopTogether(keras.callbacks.Callback):
