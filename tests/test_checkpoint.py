@@ -527,27 +527,31 @@ def test_stopping_together_stops_at_the_next_sync():
 
 def test_epochs_of_unknown_and_different_length_are_trained_whole(tmp_path):
     """Keras would cut all epochs to the length of the first that ends."""
-    for name, stop in (("run", (0, 5)), ("run", None)):
-        strategy, model = make()
-        lengths = [8, 6, 10]
-
-        def of_epoch(epoch, first):
-            x, y = minibatch(epoch, 0)
-            one = tf.data.Dataset.from_tensors((x, y))
-            return tf.data.Dataset.range(2 * lengths[epoch] - first).flat_map(lambda _: one)
-
-        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / name, every_syncs=1)
-        counts = {}
-        count = keras.callbacks.LambdaCallback()
-        count.on_epoch_begin = lambda epoch, logs=None: counts.setdefault(epoch, [])
-        count.on_train_batch_end = lambda batch, logs=None: counts[max(counts)].append(batch)
-        callbacks = [*([stop_at(*stop)] if stop else []), count, checkpoint]
-        try:
-            model.fit(
-                strategy.datasets_by_epoch(of_epoch), epochs=3, verbose=0, callbacks=callbacks
-            )
-        except Stop:
-            pass
-        checkpoint._checkpoints.store.release()
-    assert [len(batches) for batches in counts.values()] == [4, 6, 10]
+    lengths = [8, 6, 10]
+    assert fit_epochs_of(lengths, tmp_path, stop_at(0, 5)) is None
+    counts, strategy = fit_epochs_of(lengths, tmp_path)
+    assert counts == [4, 6, 10]
     assert strategy.statistics().steps == sum(lengths)
+
+
+def fit_epochs_of(lengths, directory, *callbacks):
+    strategy, model = make()
+    counts = []
+
+    def of_epoch(epoch, first):
+        one = tf.data.Dataset.from_tensors(minibatch(epoch, 0))
+        return tf.data.Dataset.range(2 * lengths[epoch] - first).flat_map(lambda _: one)
+
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: counts.append(0),
+        on_train_batch_end=lambda batch, logs: counts.append(counts.pop() + 1),
+    )
+    checkpoint = tfpara.callbacks.Checkpoint(directory, every_syncs=1)
+    data = strategy.datasets_by_epoch(of_epoch)
+    try:
+        model.fit(data, epochs=3, verbose=0, callbacks=[*callbacks, count, checkpoint])
+    except Stop:
+        return None
+    finally:
+        checkpoint._checkpoints.store.release()
+    return counts, strategy

@@ -25,8 +25,18 @@ _LOCATION = {
     "SlowMo": "tfpara.algorithms",
     "StartupError": "tfpara.startup",
     "SyncStatistics": "tfpara.synchronizer",
+    "simulate": "tfpara.simulation",
 }
-_MODULES = ("callbacks", "cluster", "export", "launch", "startup")
+_MODULES = (
+    "callbacks",
+    "cluster",
+    "export",
+    "launch",
+    "optimizers",
+    "pretraining",
+    "schedules",
+    "startup",
+)
 
 __all__ = ["__version__", *_LOCATION, *_MODULES]
 

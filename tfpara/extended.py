@@ -1,11 +1,13 @@
 """The strategy's side towards TensorFlow: replicas, variables, data and reductions.
 
-This is the only file that touches private names of TensorFlow. Each use says why.
+This is the only file of the strategy that touches private names, of TensorFlow and of Keras' fit.
+Each use says why.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,13 +53,33 @@ class _EpochDatasets(_input_lib.DistributedDatasetsFromFunction):
     extended: Any
     built_for: tuple[int, int]
 
+    @property
+    def cardinality(self) -> int:
+        # Each epoch has its own.
+        return tf.data.UNKNOWN_CARDINALITY
+
     def __iter__(self) -> Any:
+        _forget_length(sys._getframe(1).f_locals.get("self"))
         position = self.extended.position.begin(self.extended.steps_seen)
+        self.extended.position.take_steps()  # `first` says the same.
         if position != self.built_for:
             self._built = False
             self.build()
             self.built_for = position
         return super().__iter__()
+
+
+def _forget_length(epoch_iterator: Any) -> None:
+    """Keeps Keras from cutting epochs to the length of the first one.
+
+    Keras' EpochIterator takes the number of batches of the first pass that ends for that of all
+    later ones in `_num_batches`. It has no public way to be told otherwise; all that it gives us is
+    the call of our `__iter__`.
+    """
+    kind = type(epoch_iterator)
+    if hasattr(epoch_iterator, "_enumerate_iterator") and kind.__name__ != "_OfAnyLength":
+        unknown = property(lambda self: None, lambda self, value: None)
+        epoch_iterator.__class__ = type("_OfAnyLength", (kind,), {"_num_batches": unknown})
 
 
 class _ResumedDataset(_input_lib.DistributedDataset):
