@@ -377,6 +377,7 @@ def test_a_closed_stdout_ends_the_workers(script, lifeline):
         (("-n", "two", "a.py"), ["'two'"]),
         (("--grace=nan", "a.py"), ["'nan'", "seconds"]),
         (("--port=70000", "a.py"), ["'70000'", "65535"]),
+        (("--max_restarts=-1", "a.py"), ["'-1'", "whole number"]),
         (("-n", 2, "no/such.py"), ["'no/such.py'", "does not exist"]),
         (("-n", 2, "--", "no-such-program"), ["'no-such-program'", "PATH"]),
         (("-n", 2, "--", "/"), ["'/'", "may not be executed"]),
@@ -415,5 +416,112 @@ def test_a_program_that_does_not_start_leaves_nobody(tmp_path):
 def test_help_names_units_and_defaults():
     code, out, _ = launch("--help")
     assert code == 0
-    for word in ("SECONDS", "default: 127.0.0.1", "default: 10", "2 s", "Exit code"):
+    words = ("SECONDS", "default: 127.0.0.1", "default: 10", "2 s", "Exit code")
+    for word in (*words, "--max_restarts K", "75 means", "--requeue", "restartPolicy"):
         assert word in out
+
+
+FAILING_TWICE = (
+    RANK
+    + """
+import os, sys
+path = f"{sys.argv[1]}-{rank}"
+starts = len(open(path).read()) if os.path.exists(path) else 0
+print("start", starts + 1, os.environ["TF_CONFIG"], flush=True)
+open(path, "a").write("x")
+if starts < 2 and rank == starts:
+    sys.exit(75) if rank else os.kill(os.getpid(), 9)
+"""
+)
+
+
+def test_failed_workers_are_started_again_on_other_ports(script, tmp_path):
+    path = script(FAILING_TWICE)
+    logs = tmp_path / "logs"
+    code, out, err = launch(
+        "-n", 2, "--max_restarts=5", f"--log_dir={logs}", path, tmp_path / "starts"
+    )
+    assert code == 0
+    lines = [line for line in err.splitlines() if line.startswith("tfpara-launch: ")]
+    assert len(lines) == 3
+    assert lines[0].startswith(
+        "tfpara-launch: restart 1 of 5: chief failed first: killed by SIGKILL; all workers ended"
+    )
+    assert lines[1].startswith(
+        "tfpara-launch: restart 2 of 5: worker 1 failed first: exit code 75; all workers ended"
+    )
+    assert lines[2].startswith("tfpara-launch: all 2 workers done")
+    for rank, name in enumerate(["chief", "worker-1"]):
+        starts = re.findall(r"^start (\d) (.*)$", (logs / f"{name}.log").read_text(), re.MULTILINE)
+        assert [number for number, _ in starts] == ["1", "2", "3"]
+        clusters = [cluster.read({"TF_CONFIG": config}) for _, config in starts]
+        assert [each.rank for each in clusters] == [rank] * 3
+        assert len({each.addresses for each in clusters}) > 1
+
+
+def test_restarts_end_with_the_last_failures_code(script, tmp_path):
+    path = script("import sys\nopen(sys.argv[1], 'a').write('x')\nsys.exit(6)\n")
+    code, _, err = launch("--max_restarts=2", path, tmp_path / "starts")
+    assert code == 6
+    assert (tmp_path / "starts").read_text() == "xxx"
+    assert len(re.findall(r"^tfpara-launch: restart \d of 2: chief failed", err, re.MULTILINE)) == 2
+    assert "tfpara-launch: chief failed first: exit code 6; ended after" in err
+
+
+def test_restarts_keep_a_port_that_was_asked_for(script, tmp_path):
+    base = 10000 + (os.getpid() + 777) % 20000
+    listen = """
+import socket, sys, os
+config = cluster.read()
+port = int(config.addresses[config.rank].rpartition(":")[2])
+server = socket.create_server(("127.0.0.1", port))
+client = socket.create_connection(("127.0.0.1", port))
+server.accept()[0].close()  # this side's end of the connection stays for a while
+print("port", port, flush=True)
+os._exit(75)
+"""
+    path = script(RANK + listen)
+    code, out, err = launch(f"--port={base}", "--max_restarts=2", path)
+    assert code == 75
+    assert out.splitlines() == [f"[chief] port {base}"] * 3, err
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_launcher_that_got_a_signal_does_not_restart(script, lifeline, code):
+    handled = f"signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit({code})))\n"
+    path = script("import sys, signal\n" + handled + lifeline.hold + "print('ready')\n" + FOREVER)
+    with Launched("-n", 2, "--max_restarts=9", "--grace=1000", path) as launched:
+        launched.read_until("[chief] ready", "[worker 1] ready")
+        launched.process.send_signal(signal.SIGTERM)
+        returned, out, err = launched.finish()
+    assert returned == code
+    assert out.count("ready") == out.count("saved") == 2
+    assert "restart" not in err and "got SIGTERM" in err
+    lifeline.wait_for_end()
+
+
+def test_all_workers_have_ended_before_they_are_started_again(script, lifeline, tmp_path):
+    """Worker 1 would run for ever: it is ended, and its children, before the second start."""
+    path = script(
+        RANK
+        + lifeline.hold
+        + f"""
+import os, subprocess, sys, time
+if rank == 1 and not os.path.exists(sys.argv[1]):
+    child = subprocess.Popen([sys.executable, "-c", {FOREVER!r}])
+    open(sys.argv[1] + "-new", "w").write(f"{{os.getpid()}} {{child.pid}}")
+    os.rename(sys.argv[1] + "-new", sys.argv[1])
+    while True: time.sleep(1)
+if not os.path.exists(sys.argv[1] + "-failed"):
+    while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+    open(sys.argv[1] + "-failed", "w").close()
+    sys.exit(3)
+for pid in open(sys.argv[1]).read().split():
+    status = f"/proc/{{pid}}/stat"
+    print("alive" if os.path.exists(status) and " Z " not in open(status).read() else "gone")
+"""
+    )
+    code, out, err = launch("-n", 2, "--max_restarts=1", "--grace=1", path, tmp_path / "pids")
+    assert code == 0, err
+    assert "alive" not in out and out.count("gone") == 4
+    lifeline.wait_for_end()

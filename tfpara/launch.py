@@ -1,8 +1,8 @@
 """Starts the workers of a cluster on this machine: `tfpara-launch -n 2 -- python -m scripts.train`.
 
 Every worker gets a free port and a TF_CONFIG, its output a prefix. When one fails, the others are
-ended and its exit code is returned. No worker outlives the launcher, however that ends. Only the
-standard library is imported.
+ended; then all are started again, if asked, or its exit code is returned. No worker outlives the
+launcher, however that ends. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to repo
 own. Then they get SIGTERM, and SIGKILL after --grace. SIGINT, SIGTERM and SIGHUP are passed on;
 SIGKILL follows after --grace, or at once on a second signal.
 
+With --max_restarts=K all workers are started again, at most K times, after one has failed: with
+any exit code but 0, or by a signal. That is for programs that go on from checkpoints
+(tfpara.callbacks.Checkpoint). It is not done once the launcher itself got a signal.
+
 Exit code: 0 if all workers returned 0; else that of the worker that failed first, or 128 + N if
-signal N ended it; 2 if nothing could be started.
+signal N ended it; 2 if workers could not be started. 75 means that a program was asked to end, by
+SIGTERM, wrote a checkpoint, and is to be started again: on Slurm by `sbatch --requeue` and
+`scontrol requeue`, on Kubernetes by a Job's restartPolicy; see docs/checkpoints.md.
 
 Examples:
   tfpara-launch -n 2 -- python -m scripts.train --rule=bmuf
@@ -52,13 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         command = _command(options.command)
-        environments = _environments(options)
         if options.log_dir is not None:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         console = launch_output.Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
-        return launch_workers.Launcher(console, options.log_dir, options.grace).run(
-            command, environments
-        )
+        return launch_workers.Launcher(
+            console, options.log_dir, options.grace, options.max_restarts
+        ).run(command, lambda: _environments(options))
     except (LaunchError, OSError) as error:
         print(f"tfpara-launch: {error}", file=sys.stderr)
         return 2
@@ -135,6 +140,8 @@ def _is_free(host: str, port: int) -> bool:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
+            # As the workers do: connections that have ended do not keep a port from them.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
@@ -207,6 +214,13 @@ def _parser() -> argparse.ArgumentParser:
         help="time between asking workers to end and SIGKILL (default: 10)",
     )
     add(
+        "--max_restarts",
+        type=whole(0, 10**9),
+        default=0,
+        metavar="K",
+        help="start all workers again after a failure, at most K times (default: 0)",
+    )
+    add(
         "--prefix",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -216,7 +230,8 @@ def _parser() -> argparse.ArgumentParser:
         "--log_dir",
         type=Path,
         metavar="DIR",
-        help="also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...",
+        help="also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...; restarts "
+        "append to them",
     )
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -84,7 +84,7 @@ def read_chunks(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
             return
         if not chunk:
             return
-        if log is not None:
+        if log is not None and not log.closed:
             log.write(chunk)
         yield chunk
 

@@ -43,24 +43,66 @@ class _Exit(NamedTuple):
 
 
 class Launcher:
-    """Runs one set of workers.
+    """Runs sets of workers, one after the other.
 
     Args:
         console: where their output goes.
         log_dir: an existing folder for one file of output per worker; None for no files.
         grace: seconds between asking workers to end and SIGKILL.
+        max_restarts: how often all workers are started again after one has failed.
     """
 
-    def __init__(self, console: output.Console, log_dir: Path | None, grace: float) -> None:
+    def __init__(
+        self,
+        console: output.Console,
+        log_dir: Path | None,
+        grace: float,
+        max_restarts: int = 0,
+    ) -> None:
         self._console, self._log_dir, self._grace = console, log_dir, grace
+        self._max_restarts = max_restarts
         self._events: queue.SimpleQueue[_Exit | int] = queue.SimpleQueue()
+        self._restarts = 0
         self._workers: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
 
-    def run(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> int:
-        """Starts one worker per environment and waits for them; returns the exit code."""
-        start = time.monotonic()
-        with _signals_to(self._events), _guardian() as tell_guardian, contextlib.ExitStack() as end:
+    def run(
+        self, command: Sequence[str], environments: Callable[[], Sequence[dict[str, str]]]
+    ) -> int:
+        """Starts workers, again where one has failed, and waits; returns the exit code.
+
+        Args:
+            command: program and arguments of each worker.
+            environments: called for each start; gives the environment of each worker.
+        """
+        with _signals_to(self._events), _guardian() as tell_guardian:
+            while True:
+                start = time.monotonic()
+                failure, received = self._run_once(command, environments(), tell_guardian)
+                text = _summary(failure, received, len(self._workers), time.monotonic() - start)
+                last = failure is None or received or self._restarts == self._max_restarts
+                if last:
+                    break
+                self._restarts += 1
+                _say(f"restart {self._restarts} of {self._max_restarts}: {text}")
+        _say(text)
+        if received == signal.SIGPIPE:  # else Python complains at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return failure.code if failure else 0
+
+    def _run_once(
+        self,
+        command: Sequence[str],
+        environments: Sequence[dict[str, str]],
+        tell_guardian: Callable[[int], None],
+    ) -> tuple[_Exit | None, int | None]:
+        """Starts one worker per environment and waits for all.
+
+        Returns:
+            The first failure, and the first signal received.
+        """
+        self._workers, self._readers = [], []
+        with contextlib.ExitStack() as end:
             for rank, environment in enumerate(environments):
                 self._start(rank, command, environment, end)
                 tell_guardian(self._workers[-1].pid)
@@ -70,11 +112,14 @@ class Launcher:
             ]
             for thread in (*self._readers, *waiters):  # not before: no fork beside threads
                 thread.start()
-            failure, received = self._supervise(tell_guardian)
+            ended = self._supervise(tell_guardian)
             for reader in self._readers:
                 reader.join(SETTLE_SECONDS)  # a process that left its group may hold the pipe
-        _summarise(failure, received, len(self._workers), time.monotonic() - start)
-        return failure.code if failure else 0
+        failure, received = ended
+        while not self._events.empty():  # signals that came too late to be passed on
+            event = self._events.get()
+            received = received or (None if isinstance(event, _Exit) else event)
+        return failure, received
 
     def _start(
         self,
@@ -87,7 +132,7 @@ class Launcher:
         log: BinaryIO | None = None
         if self._log_dir is not None:
             path = self._log_dir / f"{name.replace(' ', '-')}.log"
-            log = end.enter_context(path.open("wb", buffering=0))
+            log = end.enter_context(path.open("ab" if self._restarts else "wb", buffering=0))
         terminal = rank == 0 and sys.stdout.isatty()  # so that Keras draws its progress bar
         out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
         err, err_end = os.pipe()
@@ -188,16 +233,14 @@ def _signal_group(worker: subprocess.Popen[bytes], number: int) -> None:
             os.killpg(worker.pid, number)
 
 
-def _summarise(failure: _Exit | None, received: int | None, count: int, seconds: float) -> None:
+def _summary(failure: _Exit | None, received: int | None, count: int, seconds: float) -> str:
     text = f"all {count} workers done" if count > 1 else "worker done"
     if failure:
         text = f"{cluster.label(failure.rank)} failed first: {failure.how};"
         text += " all workers ended" if count > 1 else " ended"
     if received:
         text = f"got {_signal_name(received)}; {text}"
-    _say(f"{text} after {seconds:.1f} s")
-    if received == signal.SIGPIPE:  # else Python complains at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return f"{text} after {seconds:.1f} s"
 
 
 def _say(text: str) -> None:
