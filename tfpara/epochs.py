@@ -39,7 +39,6 @@ class Position:
         """
         if steps_seen > self._steps_seen:
             self.move(self.epoch + 1, steps_seen)
-        self.steps = 0  # These data leave out what is done; no others may, such as validation's.
         return self.epoch, self.first
 
     def take_steps(self) -> int:
