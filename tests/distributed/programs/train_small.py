@@ -2,7 +2,8 @@
 
 Options (JSON): rule (Python expression), sync_period, local_devices, optimizer (expression),
 epochs, minibatches (a list for each replica of minibatch sizes), local_state, averages,
-aggregation, steps_per_execution, out (npz path). Weights are initialised differently on each worker on purpose.
+aggregation, steps_per_execution, out (npz path). Weights are initialised differently on each worker
+on purpose.
 """
 
 import json
