@@ -6,10 +6,11 @@ Each use says why.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -43,11 +44,38 @@ from tensorflow.python.distribute import values as _values  # isort: skip
 # The classes of distributed datasets: Keras takes theirs alone, and their passes begin in __iter__.
 from tensorflow.python.distribute import input_lib as _input_lib  # isort: skip
 
+# Makes the datasets of single devices.
+from tensorflow.python.data.ops import multi_device_iterator_ops as _multi_device  # isort: skip
+
 # What tf.train.Checkpoint hands to a variable that is created after its restore.
 from tensorflow.python.trackable.base import CheckpointInitialValue as _CheckpointInitialValue  # isort: skip
 
 
-class _EpochDatasets(_input_lib.DistributedDatasetsFromFunction):
+@contextlib.contextmanager
+def _untuned() -> Iterator[None]:
+    """Iterators over several devices are made without tf.data's tuner.
+
+    Each device's part is a dataset of its own, whose options nothing public reaches; see
+    `without_tuner` for why. Where an iterator is deleted its tuner's thread is waited for, by every
+    device in turn.
+    """
+    make = _multi_device._create_device_dataset
+    _multi_device._create_device_dataset = lambda *args: without_tuner(make(*args))
+    try:
+        yield
+    finally:
+        _multi_device._create_device_dataset = make
+
+
+class _Datasets(_input_lib.DistributedDatasetsFromFunction):
+    """Datasets that a function has made for this worker."""
+
+    def __iter__(self) -> Any:
+        with _untuned():
+            return super().__iter__()
+
+
+class _EpochDatasets(_Datasets):
     """Makes its datasets anew where a pass over another epoch begins."""
 
     extended: Any
@@ -88,7 +116,8 @@ class _ResumedDataset(_input_lib.DistributedDataset):
     position: Position
 
     def __iter__(self) -> Any:
-        iterator = super().__iter__()
+        with _untuned():
+            iterator = super().__iter__()
         for _ in range(self.position.take_steps()):
             next(iterator)
         return iterator
@@ -359,7 +388,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 dataset = with_open_batches(dataset)
             return without_tuner(dataset)
 
-        return super()._distribute_datasets_from_function(prepared, options)
+        dataset = super()._distribute_datasets_from_function(prepared, options)
+        dataset.__class__ = _Datasets
+        return dataset
 
     # -- variables ---------------------------------------------------------------------------
 
