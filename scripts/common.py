@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,6 +71,17 @@ def resolved_flags() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def only_for(holds: bool, chosen: Iterable[flags.FlagHolder], what: str) -> None:
+    """Refuses flags that would do nothing: `what` they are for is not what the program does.
+
+    Raises:
+        ValueError: `holds` is false, and one of the flags has another value than its default.
+    """
+    for flag in chosen:
+        if not holds and flag.value != flag.default:
+            raise ValueError(f"--{flag.name}={_shown(flag.value)} is for {what}. Leave it out.")
+
+
 def setup_tensorflow() -> list[str] | None:
     """Sets threads and devices as the flags say; returns this worker's devices for a strategy."""
     import tensorflow as tf
@@ -115,6 +126,10 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _parse(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
@@ -137,6 +152,11 @@ def _guarded(main: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
+    except SystemExit as leaving:
+        # A callback ends the program, such as Preempted; other workers do the same.
+        if tfpara.cluster.read().num_workers > 1 and isinstance(leaving.code, int):
+            _leave(leaving.code)
+        raise
     except Exception as error:
         message = _runtime_message(error)
         if message is None:

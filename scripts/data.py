@@ -1,37 +1,249 @@
-"""Minibatches of a corpus for `fit` and `evaluate`, with a strategy or (None) without."""
+"""Minibatches of a corpus for `fit` and `evaluate`, with a strategy or (None) without.
+
+The training data are one object for all epochs, as `strategy.datasets_by_epoch` takes it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from input import index, pipeline
+from input import index, pipeline, streams
+from scripts import common
+from tfpara.callbacks import WarmStart
+from tfpara.schedules import Piecewise
 
 
-def training_epoch(corpus: index.CorpusIndex, strategy: Any, epoch: int, **plan: int) -> Any:
-    """The training split in the order of one epoch; `plan` as `pipeline.minibatches` takes it."""
-    return _distributed(corpus, "train", strategy, epoch=epoch, **plan)
+def stream_options(description: Mapping[str, Any]) -> streams.StreamOptions:
+    """How a recurrent model, described in model.json, gets its frames."""
+    return streams.StreamOptions(
+        streams=description["streams"],
+        truncation=description["truncation"],
+        context=description["context"],
+        stack=description["stack"],
+        label_delay=description["label_delay"],
+        coefficients=description["coefficients"],
+    )
+
+
+def is_recurrent(description: Mapping[str, Any]) -> bool:
+    """Whether a model, described in model.json, takes streams of frames."""
+    return description["kind"] != "dnn"
+
+
+class TrainingData:
+    """The training split: calling it with an epoch gives this worker's minibatches of that epoch.
+
+    It is the function that `strategy.datasets_by_epoch` takes. Checkpoints keep the number of
+    replicas with it (`strategy.keep_state`), for where the position in an epoch depends on it.
+
+    Args:
+        corpus: from `index.read`.
+        strategy: whose replicas share the data.
+        description: of the model.
+        minibatch: frames of a minibatch by the position in epochs. The size changes where every
+            replica has done the same number of minibatches. Recurrent models do not use it.
+        sync_period: minibatches between two syncs.
+        seed: with the epoch, decides the order.
+        shuffle_frames: frames that are shuffled together, rounded up to a multiple of all sizes.
+        warm: in its epochs all replicas read what one would alone.
+
+    Raises:
+        ValueError: there are too few frames or utterances for the replicas.
+    """
+
+    def __init__(
+        self,
+        corpus: index.CorpusIndex,
+        strategy: Any,
+        description: Mapping[str, Any],
+        *,
+        minibatch: Mapping[float, int],
+        sync_period: int,
+        seed: int,
+        shuffle_frames: int,
+        warm: WarmStart,
+    ) -> None:
+        self._corpus = corpus
+        self.strategy = strategy
+        self.description = description
+        self._sizes = Piecewise(minibatch)
+        self._sizes_unit = math.lcm(*minibatch.values())
+        self._changes_size = len(minibatch) > 1
+        self._sync_period = sync_period
+        self._seed = seed
+        self._shuffle = math.ceil(shuffle_frames / self._sizes_unit) * self._sizes_unit
+        self._warm = warm
+        self._former_replicas = strategy.num_replicas
+        self._recurrent = is_recurrent(description)
+        self._check(max(minibatch.values()))
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of an epoch."""
+        return self._corpus.num_frames("train")
+
+    @property
+    def num_steps(self) -> int | None:
+        """Minibatches of a replica in an epoch, where all epochs have the same number."""
+        replicas = self.strategy.num_replicas
+        if (
+            self._recurrent
+            or self._changes_size
+            or self._warm.replicas(self.strategy, 0)[0] != replicas
+        ):
+            return None
+        return math.ceil(math.ceil(self.num_frames / self._sizes_unit) / replicas)
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"replicas": self.strategy.num_replicas}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes back what a checkpoint has kept."""
+        self._former_replicas = state["replicas"]
+
+    def __call__(self, epoch: int, first: int) -> tf.data.Dataset:
+        """This worker's minibatches of an epoch, of which `first`, of all replicas, are done."""
+        replicas, ids = self._warm.replicas(self.strategy, epoch)
+        total = self.strategy.num_replicas
+        is_warm = replicas != total
+        if first:
+            self._check_replicas(epoch, is_warm)
+        if self._recurrent:
+            dataset = streams.minibatches(
+                self._corpus,
+                "train",
+                stream_options(self.description),
+                num_replicas=replicas,
+                replica_ids=ids,
+                epoch=epoch,
+                seed=self._seed,
+                first_step=first // total,
+            )
+        else:
+            dataset = self._frames(epoch, first // total if is_warm else first, replicas, ids)
+        return self._warm.to_every_replica(self.strategy, epoch, dataset)
+
+    def _frames(self, epoch: int, first: int, replicas: int, ids: list[int]) -> tf.data.Dataset:
+        parts = []
+        for stretch in self._stretches(epoch, replicas):
+            done = first if stretch.minibatches is None else min(first, stretch.minibatches)
+            first -= done
+            if done == stretch.minibatches:
+                continue
+            part = pipeline.minibatches(
+                self._corpus,
+                "train",
+                num_replicas=replicas,
+                replica_ids=ids,
+                minibatch=stretch.size,
+                sync_period=self._sync_period,
+                epoch=epoch,
+                seed=self._seed,
+                context=self.description["context"],
+                shuffle_frames=self._shuffle,
+                first_minibatch=stretch.first + done,
+            )
+            if stretch.minibatches is not None:
+                part = part.take((stretch.minibatches - done) // replicas * len(ids))
+            parts.append(part)
+        dataset = parts[0]
+        for part in parts[1:]:
+            dataset = dataset.concatenate(part)
+        return dataset
+
+    def _stretches(self, epoch: int, replicas: int) -> list[_Stretch]:
+        """The parts of an epoch that have one minibatch size each."""
+        # There every replica has done the same number of minibatches, whatever their size.
+        unit = self._sizes_unit * replicas
+        starts: dict[int, int] = {}
+        for segment in self._sizes.segments(epoch, self.num_frames):
+            start = unit * round(segment.first / unit)
+            if start < self.num_frames:
+                starts[start] = segment.value
+        ends = [*list(starts)[1:], None]
+        return [
+            _Stretch(size, start // size, None if end is None else (end - start) // size)
+            for (start, size), end in zip(starts.items(), ends, strict=True)
+        ]
+
+    def _check(self, largest: int) -> None:
+        replicas = self.strategy.num_replicas
+        if self._recurrent:
+            options = stream_options(self.description)
+            streams.partition(self._corpus, "train", options, num_replicas=replicas)
+            return
+        minibatches = math.ceil(self.num_frames / largest)
+        if minibatches < replicas:
+            raise ValueError(
+                f"--minibatch={largest} makes {minibatches} minibatches of the {self.num_frames} "
+                f"training frames, too few for {replicas} replicas. Lower it, or start fewer "
+                "replicas."
+            )
+
+    def _check_replicas(self, epoch: int, is_warm: bool) -> None:
+        changes = len(self._stretches(epoch, 1)) > 1
+        former, replicas = self._former_replicas, self.strategy.num_replicas
+        if former != replicas and (self._recurrent or is_warm or changes):
+            raise common.Failure(
+                f"the run was interrupted inside an epoch with {former} replicas, and goes on with "
+                f"{replicas}: streams, epochs of --warm_start_epochs and epochs in which the "
+                f"minibatch changes can only be taken up with the same number. Start {former}; "
+                "after that epoch it may change."
+            )
+
+
+class _Stretch(NamedTuple):
+    """Minibatches of one size: number `first` in an epoch of that size, and those after it.
+
+    How many is not said of the last stretch of an epoch.
+    """
+
+    size: int
+    first: int
+    minibatches: int | None
 
 
 def held_out(
-    corpus: index.CorpusIndex, split: str, strategy: Any, minibatch: int, context: int
+    corpus: index.CorpusIndex,
+    split: str,
+    strategy: Any,
+    description: Mapping[str, Any],
+    minibatch: int = 1024,
 ) -> Any:
-    """A split in its own order, shared by the strategy's replicas; none is left without frames."""
+    """A split in its own order, shared by the strategy's replicas; none is left without frames.
+
+    Args:
+        corpus: from `index.read`.
+        split: its name.
+        strategy: whose replicas share it; None: a plain dataset.
+        description: of the model. Recurrent ones get streams, as many as in training.
+        minibatch: frames of a minibatch, for others.
+    """
     replicas = strategy.num_replicas if strategy else 1
-    minibatch = max(1, min(minibatch, corpus.num_frames(split) // replicas))
-    plan = {"minibatch": minibatch, "context": context, "shuffle": False}
-    return _distributed(corpus, split, strategy, sync_period=1, epoch=0, seed=0, **plan)
+    ids = strategy.local_replica_ids if strategy else [0]
 
-
-def _distributed(corpus: index.CorpusIndex, split: str, strategy: Any, **plan: int) -> Any:
     def local(_: Any = None) -> tf.data.Dataset:
+        if is_recurrent(description):
+            options = stream_options(description)
+            return streams.minibatches(
+                corpus, split, options, num_replicas=replicas, replica_ids=ids, shuffle=False
+            )
         return pipeline.minibatches(
             corpus,
             split,
-            num_replicas=strategy.num_replicas if strategy else 1,
-            replica_ids=strategy.local_replica_ids if strategy else [0],
-            **plan,
+            num_replicas=replicas,
+            replica_ids=ids,
+            minibatch=max(1, min(minibatch, corpus.num_frames(split) // replicas)),
+            sync_period=1,
+            epoch=0,
+            seed=0,
+            context=description["context"],
+            shuffle=False,
         )
 
     return strategy.distribute_datasets_from_function(local) if strategy else local()

@@ -39,13 +39,15 @@ def utterances(
     Args:
         model: gives logits, for frames [n, dim], or for sequences of frames [1, n, dim].
         description: of the run. Its `context` frames are spliced on each side, its `stack` frames
-            (1 if not given) put together, and its first `label_delay` outputs (0) left out.
+            (1 if not given) put together, its first `label_delay` outputs (0) left out; it sees
+            the first `coefficients` of each frame (all).
         corpus: has the frames, and the mean and deviation that normalise them.
         split: "train", "validation" or "test".
     """
     sequences = len(model.inputs[0].shape) == 3
     context, stack = description["context"], description.get("stack", 1)
     delay = description.get("label_delay", 0)
+    coefficients = description.get("coefficients")
 
     @tf.function(
         autograph=False, input_signature=[tf.TensorSpec([None, model.inputs[0].shape[-1]])]
@@ -59,7 +61,8 @@ def utterances(
         for number in range(len(part)):
             features, labels = index.read_utterance(corpus, part, files, number)
             normal = (features - corpus.mean) * (np.float32(1.0) / corpus.stddev)
-            outputs = log_posteriors(_model_input(normal, context, stack, delay))
+            seen = normal[:, :coefficients]
+            outputs = log_posteriors(_model_input(seen, context, stack, delay))
             yield Utterance(part.id[number], stacked(labels, stack), outputs.numpy()[delay:])
 
 

@@ -129,6 +129,7 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
         f"--layers={_LAYERS.value}",
         f"--width={_WIDTH.value}",
         f"--sync_period={_PERIOD.value}",
+        "--start_over",
         *run.options,
         *schedule,
     ]
@@ -186,8 +187,8 @@ def _results(out: Path, corpus: Path) -> list[dict[str, Any]]:
     results = []
     for run in _RUNS:
         model, description = runs.load(out / run.name)
-        runs.compile_for_scores(model)
-        dataset = held_out(test, "test", None, 1024, description["context"])
+        model.compile(optimizer=None, **runs.metrics(description))
+        dataset = held_out(test, "test", None, description)
         scores = runs.named_scores(model.evaluate(dataset, verbose=0, return_dict=True))
         summary = _history(out, run.name)["summary"]
         results.append(

@@ -23,7 +23,9 @@ import tfpara
 from input import index, kaldi_write
 from models.decoding import Hmm, PhoneStates
 from scripts import decoding, runs
-from scripts.data import held_out
+from scripts.data import held_out, is_recurrent, stream_options
+from tfpara.algorithms import BSP
+from tfpara.strategy import PeriodicSyncStrategy
 
 _SILENCE = "_"  # of eSpeak NG
 
@@ -60,15 +62,17 @@ def main() -> None:
         devices = common.setup_tensorflow()
         strategy = _strategy(devices)
         with (strategy or tf.distribute.get_strategy()).scope():
-            model, description = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)
-            runs.compile_for_scores(model)
+            model, description = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value, streams=True)
+            model.compile(optimizer=None, **runs.metrics(description))
         corpus = index.read(_CORPUS.value or description["corpus"])
         runs.check_corpus(corpus, description)
-        dataset = held_out(corpus, _SPLIT.value, strategy, _MINIBATCH.value, description["context"])
+        dataset = held_out(corpus, _SPLIT.value, strategy, description, _MINIBATCH.value)
         statistics, hmm = _statistics(corpus, description)
     scores = model.evaluate(dataset, verbose=0, return_dict=True)
     phones: dict[str, float] = {}
     with common.bad_input():
+        if statistics is not None and is_recurrent(description):
+            model, _ = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)  # for whole utterances
         spoken = functools.partial(decoding.utterances, model, description, corpus, _SPLIT.value)
         if hmm is not None:
             phones = _decode(spoken(), hmm)
@@ -76,7 +80,7 @@ def main() -> None:
             matrices = decoding.log_likelihoods(spoken(), statistics)
             written = kaldi_write.write_matrices(_LOGLIKES.value, matrices)
     if strategy is None or strategy.is_chief:
-        _report(scores, corpus.num_frames(_SPLIT.value), phones)
+        _report(scores, _frames(corpus, description), phones)
     if _LOGLIKES.value:
         print(f"wrote log-likelihoods to {written[0]} and {written[1]}")
     common.part(strategy)
@@ -110,6 +114,15 @@ def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple
     return counts, decoding.hmm(counts, corpus.class_names) if _DECODE.value else None
 
 
+def _frames(corpus: index.CorpusIndex, description: dict[str, Any]) -> int:
+    """How many frames were scored: stacks of frames count once."""
+    frames = corpus.split(_SPLIT.value).frames
+    if not is_recurrent(description):
+        return int(frames.sum())
+    options = stream_options(description)
+    return int((options.lengths(frames) - options.label_delay).sum())
+
+
 def _decode(spoken: Iterator[decoding.Utterance], hmm: Hmm) -> dict[str, float]:
     options = {
         "acoustic_scale": _ACOUSTIC_SCALE.value,
@@ -121,7 +134,7 @@ def _decode(spoken: Iterator[decoding.Utterance], hmm: Hmm) -> dict[str, float]:
 def _strategy(devices: list[str] | None) -> Any:
     if tfpara.cluster.read().num_workers == 1 and devices is None:
         return None
-    return tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, devices=devices)
+    return PeriodicSyncStrategy(BSP(), sync_period=1, devices=devices)
 
 
 def _report(scores: dict[str, float], frames: int, phones: dict[str, float]) -> None:

@@ -1,11 +1,12 @@
-"""Exports a run as a SavedModel that takes log-mel frames.
+"""Exports a run as a SavedModel that takes feature frames.
 
 python -m scripts.export --run_dir=runs/bmuf --out=runs/bmuf/export
 saved_model_cli show --dir runs/bmuf/export --all
 
-The signature `serving_default` takes `frames`, float32 [num_frames, 40], the log-mel filterbank
-frames of one utterance, and gives `log_posteriors`, float32 [num_frames, num_classes], and
-`logits`. Deltas, normalisation and splice are inside.
+The signature `serving_default` takes `frames`, float32 [num_frames, dim], the features of one
+utterance without deltas, such as 40 log-mel energies, and gives `log_posteriors`, float32
+[num_outputs, num_classes], and `logits`; a model that stacks frames has an output for each stack.
+Deltas, normalisation, splice and stacking are inside.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import tensorflow as tf
 from absl import flags
 
 import tfpara
-from input import features, index
-from scripts import runs
+from input import index
+from scripts import runs, serving
 
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
@@ -44,24 +45,16 @@ def main() -> None:
                 f"corpus {corpus.directory} is not the one that the run was trained on, so its "
                 "statistics do not fit. Name that one with --corpus."
             )
-        context = description["context"]
-
-        def prepare(frames: tf.Tensor) -> tf.Tensor:
-            normal = features.normalise(features.add_deltas(frames), corpus.mean, corpus.stddev)
-            return features.splice(normal, context, context)
-
-        def outputs(logits: tf.Tensor) -> dict[str, tf.Tensor]:
-            return {"log_posteriors": tf.nn.log_softmax(logits), "logits": logits}
-
+        ends = serving.serving(corpus, description)
         path = Path(_OUT.value or Path(_RUN_DIR.value) / "export")
         tfpara.export.export(
             model,
             path,
-            signature=[tf.TensorSpec([None, features.NUM_MEL], tf.float32, name="frames")],
-            preprocessing=prepare,
-            postprocessing=outputs,
+            signature=[tf.TensorSpec([None, ends.frame_dim], tf.float32, name="frames")],
+            preprocessing=ends.preprocessing,
+            postprocessing=ends.postprocessing,
         )
-    print(f"exported {_WEIGHTS.value} weights of {_RUN_DIR.value} to {path}")
+    print(f"exported {_WEIGHTS.value} weights of {_RUN_DIR.value} to {path}: takes {ends.about}")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ python -m scripts.pretrain --corpus=corpus --out=runs/rbm/model.weights.h5 --lay
 python -m scripts.train --corpus=corpus --run_dir=runs/dnn --activation=sigmoid \\
     --init=runs/rbm/model.weights.h5
 
-The second command needs the same --layers, --width and --context. Runs in one process; every worker
-of the training then starts from the file. Beside it a .json file says how well each layer
-reconstructs what it sees.
+The second command needs the same --model, --scale, --layers, --width and --context. Runs in one
+process; every worker of the training then starts from the file. Beside it a .json file says how
+well each layer reconstructs what it sees.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from absl import flags
 
 import tfpara
 from input import index, pipeline
-from models.dnn import dnn
-from scripts import runs
-from scripts.data import training_epoch
+from scripts import model_flags, runs
 from tfpara.pretraining import Pretrained, pretrain
 
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus", required=True)
@@ -58,10 +56,8 @@ _SHUFFLE = flags.DEFINE_integer(
     "shuffle_frames", pipeline.SHUFFLE_FRAMES, "frames that are shuffled together", lower_bound=1
 )
 
-_LAYERS = flags.DEFINE_integer("layers", 6, "hidden layers", lower_bound=1)
-_WIDTH = flags.DEFINE_integer("width", 1024, "units of a hidden layer", lower_bound=1)
-_CONTEXT = flags.DEFINE_integer("context", 5, "frames spliced on each side", lower_bound=0)
-flags.adopt_module_key_flags(common)
+for _module in (common, model_flags):
+    flags.adopt_module_key_flags(_module)
 
 
 def main() -> None:
@@ -71,15 +67,12 @@ def main() -> None:
             raise ValueError("pretrain runs in one process. Start it without the launcher.")
         common.setup_tensorflow()
         corpus = index.read(_CORPUS.value)
-        model = dnn(
-            corpus.feature_dim * (2 * _CONTEXT.value + 1),
-            corpus.num_classes,
-            layers=_LAYERS.value,
-            width=_WIDTH.value,
-            activation="sigmoid",
-            seed=_SEED.value,
-        )
-        layers = _pretrain(model, corpus)
+        if model_flags.recurrent():
+            raise ValueError("RBMs pretrain DNNs. Choose --model=dnn or a paper's DNN.")
+        description = model_flags.description(corpus)
+        description["arguments"]["activation"] = "sigmoid"
+        model = runs.build(description, seed=_SEED.value)
+        layers = _pretrain(model, corpus, description["context"])
         _write(model, layers, out)
     last = {layer.layer: round(layer.errors[-1], 4) for layer in layers}
     print(json.dumps({"weights": str(out), "reconstruction_error": last}))
@@ -94,16 +87,18 @@ def _checked_out() -> Path:
     return out
 
 
-def _pretrain(model: keras.Model, corpus: index.CorpusIndex) -> list[Pretrained]:
+def _pretrain(model: keras.Model, corpus: index.CorpusIndex, context: int) -> list[Pretrained]:
     def by_epoch(epoch: int) -> object:
-        return training_epoch(
+        return pipeline.minibatches(
             corpus,
-            None,
-            epoch,
+            "train",
+            num_replicas=1,
+            replica_ids=[0],
+            epoch=epoch,
             minibatch=_MINIBATCH.value,
             sync_period=1,
             seed=_SEED.value,
-            context=_CONTEXT.value,
+            context=context,
             shuffle_frames=_SHUFFLE.value,
         )
 

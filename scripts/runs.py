@@ -1,24 +1,29 @@
 """The directory of a training run: what `train` leaves there, and other programs read.
 
-model.json               the model's arguments, its corpus and context
+model.json               the model's kind and arguments, how it gets its frames, its corpus
 model.weights.h5         the global model; AVERAGE.weights.h5 for each average
 history.json             the log of every epoch, and a summary
+held_out.csv             the held-out scores of all weights
 flags.txt                the flags of the run, for --flagfile
 tensorboard/             event files
+checkpoints/             to go on from
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from input.index import CorpusIndex
-from models.dnn import dnn
-from scripts import common
+from models.presets import BUILDERS
+from scripts.data import is_recurrent
+from tfpara.checkpoint_store import Store
 
 
 def weights_path(run_dir: Path, which: str) -> Path:
@@ -36,23 +41,51 @@ def save_weights(model: keras.Model, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def checkpoints(run_dir: Path) -> Path:
+    """The directory of a run's checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def can_resume(run_dir: Path) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return bool(Store(checkpoints(run_dir), 1).numbers())
+
+
 def clear(run_dir: Path) -> None:
-    """Makes the directory, and removes the results of an earlier run in it."""
+    """Makes the directory, and removes the results and checkpoints of an earlier run in it.
+
+    Raises:
+        CheckpointError: a run that is under way writes there.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    for old in (*run_dir.glob("*.weights.h5"), *run_dir.glob("*.json")):
-        old.unlink()
-    for old in run_dir.glob("tensorboard/events.out.*"):
-        old.unlink()
+    store = Store(checkpoints(run_dir), 1)
+    store.lock()
+    try:
+        for number in store.numbers():
+            shutil.rmtree(store.path(number))
+    finally:
+        store.release()
+    patterns = ("*.weights.h5", "*.json", "held_out.csv", "tensorboard/events.out.*")
+    for pattern in patterns:
+        for old in run_dir.glob(pattern):
+            old.unlink()
 
 
-def describe(run_dir: Path, model: dict[str, Any], context: int, corpus: str, mark: str) -> None:
-    """Writes model.json: arguments of `dnn`, frames of context, the corpus and its fingerprint."""
-    content = {"dnn": model, "context": context, "corpus": corpus, "corpus_fingerprint": mark}
-    common.write_json(run_dir / "model.json", content)
+def build(description: Mapping[str, Any], **options: Any) -> keras.Model:
+    """The model that model.json describes; options of the builder, such as seed= or streams=."""
+    return BUILDERS[description["kind"]](**description["arguments"], **options)
 
 
-def load(run_dir: Path, which: str = "global") -> tuple[keras.Model, dict[str, Any]]:
+def load(
+    run_dir: Path, which: str = "global", streams: bool = False
+) -> tuple[keras.Model, dict[str, Any]]:
     """The trained model of a run, and what its model.json says.
+
+    Args:
+        run_dir: of scripts.train.
+        which: "global", or an average's name.
+        streams: whether a recurrent model takes as many streams as in training, or whole
+            utterances.
 
     Raises:
         FileNotFoundError: there is no such run, or it has no such weights.
@@ -72,12 +105,13 @@ def load(run_dir: Path, which: str = "global") -> tuple[keras.Model, dict[str, A
         )
     try:
         description = json.loads(path.read_text())
-        model = dnn(**description["dnn"])
-        context = int(description["context"])
+        in_streams = streams and is_recurrent(description)
+        model = build(description, **({"streams": description["streams"]} if in_streams else {}))
+        int(description["context"]), int(description["stack"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the description of a run: {error}") from error
+        raise ValueError(f"{path} is not the description of a run: {error!r}") from error
     load_weights(model, weights)
-    return model, {**description, "context": context}
+    return model, description
 
 
 def load_weights(model: keras.Model, path: Path) -> None:
@@ -94,24 +128,33 @@ def load_weights(model: keras.Model, path: Path) -> None:
     except (ValueError, OSError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{path} does not hold weights of this model ({reason}). Give the --layers, --width "
-            "and --context that it was trained with."
+            f"{path} does not hold weights of this model ({reason}). Give the --model, --scale, "
+            "--layers, --width and --context that it was trained with."
         ) from error
 
 
-def compile_for_scores(model: keras.Model) -> None:
-    """Gives a model of frames the training loss and the frame accuracy, and no optimizer."""
-    model.compile(
-        optimizer=None,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")],
-    )
+def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss and metrics of `compile`. Those of streams leave the padding out."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    accuracy = keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")
+    if not is_recurrent(description):
+        return {"loss": loss, "metrics": [accuracy]}
+    # The loss divides by all frames of a minibatch, padding among them.
+    entropy = keras.metrics.SparseCategoricalCrossentropy("cross_entropy", from_logits=True)
+    return {"loss": loss, "weighted_metrics": [accuracy, entropy]}
 
 
-def check_corpus(corpus: CorpusIndex, description: dict[str, Any]) -> None:
+def entropy_name(description: Mapping[str, Any]) -> str:
+    """What the cross-entropy per frame is called in the model's logs."""
+    return "cross_entropy" if is_recurrent(description) else "loss"
+
+
+def check_corpus(corpus: CorpusIndex, description: Mapping[str, Any]) -> None:
     """Raises ValueError if a run's model does not fit the frames and classes of a corpus."""
-    width = corpus.feature_dim * (2 * description["context"] + 1)
-    trained = (description["dnn"]["input_dim"], description["dnn"]["num_classes"])
+    frames = 2 * description["context"] + description["stack"]
+    width = frames * min(corpus.feature_dim, description["coefficients"] or corpus.feature_dim)
+    arguments = description["arguments"]
+    trained = (arguments["input_dim"], arguments["num_classes"])
     if (width, corpus.num_classes) != trained:
         raise ValueError(
             f"corpus {corpus.directory} has spliced frames {width} wide and {corpus.num_classes} "
@@ -123,7 +166,8 @@ def check_corpus(corpus: CorpusIndex, description: dict[str, Any]) -> None:
 def named_scores(scores: dict[str, Any]) -> dict[str, float]:
     """Results of `evaluate`: frame error rate in %, cross-entropy in nats per frame."""
     error = 100.0 * (1.0 - float(scores["frame_accuracy"]))
-    return {"frame_error_rate": error, "cross_entropy": float(scores["loss"])}
+    entropy = scores.get("cross_entropy", scores["loss"])
+    return {"frame_error_rate": error, "cross_entropy": float(entropy)}
 
 
 def speed(history: list[dict[str, float]]) -> dict[str, float]:

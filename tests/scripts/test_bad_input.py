@@ -27,7 +27,7 @@ def assert_one_line(err, *words):
         (("epochs=3",), ("epochs=3", "--name=value")),
         (("--corpus=/nowhere",), ("/nowhere", "scripts.prepare_speech")),
         (("--block_momentum=1.0",), ("block_momentum=1.0", "[0, 1)")),
-        (("--rule=none", "--ema_decay=0.9"), ("--ema_decay", "--rule=none")),
+        (("--rule=none", "--simulate_replicas=2"), ("--rule=none", "--simulate_replicas")),
         (("--init=/nowhere.weights.h5",), ("/nowhere.weights.h5", "does not exist")),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
@@ -71,7 +71,9 @@ def test_divergence_names_the_replica_and_the_weight(run, corpus_directory, tmp_
 
 
 def test_a_damaged_run(run, tmp_path):
-    (tmp_path / "model.json").write_text(json.dumps({"dnn": {"input_dim": -1}}))
+    (tmp_path / "model.json").write_text(
+        json.dumps({"kind": "dnn", "arguments": {"input_dim": -1}})
+    )
     (tmp_path / "model.weights.h5").write_bytes(b"")
     ended = run("export", f"--run_dir={tmp_path}")
     assert ended.returncode != 0

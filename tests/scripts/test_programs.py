@@ -85,6 +85,7 @@ def test_two_workers_train_on_from_the_given_weights(single, pair):
         "history.json",
         "flags.txt",
         "tensorboard",
+        "checkpoints",
     }
 
 

@@ -1,0 +1,148 @@
+"""Flags of how replicas agree, and the strategy that they make.
+
+Import it before TensorFlow, after `scripts.common`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from absl import flags
+
+from scripts import common
+from tfpara import algorithms, cluster
+from tfpara.aggregation import AGGREGATIONS
+from tfpara.simulation import simulate
+from tfpara.strategy import PeriodicSyncStrategy
+
+RULES = ("bsp", "bmuf", "bmuf_adam", "easgd", "diloco", "slowmo", "none")
+
+_RULE = flags.DEFINE_enum(
+    "rule", "bmuf", RULES, "how replicas agree; none: one replica, which is plain Keras bit for bit"
+)
+_ETA = flags.DEFINE_float("block_momentum", None, "BMUF: in [0, 1); 1 - 1/replicas if not set")
+_ZETA = flags.DEFINE_float("block_learning_rate", 1.0, "BMUF: positive")
+_NESTEROV = flags.DEFINE_boolean("nesterov", True, "BMUF: Nesterov block momentum, or classical")
+_COMPAT = flags.DEFINE_enum("compat", None, ["cntk", "fairseq"], "BMUF: the form of that toolkit")
+_ALPHA = flags.DEFINE_float(
+    "elasticity", None, "EASGD: in [0, 2/(replicas + 1)); 0.9/replicas if not set"
+)
+_OUTER_RATE = flags.DEFINE_float(
+    "outer_learning_rate", None, "DiLoCo and SlowMo: positive; 0.7 for DiLoCo, 1 for SlowMo"
+)
+_OUTER_MOMENTUM = flags.DEFINE_float(
+    "outer_momentum", None, "DiLoCo and SlowMo: in [0, 1); 0.9 for DiLoCo, 0.7 for SlowMo"
+)
+_LOCAL_STATE = flags.DEFINE_enum(
+    "local_state", "keep", ["keep", "reset", "average"], "the local momentum at a sync"
+)
+_AGGREGATION = flags.DEFINE_enum(
+    "aggregation",
+    "auto",
+    list(AGGREGATIONS),
+    "who keeps the global model and averages: every worker all of them (replicated), or every "
+    "replica its part (sharded); auto: sharded for models of 16 MB and more",
+)
+_EMA = flags.DEFINE_list(
+    "ema_decay", [], "decays, in (0, 1), of moving averages over the syncs' global models"
+)
+_MA = flags.DEFINE_boolean("ma", False, "keep the equal-weight average of the global models too")
+_TIMEOUT = flags.DEFINE_float(
+    "timeout_seconds", 60.0, "longest wait in a sync for another worker", lower_bound=1.0
+)
+_STARTUP = flags.DEFINE_float(
+    "startup_timeout_seconds", 300.0, "longest wait for all workers to start", lower_bound=1.0
+)
+_SIMULATE = flags.DEFINE_integer(
+    "simulate_replicas", 0, "replicas to simulate in this process; 0: none", lower_bound=0
+)
+
+_BMUF = ("bmuf", "bmuf_adam")
+_OUTER = ("diloco", "slowmo")
+
+
+def rule_name() -> str:
+    """The value of --rule."""
+    return _RULE.value
+
+
+def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
+    """Sets TensorFlow up as the flags say, and makes the strategy.
+
+    Args:
+        sync_period: minibatches of each replica between two syncs, at first.
+        data_plan: what all workers must agree on.
+
+    Raises:
+        ValueError: flags that do not go together, or a value out of range.
+    """
+    _check()
+    rule, averages = _rule(), _averages()
+    devices = common.setup_tensorflow()
+    options: dict[str, Any] = {
+        "sync_period": sync_period,
+        "averages": averages,
+        "local_state": _LOCAL_STATE.value,
+        "aggregation": _AGGREGATION.value,
+        "data_plan": data_plan,
+        "timeout_seconds": _TIMEOUT.value,
+        "startup_timeout_seconds": _STARTUP.value,
+    }
+    if _SIMULATE.value:
+        if devices is not None:
+            raise ValueError("--simulate_replicas and --devices_per_worker: give one of them.")
+        return simulate(_SIMULATE.value, rule, **options)
+    if _RULE.value == "none" and len(tf.config.list_physical_devices("GPU")) > 1:
+        devices = devices or ["GPU:0"]
+    made = PeriodicSyncStrategy(rule, devices=devices, **options)
+    if _RULE.value == "none" and made.num_replicas > 1:
+        raise ValueError(_ALONE)
+    return made
+
+
+_ALONE = (
+    "--rule=none trains one replica. Start it without the launcher, --devices_per_worker and "
+    "--simulate_replicas, or choose a rule such as --rule=bmuf."
+)
+
+
+def _check() -> None:
+    name = _RULE.value
+    common.only_for(name in _BMUF, (_ETA, _ZETA, _NESTEROV), "--rule=bmuf and bmuf_adam")
+    common.only_for(name == "bmuf", (_COMPAT,), "--rule=bmuf")
+    common.only_for(name == "easgd", (_ALPHA,), "--rule=easgd")
+    common.only_for(name in _OUTER, (_OUTER_RATE, _OUTER_MOMENTUM), "--rule=diloco and slowmo")
+    common.only_for(name != "none", (_LOCAL_STATE,), "rules other than --rule=none")
+    if name == "none" and (cluster.read().num_workers > 1 or _SIMULATE.value > 1):
+        raise ValueError(_ALONE)
+
+
+def _rule() -> Any:
+    name, eta, zeta = _RULE.value, _ETA.value, _ZETA.value
+    if name == "bmuf":
+        return algorithms.BMUF(eta, zeta, nesterov=_NESTEROV.value, compat=_COMPAT.value)
+    if name == "bmuf_adam":
+        return algorithms.BMUFAdam(eta, zeta, nesterov=_NESTEROV.value)
+    if name == "easgd":
+        return algorithms.EASGD(_ALPHA.value)
+    if name == "diloco":
+        return algorithms.DiLoCo(**_given(learning_rate=_OUTER_RATE, momentum=_OUTER_MOMENTUM))
+    if name == "slowmo":
+        names = {"slow_learning_rate": _OUTER_RATE, "slow_momentum": _OUTER_MOMENTUM}
+        return algorithms.SlowMo(**_given(**names))
+    return algorithms.BSP()
+
+
+def _given(**chosen: flags.FlagHolder) -> dict[str, Any]:
+    return {name: flag.value for name, flag in chosen.items() if flag.value is not None}
+
+
+def _averages() -> dict[str, Any]:
+    try:
+        averages: dict[str, Any] = {
+            f"ema-{decay}": algorithms.EMA(float(decay)) for decay in _EMA.value
+        }
+    except ValueError as error:
+        raise ValueError(f"--ema_decay={','.join(_EMA.value)}: {error}") from error
+    return {**averages, "ma": algorithms.MA()} if _MA.value else averages

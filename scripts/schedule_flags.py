@@ -1,0 +1,238 @@
+"""Flags of the local optimizer and of all schedules, and what they make.
+
+Import it before TensorFlow, after `scripts.common`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+from absl import flags
+
+from scripts import common, model_flags, rule_flags
+from tfpara import callbacks, schedules
+from tfpara.optimizers import NGSGD
+
+_OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw")
+_MOMENTUM_DEFAULT = 0.9
+
+_OPTIMIZER = flags.DEFINE_enum(
+    "optimizer", "sgd", _OPTIMIZERS, "the local one; ngsgd: Kaldi's natural-gradient SGD"
+)
+_RATE = flags.DEFINE_float(
+    "learning_rate",
+    None,
+    "at the start, per minibatch; if not set 0.1, for Adam 0.001",
+    lower_bound=0,
+)
+_SCALE_RATE = flags.DEFINE_boolean(
+    "scale_learning_rate", False, "BSP: multiply learning rates by the number of replicas"
+)
+_MOMENTUM = flags.DEFINE_float(
+    "momentum", _MOMENTUM_DEFAULT, "local momentum of sgd and ngsgd, in [0, 1)", 0.0, 1.0
+)
+_DECAY = flags.DEFINE_float("weight_decay", None, "of adamw, per step; 0.004 if not set", 0.0)
+_CLIP = flags.DEFINE_float(
+    "clip_norm", None, "norm of a minibatch's gradient beyond which it is scaled down, positive"
+)
+
+_SCHEDULE = flags.DEFINE_enum(
+    "schedule",
+    None,
+    ["constant", "exponential", "newbob"],
+    "of the learning rate: exponential decay over --epochs, or halved by held-out scores; constant "
+    "if not set, exponential with --final_learning_rate",
+)
+_FINAL_RATE = flags.DEFINE_float(
+    "final_learning_rate",
+    None,
+    "exponential: of the last epoch; 0.01 of the first if not set",
+    lower_bound=0,
+)
+_NEWBOB_BY = flags.DEFINE_enum(
+    "newbob_by",
+    "cross_entropy",
+    ["cross_entropy", "accuracy"],
+    "newbob: the held-out score. Halves from a fall of less than 1 % on and stops below 0.1 % "
+    "(cross_entropy), or from a rise of less than 0.5 % of the frames and below 0.1 % (accuracy)",
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 4, "passes over the training data", lower_bound=1)
+_PERIOD = flags.DEFINE_string(
+    "sync_period",
+    "20",
+    "minibatches of each replica between two syncs; or by epoch, such as 1,2:20,4:80: 20 from the "
+    "third epoch on",
+)
+_MINIBATCH = flags.DEFINE_string(
+    "minibatch",
+    "256",
+    "frames of a minibatch of one replica; or by position in epochs, such as 64,0.25:256,2.25:1024",
+)
+_WARM = flags.DEFINE_integer(
+    "warm_start_epochs", 0, "epochs of one replica alone, at the start", lower_bound=0
+)
+_GUARD = flags.DEFINE_float(
+    "overfitting_guard",
+    None,
+    "stop when the gap between validation and training error, as shares of the frames, is so much "
+    "above its smallest (0.05 is usual)",
+)
+
+_ADAM = ("adam", "adamw")
+
+
+def check() -> None:
+    """Refuses values and combinations that are known to be wrong before anything starts.
+
+    Raises:
+        ValueError: which, and why.
+    """
+    name, schedule = _OPTIMIZER.value, _schedule()
+    common.only_for(name not in _ADAM, (_MOMENTUM,), "--optimizer=sgd and ngsgd")
+    common.only_for(name == "adamw", (_DECAY,), "--optimizer=adamw")
+    common.only_for(schedule == "exponential", (_FINAL_RATE,), "--schedule=exponential")
+    common.only_for(schedule == "newbob", (_NEWBOB_BY,), "--schedule=newbob")
+    common.only_for(rule_flags.rule_name() == "bsp", (_SCALE_RATE,), "--rule=bsp")
+    recurrent = model_flags.recurrent()
+    common.only_for(not recurrent, (_MINIBATCH,), "--model=dnn; streams have --streams")
+    if rule_flags.rule_name() == "bmuf_adam" and name not in _ADAM:
+        raise ValueError(
+            f"--rule=bmuf_adam filters Adam's moments, and --optimizer={name} has none. Give "
+            "--optimizer=adam or adamw, or --rule=bmuf."
+        )
+    if _CLIP.value is not None and not _CLIP.value > 0:
+        raise ValueError(f"--clip_norm={_CLIP.value} must be positive. Leave it out for no limit.")
+    if schedule == "exponential" and not (_first_rate() > 0 and _last_rate() > 0):
+        raise ValueError(
+            f"exponential decay needs --learning_rate={_first_rate()} and --final_learning_rate="
+            f"{_last_rate()} to be positive."
+        )
+    if _GUARD.value is not None:
+        schedules.OverfittingRule(_GUARD.value)
+    sync_periods()
+    minibatches()
+
+
+def epochs() -> int:
+    """The value of --epochs."""
+    return _EPOCHS.value
+
+
+def epochs_matter() -> bool:
+    """Whether a longer run would not begin as this one does."""
+    return _schedule() == "exponential"
+
+
+def sync_periods() -> dict[int, int]:
+    """The sync period from each epoch on."""
+    return {int(k): v for k, v in _by_position(_PERIOD, whole=True).items()}
+
+
+def minibatches() -> dict[float, int]:
+    """Frames of a minibatch from each position, in epochs, on."""
+    return _by_position(_MINIBATCH, whole=False)
+
+
+def warm_start() -> callbacks.WarmStart:
+    """The callback for --warm_start_epochs, of 0 epochs too."""
+    return callbacks.WarmStart(_WARM.value)
+
+
+def optimizer(model: keras.Model, num_replicas: int) -> keras.optimizers.Optimizer:
+    """The local optimizer, for a built model; call it in the strategy's scope."""
+    rate = _scaled(_first_rate(), num_replicas)
+    clip: dict[str, Any] = {"global_clipnorm": _CLIP.value}
+    if _OPTIMIZER.value == "ngsgd":
+        return NGSGD(rate, _MOMENTUM.value, **clip).attach(model)
+    if _OPTIMIZER.value == "adam":
+        return keras.optimizers.Adam(rate, **clip)
+    if _OPTIMIZER.value == "adamw":
+        decay = {} if _DECAY.value is None else {"weight_decay": _DECAY.value}
+        return keras.optimizers.AdamW(rate, **decay, **clip)
+    return keras.optimizers.SGD(rate, momentum=_MOMENTUM.value, **clip)
+
+
+def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.callbacks.Callback]:
+    """The callbacks that come before those that score the model."""
+    chosen: list[keras.callbacks.Callback] = []
+    if len(sync_periods()) > 1:
+        chosen.append(callbacks.SyncPeriod(sync_periods()))
+    if _WARM.value:
+        chosen.append(warm)
+    if _schedule() == "newbob":
+        return chosen
+    first = _scaled(_first_rate(), num_replicas)
+    if _schedule() == "exponential":
+        last = _scaled(_last_rate(), num_replicas)
+        chosen.append(callbacks.LearningRate(schedules.Exponential(first, _EPOCHS.value, last)))
+    else:
+        chosen.append(callbacks.LearningRate(lambda position: first))
+    return chosen
+
+
+def after_scores(validation: Any, entropy: str) -> list[keras.callbacks.Callback]:
+    """The callbacks that come after those that score the model.
+
+    Args:
+        validation: held-out data.
+        entropy: name of the cross-entropy in the model's logs, "loss" or a metric's name.
+    """
+    chosen: list[keras.callbacks.Callback] = []
+    if _schedule() == "newbob":
+        if _NEWBOB_BY.value == "accuracy":
+            metric, rule = "frame_accuracy", schedules.NewbobRule.accuracy()
+        else:
+            metric, rule = entropy, schedules.NewbobRule.cross_entropy()
+        chosen.append(callbacks.Newbob(validation, metric, rule=rule))
+    if _GUARD.value is not None:
+        chosen.append(
+            callbacks.OverfittingGuard(
+                "frame_accuracy",
+                "validation_frame_accuracy",
+                schedules.OverfittingRule(_GUARD.value),
+            )
+        )
+    return chosen
+
+
+def _schedule() -> str:
+    if _SCHEDULE.value is None:
+        return "constant" if _FINAL_RATE.value is None else "exponential"
+    return _SCHEDULE.value
+
+
+def _first_rate() -> float:
+    if _RATE.value is not None:
+        return _RATE.value
+    return 0.001 if _OPTIMIZER.value in _ADAM else 0.1
+
+
+def _last_rate() -> float:
+    return 0.01 * _first_rate() if _FINAL_RATE.value is None else _FINAL_RATE.value
+
+
+def _scaled(rate: float, num_replicas: int) -> float:
+    return schedules.linear_scaling(rate, num_replicas) if _SCALE_RATE.value else rate
+
+
+def _by_position(flag: flags.FlagHolder, whole: bool) -> dict[float, int]:
+    """`VALUE[,POSITION:VALUE...]` as {0: VALUE, POSITION: VALUE, ...}, ascending."""
+    values: dict[float, int] = {}
+    last = -math.inf
+    try:
+        for number, item in enumerate(flag.value.split(",")):
+            position, _, value = item.rpartition(":") if number else ("0", ":", item)
+            key = int(position) if whole else float(position)
+            if not last < key < math.inf or int(value) < 1:
+                raise ValueError
+            last = key
+            values[key] = int(value)
+    except ValueError:
+        unit = "whole epochs" if whole else "epochs"
+        raise ValueError(
+            f"--{flag.name}={flag.value} must be a whole number of at least 1, or one with others "
+            f"from later positions on, ascending in {unit}, such as 64,2:256."
+        ) from None
+    return values

@@ -1,0 +1,130 @@
+"""What scripts.train makes of its flags, without starting it."""
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from scripts import model_flags, rule_flags, schedule_flags
+from tfpara import callbacks
+
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("20", {0: 20}),
+        ("1,2:20,4:80", {0: 1, 2: 20, 4: 80}),
+    ],
+)
+def test_sync_periods(text, values):
+    with flagsaver.flagsaver(sync_period=text):
+        assert schedule_flags.sync_periods() == values
+
+
+def test_minibatches_change_within_epochs():
+    with flagsaver.flagsaver(minibatch="64,0.25:256,2.25:1024"):
+        assert schedule_flags.minibatches() == {0: 64, 0.25: 256, 2.25: 1024}
+
+
+@pytest.mark.parametrize("text", ["", "0", "x", "1,2", "1,0:2", "1,3:2,2:4", "1,2:0", "1,inf:2"])
+@pytest.mark.parametrize("flag", ["sync_period", "minibatch"])
+def test_other_texts_are_refused(flag, text):
+    with (
+        flagsaver.flagsaver(**{flag: text}),
+        pytest.raises(ValueError, match=f"--{flag}={text} must be"),
+    ):
+        schedule_flags.check()
+
+
+def test_a_period_changes_between_epochs_only():
+    with flagsaver.flagsaver(sync_period="1,0.5:2"), pytest.raises(ValueError, match="whole"):
+        schedule_flags.check()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"optimizer": "adam", "momentum": 0.5}, "--momentum=0.5 is for --optimizer=sgd"),
+        ({"weight_decay": 0.1}, "--weight_decay=0.1 is for --optimizer=adamw"),
+        ({"schedule": "constant", "final_learning_rate": 0.1}, "is for --schedule=exponential"),
+        ({"newbob_by": "accuracy"}, "is for --schedule=newbob"),
+        ({"scale_learning_rate": True}, "is for --rule=bsp"),
+        ({"rule": "bmuf_adam"}, "--optimizer=sgd has none. Give --optimizer=adam"),
+        ({"clip_norm": 0.0}, "--clip_norm=0.0 must be positive"),
+        ({"final_learning_rate": 0.0}, "exponential decay needs"),
+        ({"schedule": "exponential", "learning_rate": 0.0}, "exponential decay needs"),
+        ({"overfitting_guard": -1.0}, "threshold=-1.0 must be positive"),
+        ({"model": "lstm-000", "minibatch": "64"}, "--minibatch=64 is for"),
+    ],
+)
+def test_combinations_that_are_refused(chosen, message):
+    with flagsaver.flagsaver(**chosen), pytest.raises(ValueError, match=message):
+        schedule_flags.check()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"rule": "bsp", "block_momentum": 0.5}, "--block_momentum=0.5 is for --rule=bmuf"),
+        ({"rule": "bmuf_adam", "compat": "cntk"}, "--compat=cntk is for --rule=bmuf"),
+        ({"elasticity": 0.1}, "is for --rule=easgd"),
+        ({"outer_momentum": 0.1}, "is for --rule=diloco"),
+        ({"rule": "none", "local_state": "reset"}, "is for rules other than"),
+        ({"rule": "none", "simulate_replicas": 2}, "--rule=none trains one replica"),
+        ({"ema_decay": ["1.5"]}, r"--ema_decay=1.5: .* outside \(0, 1\)"),
+    ],
+)
+def test_rules_that_are_refused(chosen, message):
+    with flagsaver.flagsaver(**chosen), pytest.raises(ValueError, match=message):
+        rule_flags.strategy(5, {})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rates"),
+    [
+        ({}, [0.1, 0.1]),
+        ({"optimizer": "adam"}, [0.001, 0.001]),
+        ({"final_learning_rate": 0.025}, [0.1, 0.05, 0.025]),
+        ({"schedule": "exponential", "learning_rate": 1.0}, [1.0, 0.1, 0.01]),
+        ({"rule": "bsp", "scale_learning_rate": True, "learning_rate": 0.2}, [0.8, 0.8]),
+    ],
+)
+def test_rates_of_the_epochs(chosen, rates):
+    with flagsaver.flagsaver(epochs=3, **chosen):
+        (schedule,) = schedule_flags.before_scores(4, callbacks.WarmStart(0))
+        found = [schedule._schedule(epoch) for epoch in range(len(rates))]
+    assert found == pytest.approx(rates)
+
+
+def test_newbob_has_the_papers_thresholds():
+    found = []
+    for by in ("cross_entropy", "accuracy"):
+        with flagsaver.flagsaver(schedule="newbob", newbob_by=by):
+            assert schedule_flags.before_scores(1, callbacks.WarmStart(0)) == []
+            (newbob,) = schedule_flags.after_scores(None, "loss")
+        rule = newbob._rule
+        found.append((rule.start, rule.stop, rule.relative))
+    assert found == [(0.01, 0.001, True), (0.005, 0.001, False)]
+
+
+def test_a_papers_model_takes_the_frames_of_the_corpus(tiny_description):
+    with flagsaver.flagsaver(model="cldnn-003", scale=0.25):
+        made = model_flags.description(tiny_description, coefficients=80)
+    assert made["arguments"]["input_dim"] == 11 * 80
+    assert (made["arguments"]["num_classes"], made["arguments"]["cells"]) == (9, 256)
+    with flagsaver.flagsaver(model="lstm-000"):
+        made = model_flags.description(tiny_description)
+    assert (made["kind"], made["stack"], made["arguments"]["input_dim"]) == ("lstm", 3, 360)
+
+
+@pytest.fixture
+def tiny_description():
+    """As much of a corpus as the model needs."""
+
+    class Corpus:
+        feature_dim, num_classes, options = 120, 9, {}
+        directory, fingerprint = "corpus", "mark"
+
+    return Corpus()
