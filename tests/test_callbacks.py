@@ -1,5 +1,7 @@
 """Tests of tfpara/callbacks.py."""
 
+import csv
+
 import keras
 import numpy as np
 import pytest
@@ -65,6 +67,56 @@ def test_held_out_works_without_a_strategy():
     )
     log = model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[callback]).history
     assert log["dev_loss"][1] == pytest.approx(model.evaluate(X, Y, verbose=0)[0], abs=1e-5)
+
+
+def test_all_weights_are_scored_within_epochs_and_training_goes_on_as_without(tmp_path):
+    """Four times an epoch as in paper 000: at syncs, into a CSV file and TensorBoard."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(24 * BATCH, 4)).astype(np.float32)
+    y = rng.integers(0, 3, len(x))
+    held_out = tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(8)
+    logs, weights = [], []
+    for scored in (False, True):
+        keras.utils.set_random_seed(4)
+        strategy = tfpara.PeriodicSyncStrategy(
+            tfpara.BMUF(0.5), sync_period=PERIOD, averages={"ema": tfpara.EMA(0.5)}
+        )
+        model = make_model(strategy)
+        callback = tfpara.callbacks.HeldOut(
+            held_out, "all", times_per_epoch=4, csv=tmp_path / "scores.csv", log_dir=tmp_path
+        )
+        callbacks = [callback] if scored else []
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        logs.append(model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history)
+        weights.append(model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert logs[0]["loss"] == logs[1]["loss"]
+    assert logs[0]["accuracy"] == logs[1]["accuracy"]
+    names = {"validation_loss", "validation_local_accuracy", "validation_ema_loss"}
+    assert names < set(logs[1])
+    with (tmp_path / "scores.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    # 24 steps: due after 6, 12 and 18, which are syncs.
+    assert [float(r["epoch"]) for r in rows[::3]] == [0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
+    assert [int(r["syncs"]) for r in rows[::3]] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert [r["weights"] for r in rows[:3]] == ["global", "local", "ema"]
+    assert float(rows[-1]["loss"]) == logs[1]["validation_ema_loss"][-1]
+    written = scalars(tmp_path)["validation/ema/loss"]
+    assert written == pytest.approx({int(r["syncs"]): float(r["loss"]) for r in rows[2::3]})
+
+
+def test_held_out_refuses_what_there_is_not(elastic):
+    with pytest.raises(ValueError, match="times_per_epoch=0"):
+        tfpara.callbacks.HeldOut(None, times_per_epoch=0)
+    model = make_model(elastic)
+    unknown = tfpara.callbacks.HeldOut(None, ["global", "ema"])
+    with pytest.raises(ValueError, match="'ema'.*There are: local, global; or all"):
+        model.fit(X, Y, verbose=0, callbacks=[unknown])
+    stream = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).filter(lambda x, y: True)
+    several = tfpara.callbacks.HeldOut(stream, times_per_epoch=4)
+    with pytest.raises(ValueError, match="Give steps_per_epoch"):
+        model.fit(stream, verbose=0, callbacks=[several])
 
 
 def test_telemetry_logs_and_writes_every_epoch(elastic, tmp_path):

@@ -58,7 +58,8 @@ class SyncStatistics(NamedTuple):
 class Agreement(NamedTuple):
     """What all workers know alike after a sync.
 
-    request: the largest that any worker made. all_running: whether every replica still had data.
+    request: the largest that any worker made. all_running: whether every replica still had data
+    (or none was asked to go on: Python code on all workers has closed the block).
     syncs: committed so far. block_open: whether steps were taken since (this worker's).
     """
 
@@ -215,14 +216,14 @@ class Synchronizer:
 
     def request(self, request: Request) -> None:
         """Asks all workers for something; at the next sync they agree on the most that is asked."""
-        self._request.assign(float(request))
+        self._request.assign(tf.maximum(self._request, float(request)))
 
     def agreement(self) -> Agreement:
         """What the last sync has made known to all."""
         request, running = self._agreed.numpy()
         return Agreement(
             request=Request(int(request)),
-            all_running=int(running) == self._num_replicas,
+            all_running=int(running) in (0, self._num_replicas),
             syncs=int(self._syncs),
             block_open=int(self._pending_steps) > 0,
         )

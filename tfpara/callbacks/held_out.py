@@ -3,35 +3,210 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 
 class HeldOut(keras.callbacks.Callback):
-    """After each epoch, scores weights of the run on held-out data.
+    """Scores weights of the run on held-out data: after each epoch, and within epochs if asked.
 
-    The results join the epoch's log on every worker, as `NAME_loss` and so on for each metric. Put
-    it before callbacks that read them.
+    The results of an epoch's end join its log on every worker: `NAME_loss` and so on for each
+    metric of the first of `which`, `NAME_WHICH_loss` and so on for the others. Put it before
+    callbacks that read them.
+
+    Within an epoch the scores are taken at syncs, where all workers are at the same step. The
+    epoch's metrics go on as if nothing had been scored.
 
     Args:
         dataset: held-out data, in any form that `model.evaluate` takes. A plain dataset is the same
             whole one on every worker, and is divided among them.
-        which: the weights to score: "global", "local" or an average's name.
+        which: the weights to score: "global", "local" (each replica's own, on its part of the
+            data), an average's name, a list of these, or "all" there are.
         name: prefix of the results.
+        times_per_epoch: how often in an epoch, its end included (paper 000 extracts four models);
+            above 1 the length of an epoch must be known.
+        steps_per_epoch: minibatches of a replica in an epoch. None: as Keras knows it.
+        csv: file that gets a row for each score: epoch (fractional, as a number of passes over the
+            data), syncs, which, and the metrics. Rows of a run that was interrupted stay, but for
+            those of the part that is trained again. Written by the chief.
+        log_dir: directory of TensorBoard's event files, by the number of syncs. By the chief.
+
+    Raises:
+        ValueError: `times_per_epoch` below 1; in `fit`, weights that there are not, or an epoch of
+            unknown length that is to be divided.
     """
 
-    def __init__(self, dataset: Any, which: str = "global", name: str = "validation") -> None:
+    # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
+    async_safe = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        which: str | Sequence[str] = "global",
+        name: str = "validation",
+        *,
+        times_per_epoch: int = 1,
+        steps_per_epoch: int | None = None,
+        csv: str | os.PathLike[str] | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
         super().__init__()
+        if times_per_epoch < 1:
+            raise ValueError(f"times_per_epoch={times_per_epoch!r} must be at least 1.")
         self._dataset = dataset
-        self._which = which
+        self._asked = which
+        self._which: list[str] = []
         self._name = name
+        self._times = times_per_epoch
+        self._steps_per_epoch = steps_per_epoch
+        self._table = _Table(Path(csv)) if csv is not None else None
+        self._log_dir = log_dir
+        self._writer: tf.summary.SummaryWriter | None = None
+        self._epoch = 0
+        self._steps_before = 0
+        self._done = 0  # scores of this epoch
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        strategy = model.distribute_strategy
+        known = ["local", "global", *getattr(strategy, "averages", {})]
+        asked = [self._asked] if isinstance(self._asked, str) else list(self._asked)
+        self._which = known if asked == ["all"] else asked
+        unknown = [which for which in self._which if which not in known]
+        if unknown:
+            raise ValueError(
+                f"HeldOut(which={unknown[0]!r}): there are no such weights. There are: "
+                f"{', '.join(known)}; or all."
+            )
+        if "global" in self._which:  # The one whose results have the short names.
+            self._which.sort(key=lambda which: which != "global")
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch, self._done = epoch, 0
+        position = getattr(getattr(self.model.distribute_strategy, "extended", None), "position", 0)
+        resumed = getattr(position, "epoch", None) == epoch and getattr(position, "first", 0)
+        replicas = getattr(self.model.distribute_strategy, "num_replicas", 1)
+        self._steps_before = resumed // replicas if resumed else 0
+        if self._times > 1:
+            self._steps_per_epoch = self._steps_per_epoch or self.params.get("steps")
+            if not self._steps_per_epoch:
+                raise ValueError(
+                    f"HeldOut(times_per_epoch={self._times}): the number of steps in an epoch is "
+                    "not known. Give steps_per_epoch."
+                )
+            self._done = int(self._times * self._steps_before / self._steps_per_epoch)
+        if self._table and getattr(self.model.distribute_strategy, "is_chief", True):
+            self._table.cut(epoch + self._part(self._steps_before))
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._times == 1 or self._done >= self._times - 1:
+            return
+        steps = self._steps_before + batch + 1
+        due = int(self._times * self._part(steps))
+        if due > self._done and self._all_at_a_sync(batch):
+            self._done = due
+            with self._metrics_kept():
+                self._score(self._epoch + self._part(steps))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        results = self._score(float(epoch + 1))
+        if logs is None:
+            return
+        for number, which in enumerate(self._which):
+            prefix = self._name if number == 0 else f"{self._name}_{which}"
+            logs.update({f"{prefix}_{key}": value for key, value in results[which].items()})
+
+    def _part(self, steps: int) -> float:
+        """The part of an epoch that `steps` minibatches are."""
+        return min(1.0, steps / self._steps_per_epoch) if self._steps_per_epoch else 0.0
+
+    def _all_at_a_sync(self, batch: int) -> bool:
         strategy = self.model.distribute_strategy
-        with contextlib.ExitStack() as stack:
-            if hasattr(strategy, "weights"):
-                stack.enter_context(strategy.weights(self.model, self._which))
-            results = self.model.evaluate(self._dataset, verbose=0, return_dict=True)
-        if logs is not None:
-            logs.update({f"{self._name}_{key}": value for key, value in results.items()})
+        if not hasattr(strategy, "set_sync_period"):
+            return True
+        period = strategy.sync_period
+        if period is None or (batch + 1) % period:
+            return False
+        agreement = strategy.extended.synchronizer_of(self.model).agreement()
+        return agreement.all_running and not agreement.block_open
+
+    @contextlib.contextmanager
+    def _metrics_kept(self) -> Iterator[None]:
+        """`evaluate` resets the metrics, which here are in the middle of an epoch."""
+        results = getattr(self.model.distribute_strategy, "experimental_local_results", None)
+        variables = [v.value for v in self.model.metrics_variables]
+        components = [c for v in variables for c in (results(v) if results else (v,))]
+        kept = [component.numpy() for component in components]
+        yield
+        for component, value in zip(components, kept, strict=True):
+            component.assign(value)
+
+    def _score(self, passes: float) -> dict[str, dict[str, float]]:
+        strategy = self.model.distribute_strategy
+        results = {}
+        for which in self._which:
+            with contextlib.ExitStack() as stack:
+                if hasattr(strategy, "weights"):
+                    stack.enter_context(strategy.weights(self.model, which))
+                results[which] = self.model.evaluate(self._dataset, verbose=0, return_dict=True)
+        if getattr(strategy, "is_chief", True):
+            syncs = strategy.statistics().syncs if hasattr(strategy, "statistics") else 0
+            self._write(passes, syncs, results)
+        return results
+
+    def _write(self, passes: float, syncs: int, results: dict[str, dict[str, float]]) -> None:
+        if self._table:
+            for which, scores in results.items():
+                self._table.add({"epoch": passes, "syncs": syncs, "weights": which, **scores})
+        if self._log_dir is None:
+            return
+        if self._writer is None:
+            # A writer is a resource: not one of the strategy's, even where fit runs in its scope.
+            with tf.init_scope():
+                self._writer = tf.summary.create_file_writer(os.fspath(self._log_dir))
+        with self._writer.as_default(step=syncs):
+            for which, scores in results.items():
+                for key, value in scores.items():
+                    tf.summary.scalar(f"{self._name}/{which}/{key}", value)
+        self._writer.flush()
+
+
+class _Table:
+    """A CSV file that grows by rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def cut(self, passes: float) -> None:
+        """Removes the rows past this point of the run, which is trained again."""
+        rows = self._rows()
+        kept = [row for row in rows if float(row["epoch"]) <= passes + 1e-9]
+        if len(kept) < len(rows):
+            partial = self._path.with_name(f".{self._path.name}.partial")
+            with partial.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(kept)
+            partial.replace(self._path)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Appends a row."""
+        new = not self._path.exists()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, list(row))
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+    def _rows(self) -> list[dict[str, str]]:
+        if not self._path.exists():
+            return []
+        with self._path.open(newline="") as file:
+            return list(csv.DictReader(file))
