@@ -139,18 +139,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, rule, a
     assert (1, list(range(12, 16))) in log
 
 
-def test_data_that_know_no_epochs_are_read_again_up_to_the_position(tmp_path):
+@pytest.mark.parametrize("own", [False, True], ids=["global batches", "each worker's own"])
+def test_data_that_know_no_epochs_are_read_again_up_to_the_position(tmp_path, own):
     ends = []
     for name, stops in (("whole", [None]), ("broken", [(1, 5), None])):
         for stop in stops:
             strategy, model = make(tfpara.EASGD(0.2))
             x = np.random.default_rng(1).normal(size=(80, 6)).astype("float32")
-            data = tf.data.Dataset.from_tensor_slices((x, np.arange(80) % 4)).batch(8)
+            data = tf.data.Dataset.from_tensor_slices((x, np.arange(80) % 4)).batch(8 >> own)
+            validation = data.take(2)
+            if own:
+                data = strategy.distribute_datasets_from_function(lambda _, mine=data: mine)
             checkpoint = tfpara.callbacks.Checkpoint(tmp_path / name, every_syncs=1)
             callbacks = [*([stop_at(*stop)] if stop else []), checkpoint]
             try:
                 model.fit(
-                    data, epochs=3, verbose=0, callbacks=callbacks, validation_data=data.take(2)
+                    data, epochs=3, verbose=0, callbacks=callbacks, validation_data=validation
                 )
                 ends.append(everything(strategy, model))
             except Stop:
@@ -523,6 +527,17 @@ def test_stopping_together_stops_at_the_next_sync():
     callbacks = [wish, count, tfpara.callbacks.StopTogether()]
     model.fit(epoch_data(strategy), epochs=3, verbose=0, callbacks=callbacks)
     assert steps == [0, 1, 2, 3]
+
+
+def test_a_lesser_wish_does_not_replace_a_greater_one():
+    from tfpara.reports import Request
+
+    strategy, model = make()
+    model.fit(epoch_data(strategy), epochs=1, verbose=0)
+    strategy.request(Request.STOP)
+    strategy.request(Request.CHECKPOINT)
+    strategy.synchronize()
+    assert strategy.extended.synchronizer_of(model).agreement().request == Request.STOP
 
 
 def test_epochs_of_unknown_and_different_length_are_trained_whole(tmp_path):

@@ -443,6 +443,17 @@ def test_mixed_precision_trains_and_keeps_replicas_together():
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_first_batch_that_replicas_share_unevenly():
+    """Keras looks at it to build the metrics."""
+    with make_strategy(devices=["CPU:0", "CPU:1"]).scope():
+        model = compiled(*MODELS["dense"])
+    x, y = np.ones((5, 6), "float32"), np.zeros(5, "int32")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+    mean = model.evaluate(data, verbose=0)
+    one = model.evaluate(data.unbatch().batch(4), verbose=0)
+    np.testing.assert_allclose(mean, one, rtol=1e-6)
+
+
 def test_uneven_batches_and_dataset_splitting_use_every_sample_once():
     """A plain dataset whose last batch leaves one replica empty-handed."""
     strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])

@@ -70,9 +70,12 @@ def _untuned() -> Iterator[None]:
 class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     """Datasets that a function has made for this worker."""
 
+    position: Position
+
     def __iter__(self) -> Any:
         with _untuned():
-            return super().__iter__()
+            iterator = super().__iter__()
+        return _past_what_is_done(iterator, self.position)
 
 
 class _EpochDatasets(_Datasets):
@@ -110,17 +113,22 @@ def _forget_length(epoch_iterator: Any) -> None:
         epoch_iterator.__class__ = type("_OfAnyLength", (kind,), {"_num_batches": unknown})
 
 
-class _ResumedDataset(_input_lib.DistributedDataset):
-    """Passes over the minibatches that were trained before the run was resumed."""
+class _Dataset(_input_lib.DistributedDataset):
+    """A dataset that all workers share."""
 
     position: Position
 
     def __iter__(self) -> Any:
         with _untuned():
             iterator = super().__iter__()
-        for _ in range(self.position.take_steps()):
-            next(iterator)
-        return iterator
+        return _past_what_is_done(iterator, self.position)
+
+
+def _past_what_is_done(iterator: Any, position: Position) -> Any:
+    """Passes over the minibatches that were trained before the run was resumed."""
+    for _ in range(position.take_steps()):
+        next(iterator)
+    return iterator
 
 
 class _Trained(NamedTuple):
@@ -344,7 +352,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             if not isinstance(leaf, tf.distribute.DistributedValues):
                 return leaf
             parts = self._container_strategy().experimental_local_results(leaf)
-            if any(part.dtype == tf.bool for part in parts):
+            # Of the parts of a batch Keras wants the shape alone.
+            if any(part.dtype == tf.bool or part.shape != parts[0].shape for part in parts):
                 return parts[0]
             total = tf.add_n([tf.convert_to_tensor(part) for part in parts])
             return total / len(parts) if mean else total
@@ -377,7 +386,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distributed = super()._experimental_distribute_dataset(without_tuner(dataset), options)
         if isinstance(distributed, _input_lib.DistributedDataset):
-            distributed.__class__ = _ResumedDataset
+            distributed.__class__ = _Dataset
             distributed.position = self.position
         return distributed
 
@@ -389,7 +398,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return without_tuner(dataset)
 
         dataset = super()._distribute_datasets_from_function(prepared, options)
-        dataset.__class__ = _Datasets
+        dataset.__class__, dataset.position = _Datasets, self.position
         return dataset
 
     # -- variables ---------------------------------------------------------------------------
