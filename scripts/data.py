@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from input import index, pipeline, streams
+from input.stream_plan import StreamPlan
 from scripts import common
 from tfpara.callbacks import WarmStart
 from tfpara.schedules import Piecewise
@@ -88,14 +89,12 @@ class TrainingData:
 
     @property
     def num_steps(self) -> int | None:
-        """Minibatches of a replica in an epoch, where all epochs have the same number."""
+        """Minibatches of a replica in an epoch, where all epochs have about the same number."""
         replicas = self.strategy.num_replicas
-        if (
-            self._recurrent
-            or self._changes_size
-            or self._warm.replicas(self.strategy, 0)[0] != replicas
-        ):
+        if self._changes_size or self._warm.replicas(self.strategy, 0)[0] != replicas:
             return None
+        if self._recurrent:  # The order of the utterances makes little difference.
+            return self._streams_plan().num_steps
         return math.ceil(math.ceil(self.num_frames / self._sizes_unit) / replicas)
 
     def get_state(self) -> dict[str, Any]:
@@ -174,8 +173,7 @@ class TrainingData:
     def _check(self, largest: int) -> None:
         replicas = self.strategy.num_replicas
         if self._recurrent:
-            options = stream_options(self.description)
-            streams.partition(self._corpus, "train", options, num_replicas=replicas)
+            self._streams_plan()
             return
         minibatches = math.ceil(self.num_frames / largest)
         if minibatches < replicas:
@@ -184,6 +182,12 @@ class TrainingData:
                 f"training frames, too few for {replicas} replicas. Lower it, or start fewer "
                 "replicas."
             )
+
+    def _streams_plan(self) -> StreamPlan:
+        options, replicas = stream_options(self.description), self.strategy.num_replicas
+        return streams.partition(
+            self._corpus, "train", options, num_replicas=replicas, seed=self._seed
+        )
 
     def _check_replicas(self, epoch: int, is_warm: bool) -> None:
         changes = len(self._stretches(epoch, 1)) > 1

@@ -172,12 +172,12 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
     return chosen
 
 
-def after_scores(validation: Any, entropy: str) -> list[keras.callbacks.Callback]:
+def after_scores(entropy: str, validation: Any = None) -> list[keras.callbacks.Callback]:
     """The callbacks that come after those that score the model.
 
     Args:
-        validation: held-out data.
         entropy: name of the cross-entropy in the model's logs, "loss" or a metric's name.
+        validation: held-out data, where the initial model is a score to compare with.
     """
     chosen: list[keras.callbacks.Callback] = []
     if _schedule() == "newbob":
@@ -185,7 +185,8 @@ def after_scores(validation: Any, entropy: str) -> list[keras.callbacks.Callback
             metric, rule = "frame_accuracy", schedules.NewbobRule.accuracy()
         else:
             metric, rule = entropy, schedules.NewbobRule.cross_entropy()
-        chosen.append(callbacks.Newbob(validation, metric, rule=rule))
+        scored = f"validation_{metric}" if validation is None else validation
+        chosen.append(callbacks.Newbob(scored, metric, rule=rule))
     if _GUARD.value is not None:
         chosen.append(
             callbacks.OverfittingGuard(

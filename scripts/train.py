@@ -26,6 +26,7 @@ import tfpara
 from input import index, pipeline, streams
 from scripts import model_flags, rule_flags, runs, schedule_flags
 from scripts.data import TrainingData, held_out, is_recurrent
+from scripts.scores import scores
 from tfpara.checkpoint_store import CheckpointError
 
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus", required=True)
@@ -74,6 +75,7 @@ for _module in (common, model_flags, rule_flags, schedule_flags):
 
 
 def main() -> None:
+    run_dir = Path(_RUN_DIR.value)
     with common.bad_input():
         _check()
         corpus = index.read(_CORPUS.value)
@@ -93,14 +95,14 @@ def main() -> None:
             shuffle_frames=_SHUFFLE.value,
             warm=warm,
         )
-    run_dir = Path(_RUN_DIR.value)
+        validation = held_out(corpus, "validation", strategy, description)
+        callbacks = _callbacks(run_dir, validation, data, warm)
+    history = _History()
     try:
         if strategy.is_chief:
             with common.bad_input():
                 _start_run(run_dir, description)
-        validation = held_out(corpus, "validation", strategy, description)
-        history = _History()
-        _fit(model, strategy, data, [*_callbacks(run_dir, validation, data, warm), history])
+        _fit(model, strategy, data, [*callbacks, history])
     except CheckpointError as error:
         common.part(strategy)
         anew = "" if _START_OVER.value else " To begin anew, give --start_over."
@@ -204,8 +206,10 @@ def _callbacks(
     return [
         tfpara.callbacks.Telemetry(run_dir / "tensorboard", data.num_frames),
         *schedule_flags.before_scores(replicas, warm),
-        tfpara.callbacks.HeldOut(validation),
-        *schedule_flags.after_scores(validation, runs.entropy_name(data.description)),
+        scores(validation, list(data.strategy.averages), run_dir, _TIMES.value, data.num_steps),
+        *schedule_flags.after_scores(
+            runs.entropy_name(data.description), validation if _INIT.value else None
+        ),
     ]
 
 

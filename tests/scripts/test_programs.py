@@ -86,6 +86,7 @@ def test_two_workers_train_on_from_the_given_weights(single, pair):
         "flags.txt",
         "tensorboard",
         "checkpoints",
+        "held_out.csv",
     }
 
 

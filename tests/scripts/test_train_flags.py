@@ -103,7 +103,7 @@ def test_newbob_has_the_papers_thresholds():
     for by in ("cross_entropy", "accuracy"):
         with flagsaver.flagsaver(schedule="newbob", newbob_by=by):
             assert schedule_flags.before_scores(1, callbacks.WarmStart(0)) == []
-            (newbob,) = schedule_flags.after_scores(None, "loss")
+            (newbob,) = schedule_flags.after_scores("loss")
         rule = newbob._rule
         found.append((rule.start, rule.stop, rule.relative))
     assert found == [(0.01, 0.001, True), (0.005, 0.001, False)]

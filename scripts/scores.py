@@ -1,0 +1,70 @@
+"""The held-out scores of a run: of its global model and of every average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from models.streaming import Streaming
+from tfpara.callbacks import HeldOut
+
+
+def scores(
+    validation: Any,
+    averages: Sequence[str],
+    run_dir: Path,
+    times_per_epoch: int,
+    steps_per_epoch: int | None,
+) -> HeldOut:
+    """The callback that scores them, into the log, TensorBoard and RUN_DIR/held_out.csv.
+
+    Args:
+        validation: held-out data.
+        averages: names of the averages.
+        run_dir: of the run.
+        times_per_epoch: how often in an epoch.
+        steps_per_epoch: minibatches of a replica in an epoch, for more than once.
+
+    Raises:
+        ValueError: more than once, and the epochs differ in length.
+    """
+    if times_per_epoch > 1 and steps_per_epoch is None:
+        raise ValueError(
+            f"--held_out_times_per_epoch={times_per_epoch} needs epochs of one length, which they "
+            "are not with --warm_start_epochs or a --minibatch that changes. Leave out one of them."
+        )
+    return _StreamsKept(
+        validation,
+        ["global", *averages],
+        times_per_epoch=times_per_epoch,
+        steps_per_epoch=steps_per_epoch,
+        csv=run_dir / "held_out.csv",
+        log_dir=run_dir / "tensorboard",
+    )
+
+
+class _StreamsKept(HeldOut):
+    """Scores that leave the streams of a recurrent model where they are within an epoch."""
+
+    def __init__(self, *arguments: Any, times_per_epoch: int, **options: Any) -> None:
+        super().__init__(*arguments, times_per_epoch=times_per_epoch, **options)
+        self._within_epochs = times_per_epoch > 1
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        kept = []
+        if self._within_epochs:
+            kept = [(state, tf.identity(state)) for state in stream_states(self.model)]
+        super().on_train_batch_end(batch, logs)
+        for state, value in kept:
+            state.assign(value)
+
+
+def stream_states(model: keras.Model) -> list[tf.Variable]:
+    """What the recurrent layers of a model carry over, on every local replica."""
+    variables = [s for layer in model.layers if isinstance(layer, Streaming) for s in layer.states]
+    local = model.distribute_strategy.experimental_local_results
+    return [component for variable in variables for component in local(variable.value)]

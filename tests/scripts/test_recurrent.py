@@ -1,0 +1,113 @@
+"""An LSTM from training to decoding and export, on a tiny corpus."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from input import features, index
+from scripts import decoding, runs, serving
+
+FLAGS = (
+    "--model=lstm-000",
+    "--scale=0.02",
+    "--streams=2",
+    "--truncation=5",
+    "--label_delay=1",
+    "--simulate_replicas=2",
+    "--sync_period=4",
+    "--ema_decay=0.5",
+    "--epochs=1",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(run_well, corpus_directory, tmp_path_factory):
+    """(a run that was scored three times in its epoch, one that was scored at its end)."""
+    base = tmp_path_factory.mktemp("lstm")
+    run_dirs = base / "often", base / "once"
+    for run_dir, times in zip(run_dirs, (3, 1), strict=True):
+        where = (f"--corpus={corpus_directory}", f"--run_dir={run_dir}")
+        run_well("train", *where, *FLAGS, f"--held_out_times_per_epoch={times}")
+    return run_dirs
+
+
+def test_scores_within_an_epoch_leave_the_training_as_it_is(trained):
+    weights = [runs.load(run_dir)[0].get_weights() for run_dir in trained]
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with (trained[0] / "held_out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["weights"] for row in rows] == 3 * ["global", "ema-0.5"]
+    assert [float(row["epoch"]) for row in rows][::2] == pytest.approx([0.37, 0.7, 1.0], abs=0.05)
+
+
+def test_evaluate_scores_whole_utterances_alike(run_well, trained, corpus_directory, tmp_path):
+    """Streams with state carried over give what whole utterances at once give."""
+    out = tmp_path / "scores.json"
+    run_well("evaluate", f"--run_dir={trained[0]}", f"--out={out}", "--decode")
+    scores = json.loads(out.read_text())
+    corpus = index.read(corpus_directory)
+    model, description = runs.load(trained[0])
+    spoken = list(decoding.utterances(model, description, corpus, "test"))
+    labels = np.concatenate([u.labels for u in spoken])
+    posteriors = np.concatenate([u.log_posteriors for u in spoken])
+    assert scores["frames"] == len(labels)
+    wrong = 100 * np.mean(posteriors.argmax(1) != labels)
+    assert scores["frame_error_rate"] == pytest.approx(wrong, abs=1e-3)
+    entropy = -np.mean(posteriors[np.arange(len(labels)), labels])
+    assert scores["cross_entropy"] == pytest.approx(entropy, abs=1e-4)
+    assert 0 < scores["phone_error_rate"] <= 100
+
+
+def test_the_exported_model_gives_the_posteriors_of_the_run(
+    run_well, trained, corpus_directory, tmp_path
+):
+    ended = run_well("export", f"--run_dir={trained[0]}", f"--out={tmp_path / 'export'}")
+    assert "takes 40 log-mel energies" in ended.out
+    signature = tf.saved_model.load(tmp_path / "export").signatures["serving_default"]
+    corpus = index.read(corpus_directory)
+    split = corpus.split("test")
+    model, description = runs.load(trained[0])
+    expected = next(decoding.utterances(model, description, corpus, "test"))
+    with index.open_shards(split) as files:
+        frames, _ = index.read_utterance(corpus, split, files, 0)
+    found = signature(frames=tf.constant(frames[:, :40]))["log_posteriors"]
+    np.testing.assert_allclose(found, expected.log_posteriors, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("made", "dim", "about"),
+    [
+        ({}, 2, "2 log-mel energies"),
+        ({"features": "mfcc", "deltas": 1, "cmvn": "utterance", "norm_vars": True}, 3, "3 MFCC"),
+        ({"features": "fbank", "deltas": 1, "cmvn": "utterance"}, 3, "3 log-mel energies"),
+        ({"features": "given", "deltas": 0}, 6, "6 features as in the feats.scp of the corpus"),
+        (
+            {"features": "mfcc", "deltas": 0, "cmvn": "speaker"},
+            6,
+            "6 MFCC, from which the mean has been taken as --cmvn=speaker does",
+        ),
+    ],
+)
+def test_served_features_are_made_as_those_of_the_corpus(made, dim, about):
+    class Corpus:
+        feature_dim, options = 6, made
+        mean, stddev = np.arange(6.0), np.arange(1.0, 7.0)
+
+    raw = np.random.default_rng(0).normal(size=(9, dim)).astype(np.float32)
+    ends = serving.serving(
+        Corpus(), {"kind": "dnn", "context": 2, "stack": 1, "coefficients": None}
+    )
+    assert (ends.frame_dim, ends.about) == (dim, about)
+    expected = raw
+    if made.get("cmvn") == "utterance":
+        expected = raw - raw.mean(0)
+        expected = expected / raw.std(0) if made.get("norm_vars") else expected
+    expected = features.add_deltas(expected, made.get("deltas", 2)).numpy()
+    expected = (expected - np.arange(6)) / np.arange(1, 7)
+    padded = np.concatenate([expected[:1], expected[:1], expected, expected[-1:], expected[-1:]])
+    expected = np.concatenate([padded[i : i + 9] for i in range(5)], axis=1)
+    np.testing.assert_allclose(ends.preprocessing(raw), expected, rtol=1e-4, atol=1e-4)
