@@ -1,20 +1,24 @@
-"""Speed, measured: `python -m scripts.benchmark --suite=scaling --out=FILE.json`.
+"""Cost, measured: `python -m scripts.benchmark --suite=SUITE --out=FILE.json`.
 
 Suite `scaling`: the 12.5-million-parameter DNN (1320-6x1024-5723) on data in memory, one thread per
 worker. In one run and interleaved: plain Keras in one process, plain Keras in two processes that
 know nothing of each other, this strategy on one worker, and on two workers at several sync periods;
 and a bare all-reduce of the model's bytes. `ratio_to_independent` compares with the two independent
 processes of the same round.
+
+Suite `averages`: a sync of the same DNN under BMUF on two workers, with no averages and with three
+(EMA of two decays, MA), the global state replicated and sharded. `ratio_to_none` is the time of a
+sync over that without averages of the same round.
+
+Suite `memory`: bytes of global state (model, momentum, EMA and MA) that each of N replicas keeps,
+for the same DNN; N replicas are simulated on devices of one process.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,9 +27,9 @@ from absl import flags
 
 import tfpara
 from scripts import common
-from tfpara.launch import local_clusters
+from scripts.benchmark_processes import measure
 
-_SUITE = flags.DEFINE_enum("suite", "scaling", ["scaling"], "what to measure")
+_SUITE = flags.DEFINE_enum("suite", "scaling", ["scaling", "averages", "memory"], "what to measure")
 _OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "times that everything is measured", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 256, "minibatch of each replica, in samples", lower_bound=1)
@@ -35,8 +39,10 @@ _PERIODS = flags.DEFINE_list(
 _STEPS = flags.DEFINE_integer(
     "steps", 160, "timed minibatches at the longest period; shorter ones take fewer", lower_bound=1
 )
+_REPLICAS = flags.DEFINE_list(
+    "replicas", ["1", "2", "4", "8"], "numbers of replicas of the suite memory"
+)
 _ELEMENTS = 12_473_435  # weights and biases of 1320-6x1024-5723
-_SECONDS = 600
 
 
 def main() -> None:
@@ -44,15 +50,17 @@ def main() -> None:
     out = Path(_OUT.value)
     if not out.parent.is_dir():
         raise common.Failure(f"--out={out}: there is no folder {out.parent}. Make it first.")
-    systems = _scaling_systems()
+    systems = {
+        "scaling": _scaling_systems,
+        "averages": _averages_systems,
+        "memory": _memory_systems,
+    }[_SUITE.value]()
     rounds: list[dict[str, dict[str, Any]]] = []
-    for number in range(_ROUNDS.value):
+    for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
         measured = {}
         for name, (workers, options) in systems.items():
-            measured[name] = _measure(workers, options)
-            print(
-                f"round {number + 1}/{_ROUNDS.value}  {name}: {_short(measured[name])}", flush=True
-            )
+            measured[name] = measure(workers, options)
+            print(f"round {number + 1}  {name}: {_short(measured[name])}", flush=True)
         rounds.append(measured)
     rows = [_row(name, *systems[name], rounds) for name in systems]
     content = {
@@ -90,61 +98,27 @@ def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     return systems
 
 
-def _measure(workers: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Starts the processes, lets them begin together, and puts their figures together."""
-    together = workers > 1 and options["system"] != "plain"
-    configs = [""] * workers
-    if together:
-        configs = [each.tf_config() for each in local_clusters(workers)]
-    processes = []
-    try:
-        for config in configs:
-            env = os.environ | {
-                "TF_CONFIG": config,
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "TF_NUM_INTRAOP_THREADS": "1",
-                "TF_NUM_INTEROP_THREADS": "1",
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [sys.executable, "-m", "scripts.benchmark_worker", json.dumps(options)]
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        for process in processes:
-            _expect(process, lambda line: line == "READY")
-        for process in processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        parts = [json.loads(_expect(p, lambda line: line.startswith("{"))) for p in processes]
-        for process in processes:
-            process.wait(_SECONDS)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    figures = {k: statistics.mean(p[k] for p in parts) for k in parts[0] if k.endswith("_ms")}
-    if "sync_fraction" in parts[0]:
-        figures["sync_fraction"] = statistics.mean(p["sync_fraction"] for p in parts)
-    if "samples" in parts[0]:
-        seconds = max(p["ended"] for p in parts) - min(p["began"] for p in parts)
-        figures["samples_per_second"] = sum(p["samples"] for p in parts) / seconds
-    return figures
+def _averages_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    common_options = {"system": "syncs", "syncs": max(3, _STEPS.value // 4)}
+    return {
+        f"{aggregation}, {averages} averages": (
+            2,
+            {**common_options, "aggregation": aggregation, "averages": averages != "no"},
+        )
+        for aggregation in ("replicated", "sharded")
+        for averages in ("no", "three")
+    }
 
 
-def _expect(process: subprocess.Popen, wanted: Any) -> str:
-    for line in process.stdout:
-        if wanted(line.strip()):
-            return line.strip()
-    raise common.Failure(
-        f"a benchmark process ended with {process.wait(_SECONDS)}: {process.stderr.read()[-2000:]}"
-    )
+def _memory_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    return {
+        f"{aggregation}, {replicas} replica{'s' * (replicas > 1)}": (
+            1,
+            {"system": "memory", "replicas": replicas, "aggregation": aggregation},
+        )
+        for aggregation in ("replicated", "sharded")
+        for replicas in map(int, _REPLICAS.value)
+    }
 
 
 def _row(
@@ -163,6 +137,9 @@ def _row(
         speed = values["samples_per_second"]
         values["ratio_to_independent"] = [a / b for a, b in zip(speed, independent, strict=True)]
         values["ratio_to_plain"] = [a / b for a, b in zip(speed, alone, strict=True)]
+    if options["system"] == "syncs":
+        none = [r[f"{options['aggregation']}, no averages"]["sync_ms"] for r in rounds]
+        values["ratio_to_none"] = [a / b for a, b in zip(values["sync_ms"], none, strict=True)]
     for key, series in values.items():
         row[key] = statistics.median(series)
         row[f"{key}_range"] = [min(series), max(series)]
@@ -182,21 +159,25 @@ def _short(figures: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
 
 
+_COLUMNS = {  # key: (title, width, format)
+    "samples_per_second": ("samples/s", 10, ".0f"),
+    "ratio_to_independent": ("/independent", 12, ".3f"),
+    "ratio_to_plain": ("/plain", 7, ".3f"),
+    "sync_ms": ("sync ms", 8, ".0f"),
+    "wait_ms": ("wait ms", 8, ".0f"),
+    "ratio_to_none": ("/no averages", 12, ".3f"),
+    "state_bytes": ("bytes per replica", 17, ",.0f"),
+}
+
+
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"\n{'system':28} {'workers':>7} {'samples/s':>10} {'/independent':>12} {'/plain':>7} "
-        f"{'sync ms':>8} {'wait ms':>8}"
-    )
+    columns = {key: c for key, c in _COLUMNS.items() if any(key in row for row in rows)}
+    titles = " ".join(f"{title:>{width}}" for title, width, _ in columns.values())
+    print(f"\n{'system':30} {'workers':>7} {titles}")
     for row in rows:
-        cells = [
-            (row.get("samples_per_second"), 10, ".0f"),
-            (row.get("ratio_to_independent"), 12, ".3f"),
-            (row.get("ratio_to_plain"), 7, ".3f"),
-            (row.get("sync_ms"), 8, ".0f"),
-            (row.get("wait_ms"), 8, ".0f"),
-        ]
+        cells = [(row.get(key), width, form) for key, (_, width, form) in columns.items()]
         text = " ".join(f"{'-' if v is None else format(v, f):>{w}}" for v, w, f in cells)
-        print(f"{row['system']:28} {row['workers']:>7} {text}")
+        print(f"{row['system']:30} {row['workers']:>7} {text}")
 
 
 if __name__ == "__main__":

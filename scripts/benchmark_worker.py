@@ -13,7 +13,13 @@ from typing import Any
 
 def main(options: dict[str, Any]) -> None:
     """Runs what `options["system"]` says; prints READY, waits for a line, prints a JSON line."""
-    figures = {"plain": _train, "tfpara": _train, "all_reduce": _all_reduce}[options["system"]]
+    figures = {
+        "plain": _train,
+        "tfpara": _train,
+        "all_reduce": _all_reduce,
+        "syncs": _syncs,
+        "memory": _memory,
+    }[options["system"]]
     print(json.dumps(figures(options)), flush=True)
 
 
@@ -106,6 +112,69 @@ def _all_reduce(options: dict[str, Any]) -> dict[str, Any]:
         times.append(time.perf_counter() - began)
     times.sort()
     return {"sync_ms": 1000 * times[len(times) // 2], "buckets": len(buffers)}
+
+
+def _averages() -> dict[str, Any]:
+    import tfpara
+
+    return {"ema-0.9": tfpara.EMA(0.9), "ema-0.99": tfpara.EMA(0.99), "ma": tfpara.MA()}
+
+
+def _compiled(strategy: Any) -> Any:
+    import keras
+
+    from models.dnn import dnn
+
+    with strategy.scope():
+        model = dnn(1320, 5723, layers=6, width=1024)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    return model
+
+
+def _syncs(options: dict[str, Any]) -> dict[str, Any]:
+    """Training with tiny minibatches and a sync after every second one: syncs are what it does."""
+    import numpy as np
+    import tensorflow as tf
+
+    import tfpara
+
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BMUF(),
+        sync_period=2,
+        aggregation=options["aggregation"],
+        averages=_averages() if options["averages"] else None,
+    )
+    model = _compiled(strategy)
+    x, y = np.ones((4, 1320), "float32"), np.zeros(4, "int32")
+    data = strategy.distribute_datasets_from_function(
+        lambda _: tf.data.Dataset.from_tensors((x, y)).repeat()
+    )
+    # The first 16 syncs also measure how far the replicas are apart.
+    model.fit(data, epochs=1, steps_per_epoch=36, verbose=0)
+    before = strategy.statistics()
+    _wait_for_the_others()
+    model.fit(data, epochs=1, steps_per_epoch=2 * options["syncs"], verbose=0)
+    now = strategy.statistics()
+    waited = now.wait_seconds - before.wait_seconds
+    synced = now.sync_seconds - before.sync_seconds
+    syncs = now.syncs - before.syncs
+    return {"sync_ms": 1000 * (synced - waited) / syncs, "wait_ms": 1000 * waited / syncs}
+
+
+def _memory(options: dict[str, Any]) -> dict[str, Any]:
+    import tfpara
+
+    strategy = tfpara.simulate(
+        options["replicas"],
+        tfpara.BMUF(),
+        sync_period=1,
+        aggregation=options["aggregation"],
+        averages={"ema": tfpara.EMA(0.99), "ma": tfpara.MA()},
+    )
+    held = strategy.state_bytes(_compiled(strategy))
+    _wait_for_the_others()
+    return {"state_bytes": max(held)}
 
 
 if __name__ == "__main__":

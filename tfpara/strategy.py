@@ -290,6 +290,18 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         finally:
             synchronizer.set_weights(kept)
 
+    def state_bytes(self, model: keras.Model) -> list[int]:
+        """Bytes of global state (model, momentum, averages) that each local holder keeps.
+
+        One number for a worker that keeps the whole state, one for each replica where it is
+        sharded. Every worker must call it.
+
+        Args:
+            model: built and compiled in the scope.
+        """
+        with self.scope():
+            return self.extended.synchronizer_of(model).global_state.nbytes
+
     def statistics(self) -> SyncStatistics:
         """What this worker has done so far, over all models of the strategy."""
         total = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)

@@ -30,6 +30,24 @@ def test_scaling_writes_rows_and_prints_them(run_well, tmp_path):
         assert f"tfpara, period {period}" in ended.out
 
 
+def test_memory_falls_with_the_number_of_replicas(run_well, tmp_path):
+    out = tmp_path / "memory.json"
+    run_well("benchmark", "--suite=memory", f"--out={out}", "--replicas=1,4")
+    held = {row["system"]: row["state_bytes"] for row in json.loads(out.read_text())["rows"]}
+    whole = 4 * 4 * 12_473_435  # the model, its momentum and two averages, in float32
+    assert held["replicated, 4 replicas"] == held["replicated, 1 replica"]
+    assert abs(held["replicated, 1 replica"] / whole - 1) < 1e-4
+    assert abs(held["sharded, 4 replicas"] * 4 / whole - 1) < 1e-4
+
+
+def test_averages_are_compared_with_none(run_well, tmp_path):
+    out = tmp_path / "averages.json"
+    run_well("benchmark", "--suite=averages", f"--out={out}", "--rounds=1", "--steps=4")
+    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["sharded, no averages"]["ratio_to_none"] == 1.0
+    assert rows["sharded, three averages"]["sync_ms"] > 0
+
+
 def test_a_missing_folder_is_one_line(run, tmp_path):
     ended = run("benchmark", f"--out={tmp_path / 'nowhere' / 'x.json'}")
     assert ended.returncode == 1
