@@ -1,5 +1,6 @@
 """Checkpoints in one process of two devices; tests/distributed has those of a cluster."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -570,3 +571,33 @@ def fit_epochs_of(lengths, directory, *callbacks):
     finally:
         checkpoint._checkpoints.store.release()
     return counts, strategy
+
+
+def test_a_resumed_recurrent_model_carries_its_state_on(tmp_path):
+    """Keras does not count the state of a stateful layer among the model's variables."""
+    ends = []
+    for name, stop in (("whole", None), ("broken", (0, 4)), ("broken", None)):
+        strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=TAU, devices=DEVICES)
+        keras.utils.set_random_seed(1 if not list((tmp_path / name).glob("c*")) else 2)
+        with strategy.scope():
+            inputs = keras.Input(batch_shape=(4, 3, 2))
+            outputs = keras.layers.Dense(4)(keras.layers.LSTM(5, stateful=True)(inputs))
+            model = keras.Model(inputs, outputs)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.5), loss)
+
+        def of_epoch(epoch, first):
+            pairs = [minibatch(epoch, k) for k in range(first, 16)]
+            x = np.stack([x for x, _ in pairs]).reshape(-1, 4, 3, 2)
+            return tf.data.Dataset.from_tensor_slices((x, np.stack([y for _, y in pairs])))
+
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / name, every_syncs=1)
+        callbacks = [*([stop_at(*stop)] if stop else []), checkpoint]
+        with contextlib.suppress(Stop):
+            model.fit(
+                strategy.datasets_by_epoch(of_epoch), epochs=1, verbose=0, callbacks=callbacks
+            )
+            ends.append(everything(strategy, model))
+        checkpoint._checkpoints.store.release()
+    assert len(ends) == 2
+    assert_same(*ends)

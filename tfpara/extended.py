@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -445,6 +446,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._created += 1
         if self._num_workers == 1:
             return value
+        # Without the numbers in Keras' names, which count all that a process has made.
+        name = re.sub(r"_\d+(?=[/_]|$)", "", name)
         description = f"{name} {tuple(value.shape)} {value.dtype.name}"
         number = f"variable {self._created}"
         mine = tf.constant([zlib.crc32(description.encode())], tf.int64)

@@ -120,3 +120,19 @@ def test_averages_follow_the_global_model_and_do_not_touch_it(tmp_path):
         ema = 0.8 * ema + 0.2 * w
     np.testing.assert_allclose(model(results, "ema"), ema, atol=1e-5)
     np.testing.assert_allclose(model(results, "ma"), np.mean(center.history[1:], 0), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bmuf", "easgd"])
+def test_simulated_replicas_compute_what_real_workers_do(tmp_path, name):
+    averages = "{'ema': tfpara.EMA(0.8), 'ma': tfpara.MA()}"
+    options = {"averages": averages, "epochs": 2, "aggregation": "sharded"}
+    real, _ = train(tmp_path, RULES[name][0], UNEVEN, **options)
+    out = tmp_path / "simulated.npz"
+    common = {"rule": RULES[name][0], "sync_period": 3, "optimizer": MOMENTUM, **options}
+    simulated = {"minibatches": UNEVEN, "local_devices": 4, "out": str(out)}
+    run_all_well("train_small.py", [{**common, **simulated}])
+    found = dict(np.load(out))
+    # The same initial weights: those of the chief, with its seed.
+    assert set(found) == set(real)
+    for key, value in real.items():
+        np.testing.assert_allclose(found[key], value, atol=1e-5, err_msg=key)
