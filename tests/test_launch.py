@@ -500,6 +500,30 @@ def test_a_launcher_that_got_a_signal_does_not_restart(script, lifeline, code):
     lifeline.wait_for_end()
 
 
+def test_after_a_signal_all_have_the_whole_grace_to_end(script):
+    path = script(
+        RANK
+        + """
+import signal, sys, time
+def end(*_):
+    if rank == 0:
+        time.sleep(3.5)  # longer than the others have after a failure
+        print("saved")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+while True: time.sleep(1)
+"""
+    )
+    with Launched("-n", 2, "--grace=1000", path) as launched:
+        launched.read_until("[chief] ready", "[worker 1] ready")
+        launched.process.send_signal(signal.SIGTERM)
+        code, out, err = launched.finish()
+    assert code == 75
+    assert "[chief] saved\n" in out
+    assert "worker 1 failed first: exit code 75" in err
+
+
 def test_all_workers_have_ended_before_they_are_started_again(script, lifeline, tmp_path):
     """Worker 1 would run for ever: it is ended, and its children, before the second start."""
     path = script(

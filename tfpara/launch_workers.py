@@ -205,7 +205,8 @@ class Launcher:
                 tell_guardian(self._workers[event.rank].pid)
                 if event.code and failure is None:
                     failure = event
-                    deadline = min(deadline, now + SETTLE_SECONDS)
+                    if received is None:  # else they have been asked to end, and have --grace
+                        deadline = min(deadline, now + SETTLE_SECONDS)
             elif event != signal.SIGPIPE or received is None:
                 passed_on = signal.SIGTERM if event == signal.SIGPIPE else event
                 self._signal_all(passed_on if received is None else signal.SIGKILL)
