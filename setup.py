@@ -20,7 +20,14 @@ setup(
     install_requires=["tensorflow>=2.17", "keras>=3.5", "numpy", "absl-py", "tensorboard"],
     extras_require={
         # eSpeak NG, which espeakng-loader carries, is GPL-3: never a dependency of the library.
-        "speech": ["espeakng-loader", "kaldi-native-fbank", "soxr", "tqdm"],
+        "speech": [
+            "espeakng-loader",
+            "kaldi-native-fbank",
+            "kaldiio",
+            "soundfile",
+            "soxr",
+            "tqdm",
+        ],
         "io": ["tensorflow-io"],
         "horovod": ["horovod"],
         "plot": ["matplotlib"],
