@@ -167,7 +167,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._act_on(agreement.request)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        vars(self.model).pop("_get_metrics_result_or_logs", None)
+        self.model.__dict__.pop("_get_metrics_result_or_logs", None)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self.model._initial_epoch = None
@@ -188,7 +188,7 @@ class Checkpoint(keras.callbacks.Callback):
         model = self.model
         read = model._get_metrics_result_or_logs
         # In the instance, for this epoch alone.
-        vars(model)["_get_metrics_result_or_logs"] = lambda steps_logs: (
+        model.__dict__["_get_metrics_result_or_logs"] = lambda steps_logs: (
             read(steps_logs) if steps_logs else model.get_metrics_result()
         )
 
