@@ -4,8 +4,10 @@ scripts/demo.sh        (or python -m scripts.demo)
 
 From one common initial model, an epoch of single-process SGD, it trains single SGD on one process
 and each rule on --workers processes, a thread each, for the same epochs with the same schedule.
-Then it prints a table, and leaves results.json, learning_curves.png, the runs and a SavedModel in
---out. samples/s is that of training, from the end of each epoch's first step on.
+The run with Nesterov block momentum also keeps averages of its global models, which are rows of
+their own: they are never fed back, so that the training is the same. Then it prints a table, and
+leaves results.json, learning_curves.png, the runs and a SavedModel of the model that is best on the
+validation set in --out. samples/s is that of training, from the end of each epoch's first step on.
 """
 
 from __future__ import annotations
@@ -42,15 +44,28 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "hidden layers", lower_bound=0)
 _WIDTH = flags.DEFINE_integer("width", 512, "units of a hidden layer", lower_bound=1)
 
 
+# The averages remember about 10 syncs: with some 20 syncs in an epoch, half of one.
+_EMA_DECAY = 0.9
+
+
 class _Run(NamedTuple):
-    """A row of the table: `options` are flags of scripts.train."""
+    """A training run. `options` are flags of scripts.train."""
 
     name: str
     title: str
     options: tuple[str, ...]
 
 
-_SINGLE = _Run("single", "single SGD", ("--rule=none",))
+class _Row(NamedTuple):
+    """A row of the table: a run, and which of its models."""
+
+    run: _Run
+    weights: str
+    model: str
+
+
+_ALONE = ("--rule=none", "--sync_period=1000")  # a period for checkpoints alone
+_SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (
     _SINGLE,
     _Run("bsp", "BSP", ("--rule=bsp",)),
@@ -60,9 +75,10 @@ _RUNS = (
         "classical BMUF, momentum reset",
         ("--rule=bmuf", "--nonesterov", "--local_state=reset"),
     ),
-    _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf",)),
+    _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf", "--ma", f"--ema_decay={_EMA_DECAY}")),
     _Run("easgd", "EASGD", ("--rule=easgd",)),
 )
+_AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
 
 
 def main() -> None:
@@ -74,7 +90,7 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
     corpus = out / "corpus"
     _prepare(corpus)
-    initial = _Run("initial", "common first epoch, single SGD", ("--rule=none",))
+    initial = _Run("initial", "common first epoch, single SGD", _ALONE)
     first = [f"--learning_rate={_RATE.value}", "--epochs=1", "--seed=0"]
     _train(initial, out, corpus, first)
     rest = [
@@ -88,13 +104,16 @@ def main() -> None:
         _train(run, out, corpus, rest)
     results = _results(out, corpus)
     # Chosen by the validation set: the test set is for the table alone.
-    best = min(results, key=lambda result: _errors(_history(out, result["name"]))[-1])
+    best = min(results, key=lambda result: result["validation_frame_error_rate"])
     export = out / "export"
-    _call(out, "export", ["scripts.export", f"--run_dir={out / best['name']}", f"--out={export}"])
+    chosen = [f"--run_dir={out / best['name']}", f"--weights={best['weights']}"]
+    _call(out, "export", ["scripts.export", *chosen, f"--out={export}"])
     common.write_json(out / "results.json", {"runs": results, "export": str(export)})
     _plot(out)
     _print_table(results)
-    print(f"Best on the validation set: {best['name']}, exported to {export}")
+    print(
+        f"Best on the validation set: {best['title']}, {best['model']} model, exported to {export}"
+    )
     print(
         f"{out}/results.json, {out}/learning_curves.png; {time.monotonic() - started:.0f} s in all"
     )
@@ -173,9 +192,19 @@ def _history(out: Path, name: str) -> dict[str, Any]:
     return json.loads((out / name / "history.json").read_text())
 
 
-def _errors(history: dict[str, Any]) -> list[float]:
+def _errors(history: dict[str, Any], weights: str = "global") -> list[float]:
     """Validation frame error in % after each epoch."""
-    return [100 * (1 - log["validation_frame_accuracy"]) for log in history["epochs"]]
+    name = "validation" if weights == "global" else f"validation_{weights}"
+    return [100 * (1 - log[f"{name}_frame_accuracy"]) for log in history["epochs"]]
+
+
+def _rows() -> list[_Row]:
+    rows = []
+    for run in _RUNS:
+        rows.append(_Row(run, "global", "global"))
+        if "--ma" in run.options:
+            rows += [_Row(run, weights, title) for weights, title in _AVERAGES.items()]
+    return rows
 
 
 def _results(out: Path, corpus: Path) -> list[dict[str, Any]]:
@@ -185,16 +214,21 @@ def _results(out: Path, corpus: Path) -> list[dict[str, Any]]:
     test = index.read(corpus)
     single = _history(out, _SINGLE.name)["summary"]["samples_per_second"]
     results = []
-    for run in _RUNS:
-        model, description = runs.load(out / run.name)
+    for run, weights, title in _rows():
+        model, description = runs.load(out / run.name, weights)
         model.compile(optimizer=None, **runs.metrics(description))
         dataset = held_out(test, "test", None, description)
         scores = runs.named_scores(model.evaluate(dataset, verbose=0, return_dict=True))
-        summary = _history(out, run.name)["summary"]
+        history = _history(out, run.name)
+        summary = history["summary"]
         results.append(
             {
                 "name": run.name,
+                "title": run.title,
+                "weights": weights,
+                "model": title,
                 "workers": summary["workers"],
+                "validation_frame_error_rate": _errors(history, weights)[-1],
                 "frame_error_rate": scores["frame_error_rate"],
                 "samples_per_second": summary["samples_per_second"],
                 "speedup": summary["samples_per_second"] / single,
@@ -205,13 +239,13 @@ def _results(out: Path, corpus: Path) -> list[dict[str, Any]]:
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:
-    titles = {run.name: run.title for run in _RUNS}
-    width = max(map(len, titles.values()))
-    print(f"\n{'rule':{width}}  workers  test FER %  samples/s  speed-up  in sync %")
+    width = max(len(r["title"]) for r in results)
+    print(f"\n{'rule':{width}}  model     workers  test FER %  samples/s  speed-up  in sync %")
     for r in results:
         print(
-            f"{titles[r['name']]:{width}}  {r['workers']:7}  {r['frame_error_rate']:10.2f}  "
-            f"{r['samples_per_second']:9.0f}  {r['speedup']:8.2f}  {100 * r['sync_fraction']:9.1f}"
+            f"{r['title']:{width}}  {r['model']:8}  {r['workers']:7}  "
+            f"{r['frame_error_rate']:10.2f}  {r['samples_per_second']:9.0f}  "
+            f"{r['speedup']:8.2f}  {100 * r['sync_fraction']:9.1f}"
         )
     print()
 
@@ -224,9 +258,10 @@ def _plot(out: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     start = _errors(_history(out, "initial"))[-1:]
-    for run in _RUNS:
-        errors = start + _errors(_history(out, run.name))
-        axes.plot(range(1, len(errors) + 1), errors, marker="o", markersize=3, label=run.title)
+    for run, weights, title in _rows():
+        errors = start + _errors(_history(out, run.name), weights)
+        label = run.title if weights == "global" else f"{run.title}, {title}"
+        axes.plot(range(1, len(errors) + 1), errors, marker="o", markersize=3, label=label)
     axes.set(xlabel="epoch", ylabel="validation frame error rate (%)")
     axes.set_title(f"{_WORKERS.value} workers, sync every {_PERIOD.value} minibatches")
     axes.grid(alpha=0.3)

@@ -1,0 +1,78 @@
+"""Every recipe runs: one after the other in one process, on a tiny corpus and scaled down."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(p.stem for p in (ROOT / "scripts" / "recipes").glob("*.flags"))
+# Those that others include, or for another program.
+PARTS = ("000", "003", "001-pretrain")
+TRAINED = [name for name in RECIPES if name not in PARTS]
+
+PROGRAM = """
+import sys
+from scripts import train
+from absl import flags
+from absl.testing import flagsaver
+corpus, out, *names = sys.argv[1:]
+for name in names:
+    small = ["--scale=0.01", "--epochs=1"]  # one replica: each more takes as long to compile
+    small += ["--streams=8"] if "lstm" in name or "cldnn" in name else ["--minibatch=512"]
+    if name.startswith("003-dnn"):
+        small.append("--warm_start_epochs=0")  # of a single epoch, that syncs
+    where = [f"--flagfile=scripts/recipes/{name}.flags", f"--corpus={corpus}"]
+    with flagsaver.flagsaver():
+        flags.FLAGS(["train", *where, f"--run_dir={out}/{name}", *small])
+        train.main()
+    flags.FLAGS.unparse_flags()
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(corpus_directory, tmp_path_factory):
+    out = tmp_path_factory.mktemp("recipes")
+    environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    environ |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
+    environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, corpus_directory, str(out), *TRAINED],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return out
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_recipe_trains(runs, name):
+    content = json.loads((runs / name / "history.json").read_text())
+    assert content["epochs"][-1]["validation_frame_accuracy"] > 0
+    rule = content["summary"]["rule"]
+    if "bmuf" in name or name.startswith("000"):
+        assert rule.startswith("BMUF(") and "nesterov=False" in rule
+        assert "block_momentum=0.9," in rule or name.startswith("003")
+    else:
+        assert rule.startswith(("EASGD(", "BSP("))
+    if name.startswith("000"):
+        assert (runs / name / "ema-0.99.weights.h5").is_file()
+    model = json.loads((runs / name / "model.json").read_text())
+    assert model["kind"] == ("lstm" if "lstm" in name else "cldnn" if "cldnn" in name else "dnn")
+
+
+def test_pretraining_gives_the_model_that_001_starts_from(run_well, corpus_directory, tmp_path):
+    out = tmp_path / "rbm.weights.h5"
+    pretrain = "--flagfile=scripts/recipes/001-pretrain.flags"
+    small = (f"--corpus={corpus_directory}", "--scale=0.01")
+    run_well("pretrain", pretrain, *small, f"--out={out}")
+    flags = ("--flagfile=scripts/recipes/001.flags", f"--init={out}", f"--run_dir={tmp_path}")
+    less = ("--epochs=1", "--minibatch=128", "--simulate_replicas=2")
+    run_well("train", *flags, *small, *less)
+    assert (tmp_path / "model.weights.h5").is_file()
