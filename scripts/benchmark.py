@@ -12,6 +12,10 @@ sync over that without averages of the same round.
 
 Suite `memory`: bytes of global state (model, momentum, EMA and MA) that each of N replicas keeps,
 for the same DNN; N replicas are simulated on devices of one process.
+
+Suite `input`: frames/s that the input pipeline gives on one core, from a corpus (--corpus), and
+frames/s that training the demo's model (4x512) takes on one core. `ratio_to_training` is the one
+over the other of the same round.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ import tfpara
 from scripts import common
 from scripts.benchmark_processes import measure
 
-_SUITE = flags.DEFINE_enum("suite", "scaling", ["scaling", "averages", "memory"], "what to measure")
+_SUITE = flags.DEFINE_enum(
+    "suite", "scaling", ["scaling", "averages", "memory", "input"], "what to measure"
+)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "times that everything is measured", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 256, "minibatch of each replica, in samples", lower_bound=1)
@@ -39,10 +45,11 @@ _PERIODS = flags.DEFINE_list(
 _STEPS = flags.DEFINE_integer(
     "steps", 160, "timed minibatches at the longest period; shorter ones take fewer", lower_bound=1
 )
+_CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus, for suite input")
 _REPLICAS = flags.DEFINE_list(
     "replicas", ["1", "2", "4", "8"], "numbers of replicas of the suite memory"
 )
-_ELEMENTS = 12_473_435  # weights and biases of 1320-6x1024-5723
+_ELEMENTS = 12_466_779  # weights and biases of 1320-6x1024-5723
 
 
 def main() -> None:
@@ -54,6 +61,7 @@ def main() -> None:
         "scaling": _scaling_systems,
         "averages": _averages_systems,
         "memory": _memory_systems,
+        "input": _input_systems,
     }[_SUITE.value]()
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
@@ -121,6 +129,17 @@ def _memory_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     }
 
 
+def _input_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    if _CORPUS.value is None:
+        raise common.Failure(
+            "--suite=input reads a corpus. Give --corpus=DIR; python -m scripts.prepare_speech "
+            "makes one."
+        )
+    options = {"system": "input", "corpus": _CORPUS.value, "batch": _BATCH.value}
+    training = {**options, "system": "training", "steps": _STEPS.value}
+    return {"input pipeline": (1, options), "training, data in memory": (1, training)}
+
+
 def _row(
     name: str, workers: int, options: dict[str, Any], rounds: list[dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -140,6 +159,10 @@ def _row(
     if options["system"] == "syncs":
         none = [r[f"{options['aggregation']}, no averages"]["sync_ms"] for r in rounds]
         values["ratio_to_none"] = [a / b for a, b in zip(values["sync_ms"], none, strict=True)]
+    if "frames_per_second" in values:
+        training = [r["training, data in memory"]["frames_per_second"] for r in rounds]
+        frames = values["frames_per_second"]
+        values["ratio_to_training"] = [a / b for a, b in zip(frames, training, strict=True)]
     for key, series in values.items():
         row[key] = statistics.median(series)
         row[f"{key}_range"] = [min(series), max(series)]
@@ -166,6 +189,8 @@ _COLUMNS = {  # key: (title, width, format)
     "sync_ms": ("sync ms", 8, ".0f"),
     "wait_ms": ("wait ms", 8, ".0f"),
     "ratio_to_none": ("/no averages", 12, ".3f"),
+    "frames_per_second": ("frames/s", 10, ".0f"),
+    "ratio_to_training": ("/training", 9, ".1f"),
     "state_bytes": ("bytes per replica", 17, ",.0f"),
 }
 

@@ -56,7 +56,9 @@ def measure(workers: int, options: dict[str, Any]) -> dict[str, Any]:
             process.kill()
             process.wait()
     figures = {
-        k: statistics.mean(p[k] for p in parts) for k in parts[0] if k.endswith(("_ms", "_bytes"))
+        k: statistics.mean(p[k] for p in parts)
+        for k in parts[0]
+        if k.endswith(("_ms", "_bytes", "frames_per_second"))
     }
     if "sync_fraction" in parts[0]:
         figures["sync_fraction"] = statistics.mean(p["sync_fraction"] for p in parts)

@@ -19,6 +19,8 @@ def main(options: dict[str, Any]) -> None:
         "all_reduce": _all_reduce,
         "syncs": _syncs,
         "memory": _memory,
+        "input": _input,
+        "training": _demo_training,
     }[options["system"]]
     print(json.dumps(figures(options)), flush=True)
 
@@ -151,7 +153,8 @@ def _syncs(options: dict[str, Any]) -> dict[str, Any]:
         lambda _: tf.data.Dataset.from_tensors((x, y)).repeat()
     )
     # The first 16 syncs also measure how far the replicas are apart.
-    model.fit(data, epochs=1, steps_per_epoch=36, verbose=0)
+    warm_up = min(18, options["syncs"])
+    model.fit(data, epochs=1, steps_per_epoch=2 * warm_up, verbose=0)
     before = strategy.statistics()
     _wait_for_the_others()
     model.fit(data, epochs=1, steps_per_epoch=2 * options["syncs"], verbose=0)
@@ -175,6 +178,56 @@ def _memory(options: dict[str, Any]) -> dict[str, Any]:
     held = strategy.state_bytes(_compiled(strategy))
     _wait_for_the_others()
     return {"state_bytes": max(held)}
+
+
+def _input(options: dict[str, Any]) -> dict[str, Any]:
+    """An epoch of shuffled, spliced, normalised minibatches, read on one core."""
+    import os
+
+    import tensorflow as tf
+
+    from input import index, pipeline
+
+    corpus = index.read(options["corpus"])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    single = tf.data.Options()
+    single.threading.private_threadpool_size = 1
+    single.autotune.enabled = False
+    _wait_for_the_others()
+    plan = {"num_replicas": 1, "replica_ids": [0], "sync_period": 20, "seed": 0}
+    data = [
+        pipeline.minibatches(corpus, "train", minibatch=options["batch"], epoch=epoch, **plan)
+        for epoch in range(2)
+    ]
+    for _ in data[0].take(1):
+        pass
+    began = time.perf_counter()
+    frames = sum(int(labels.shape[0]) for _, labels in data[1].with_options(single))
+    return {"frames_per_second": frames / (time.perf_counter() - began)}
+
+
+def _demo_training(options: dict[str, Any]) -> dict[str, Any]:
+    """The demo's model on frames in memory, one thread."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from input import index
+    from models.dnn import dnn
+
+    corpus = index.read(options["corpus"])
+    width, batch, steps = 11 * corpus.feature_dim, options["batch"], options["steps"]
+    model = dnn(width, corpus.num_classes, layers=4, width=512)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, metrics=["accuracy"])
+    x, y = np.ones((batch, width), "float32"), np.zeros(batch, "int32")
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    model.fit(data, steps_per_epoch=8, verbose=0)
+    _wait_for_the_others()
+    began = time.perf_counter()
+    model.fit(data, steps_per_epoch=steps, verbose=0)
+    return {"frames_per_second": steps * batch / (time.perf_counter() - began)}
 
 
 if __name__ == "__main__":
