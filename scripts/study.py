@@ -1,0 +1,253 @@
+"""Compares models, optimizers, initial weights and averages on one corpus: a table by one command.
+
+python -m scripts.study --out=runs/study
+
+Trains what `_RUNS` lists on synthetic speech, --jobs runs at a time with a thread each, then scores
+each of their models on the test split: frame error rate, and phone error rate of the decoded
+phones. N replicas are simulated in one process. Leaves results.json, table.md, the runs and their
+logs in --out. A run that has ended is not trained again, and one that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts import common  # isort: skip  # before TensorFlow
+
+from absl import flags
+
+_OUT = flags.DEFINE_string("out", "runs/study", "directory for corpus, runs and results")
+_TRAIN = flags.DEFINE_float("train_minutes", 20.0, "speech to train on, in minutes", 0.1)
+_HELD_OUT = flags.DEFINE_float(
+    "held_out_minutes", 3.0, "speech of each of validation and test, in minutes", 0.1
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 6, "passes over the training speech", lower_bound=1)
+_REPLICAS = flags.DEFINE_integer("replicas", 4, "replicas of the parallel runs", lower_bound=2)
+_SCALE = flags.DEFINE_float(
+    "scale", 0.125, "factor of the papers' widths, positive; twice it for LSTM and CLDNN"
+)
+_JOBS = flags.DEFINE_integer("jobs", 0, "runs at a time; 0: one for each core", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
+_ONLY = flags.DEFINE_list("only", [], "names of the runs to make; all if not set")
+
+_RBM = "rbm"  # what the DNNs start from
+_under_way: set[subprocess.Popen[bytes]] = set()
+
+
+class _Run(NamedTuple):
+    """A training run. `options` are flags of scripts.train, `models` the rows it is in."""
+
+    name: str
+    model: str
+    training: str
+    parallel: bool
+    options: tuple[str, ...]
+    models: tuple[str, ...] = ("global",)
+    pretrained: bool = False
+
+
+_DNN = ("--flagfile=scripts/recipes/001.flags", "--minibatch=128")
+# Recipes of the recurrent models are for thousands of hours: of these, what fits a small corpus.
+_STREAMS = (
+    "--streams=8",
+    "--truncation=20",
+    "--clip_norm=5",
+    "--schedule=exponential",
+    "--final_learning_rate=0.01",
+)
+_LSTM = ("--model=lstm-000", "--learning_rate=0.3", *_STREAMS)
+_CLDNN = ("--model=cldnn-003", "--coefficients=80", "--learning_rate=0.1", *_STREAMS)
+_BMUF = ("--rule=bmuf", "--sync_period=5", "--ema_decay=0.9", "--ma")
+_AVERAGED = ("global", "ma", "ema-0.9")
+
+
+def _of_dnn(optimizer: str, pretrained: bool, parallel: bool) -> _Run:
+    start = "RBM" if pretrained else "random"
+    title = {"sgd": "SGD", "ngsgd": "NG-SGD"}[optimizer]
+    name = f"dnn-{optimizer}-{start.lower()}-{'n' if parallel else '1'}"
+    averaging = ", model averaging" if parallel else ""
+    training = f"{title}{averaging}, {start} start"
+    options = (*_DNN, f"--optimizer={optimizer}")
+    return _Run(name, "DNN", training, parallel, options, pretrained=pretrained)
+
+
+_RUNS = (
+    *(
+        _of_dnn(optimizer, pretrained, parallel)
+        for optimizer, pretrained in (("sgd", True), ("ngsgd", True), ("ngsgd", False))
+        for parallel in (False, True)
+    ),
+    _Run("lstm-1", "LSTM", "SGD", False, (*_LSTM, "--rule=none")),
+    _Run("lstm-n", "LSTM", "SGD, Nesterov BMUF", True, (*_LSTM, *_BMUF), _AVERAGED),
+    _Run("cldnn-1", "CLDNN", "SGD", False, (*_CLDNN, "--rule=none")),
+    _Run("cldnn-n", "CLDNN", "SGD, Nesterov BMUF", True, (*_CLDNN, *_BMUF), _AVERAGED),
+)
+
+
+def main() -> None:
+    started = time.monotonic()
+    out = Path(_OUT.value)
+    with common.bad_input():
+        chosen = _chosen()
+        out.mkdir(parents=True, exist_ok=True)
+    _prepare(out)
+    if any(run.pretrained for run in chosen):
+        _pretrain(out)
+    jobs = _JOBS.value or os.cpu_count() or 1
+    print(f"{len(chosen)} runs, {jobs} at a time ...", flush=True)
+    rows = _all(out, chosen, jobs)
+    content = {"setting": _setting(out), "seconds": time.monotonic() - started, "rows": rows}
+    common.write_json(out / "results.json", content)
+    table = _table(rows)
+    common.write_text(out / "table.md", table)
+    print(f"\n{table}\n{out}/results.json, {out}/table.md; {content['seconds']:.0f} s in all")
+
+
+def _all(out: Path, chosen: list[_Run], jobs: int) -> list[dict[str, Any]]:
+    """Carries the runs out; their rows, in the order of the runs."""
+    # So that runs under way are ended with the study; they can be taken up again.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        # The longest ones first, so that none is left alone at the end.
+        order = sorted(chosen, key=lambda run: run.model == "DNN")
+        futures = {run.name: pool.submit(_train_and_score, out, run) for run in order}
+        try:
+            for future in concurrent.futures.as_completed(futures.values()):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for program in list(_under_way):
+                program.terminate()
+            raise
+    return [row for run in chosen for row in futures[run.name].result()]
+
+
+def _chosen() -> list[_Run]:
+    known = {run.name: run for run in _RUNS}
+    unknown = [name for name in _ONLY.value if name not in known]
+    if unknown:
+        raise ValueError(f"--only: there is no run {unknown[0]!r}. There are: {', '.join(known)}.")
+    return [known[name] for name in _ONLY.value] or list(_RUNS)
+
+
+def _prepare(out: Path) -> None:
+    print(f"speech: {_TRAIN.value + 2 * _HELD_OUT.value:g} minutes ...", flush=True)
+    minutes = [f"--{split}_minutes={_HELD_OUT.value}" for split in ("validation", "test")]
+    command = ["scripts.prepare_speech", f"--out={out / 'corpus'}"]
+    _call(out, "corpus", [*command, f"--train_minutes={_TRAIN.value}", *minutes])
+
+
+def _pretrain(out: Path) -> None:
+    weights = _rbm_weights(out)
+    if not weights.is_file():
+        print("RBMs ...", flush=True)
+        recipe = "--flagfile=scripts/recipes/001-pretrain.flags"
+        shape = [f"--scale={_SCALE.value}", f"--seed={_SEED.value}"]
+        where = [f"--corpus={out / 'corpus'}", f"--out={weights}"]
+        _call(out, _RBM, ["scripts.pretrain", recipe, *shape, *where])
+
+
+def _rbm_weights(out: Path) -> Path:
+    return out / _RBM / "model.weights.h5"
+
+
+def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
+    began = time.monotonic()
+    run_dir = out / run.name
+    command = [
+        "scripts.train",
+        *run.options,
+        f"--corpus={out / 'corpus'}",
+        f"--run_dir={run_dir}",
+        f"--scale={_SCALE.value * (1 if run.model == 'DNN' else 2)}",
+        f"--epochs={_EPOCHS.value}",
+        f"--seed={_SEED.value}",
+        *([f"--simulate_replicas={_REPLICAS.value}"] if run.parallel else []),
+        *([f"--init={_rbm_weights(out)}"] if run.pretrained else []),
+    ]
+    _call(out, run.name, command)
+    rows = [_scored(out, run, weights) for weights in run.models]
+    print(f"  {run.name}: {time.monotonic() - began:.0f} s", flush=True)
+    return rows
+
+
+def _scored(out: Path, run: _Run, weights: str) -> dict[str, Any]:
+    run_dir = out / run.name
+    scores = run_dir / f"test-{weights}.json"
+    asked = ["scripts.evaluate", f"--run_dir={run_dir}", f"--weights={weights}"]
+    _call(out, f"{run.name}-{weights}", [*asked, f"--out={scores}", "--decode"])
+    summary = json.loads((run_dir / "history.json").read_text())["summary"]
+    found = json.loads(scores.read_text())
+    names = ("frame_error_rate", "cross_entropy", "phone_error_rate")
+    return {
+        "name": run.name,
+        "model": run.model,
+        "training": run.training,
+        "weights": weights,
+        "replicas": summary["replicas"],
+        "parameters": summary["parameters"],
+        **{name: found[name] for name in names},
+    }
+
+
+def _call(out: Path, name: str, command: list[str]) -> None:
+    """Runs `python -m COMMAND` with one thread; what it prints is left in OUT/NAME.log."""
+    log = out / f"{name}.log"
+    variables = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    with log.open("w") as file:
+        program = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment | dict.fromkeys(variables, "1"),
+        )
+        _under_way.add(program)
+        code = program.wait()
+        _under_way.discard(program)
+    if code:
+        end = log.read_text(errors="replace").splitlines()[-8:]
+        raise common.Failure("\n".join([f"{name} ended with code {code}; {log} ends:", *end]))
+
+
+def _setting(out: Path) -> dict[str, Any]:
+    corpus = json.loads((out / "corpus" / "index.json").read_text())
+    return {
+        "train_minutes": _TRAIN.value,
+        "classes": len(corpus["class_names"]),
+        "epochs": _EPOCHS.value,
+        "replicas": _REPLICAS.value,
+        "scale": _SCALE.value,
+        "seed": _SEED.value,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("tensorflow", "keras", "numpy")},
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    names = {"global": "global", "ma": "MA"}
+    lines = [
+        "| model | training | replicas | weights | test frame error % | test phone error % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        weights = names.get(row["weights"], row["weights"].replace("ema-", "EMA "))
+        lines.append(
+            f"| {row['model']} | {row['training']} | {row['replicas']} | {weights} | "
+            f"{row['frame_error_rate']:.2f} | {row['phone_error_rate']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    common.run(main)
