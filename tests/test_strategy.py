@@ -410,6 +410,39 @@ def test_the_sync_period_changes_between_epochs():
         model.fit(distributed(strategy), verbose=0, callbacks=[inside])
 
 
+def test_averages_of_one_replica_are_those_of_plain_sgd():
+    """Polyak averaging: EMA and MA of the weights after each step of a single plain run."""
+    strategy = make_strategy(
+        tfpara.BSP(),
+        sync_period=1,
+        devices=["CPU:0"],
+        averages={"ema": tfpara.EMA(0.8, num_updates=True), "ma": tfpara.MA()},
+    )
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    plain = compiled(*MODELS["dense"])
+    plain.set_weights(model.get_weights())
+    model.fit(distributed(strategy), epochs=2, verbose=0)
+    shadows = [tf.Variable(w) for w in plain.get_weights()]
+    count = tf.Variable(0.0)
+    reference = tf.train.ExponentialMovingAverage(0.8, count)
+    reference.apply(shadows)  # Creates its own shadows; nothing moves.
+    seen = []
+    for x, y in 2 * list(zip(*replica_batches(0), strict=True)):
+        plain.train_on_batch(x, y)
+        seen.append(plain.get_weights())
+        for shadow, weight in zip(shadows, seen[-1], strict=True):
+            shadow.assign(weight)
+        reference.apply(shadows)
+        count.assign_add(1.0)
+    with strategy.weights(model, "ema"):
+        for got, shadow in zip(model.get_weights(), shadows, strict=True):
+            np.testing.assert_allclose(got, reference.average(shadow).numpy(), atol=1e-6)
+    with strategy.weights(model, "ma"):
+        for got, *models in zip(model.get_weights(), *seen, strict=True):
+            np.testing.assert_allclose(got, np.mean(models, 0), atol=1e-6)
+
+
 def test_every_replica_has_dropout_masks_of_its_own():
     strategy = make_strategy(tfpara.EASGD(0.0), sync_period=100)
     with strategy.scope():
