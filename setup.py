@@ -31,7 +31,7 @@ setup(
         "io": ["tensorflow-io"],
         "horovod": ["horovod"],
         "plot": ["matplotlib"],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["tfpara-launch = tfpara.launch:main"]},
 )

@@ -43,7 +43,8 @@ check() { # check NAME COMMAND...
   "$@" || failed+=("$name")
 }
 
-pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache")
+# Two processes share the test files; "-n 0" among the arguments is one, for a debugger.
+pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n 2 --dist loadfile)
 if [ "$stack" = full ]; then
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
