@@ -227,9 +227,18 @@ def held_out(
         strategy: whose replicas share it; None: a plain dataset.
         description: of the model. Recurrent ones get streams, as many as in training.
         minibatch: frames of a minibatch, for others.
+
+    Raises:
+        ValueError: a recurrent model, and the split has fewer utterances than there are replicas.
     """
     replicas = strategy.num_replicas if strategy else 1
     ids = strategy.local_replica_ids if strategy else [0]
+    utterances = len(corpus.split(split))
+    if is_recurrent(description) and utterances < replicas:
+        raise ValueError(
+            f"the {split} split of {corpus.directory} has {utterances} utterances, and a recurrent "
+            f"model needs one for each of {replicas} replicas. Start fewer replicas."
+        )
 
     def local(_: Any = None) -> tf.data.Dataset:
         if is_recurrent(description):

@@ -64,6 +64,10 @@ def main() -> None:
         with (strategy or tf.distribute.get_strategy()).scope():
             model, description = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value, streams=True)
             model.compile(optimizer=None, **runs.metrics(description))
+        frames = not is_recurrent(description)
+        common.only_for(
+            frames, (_MINIBATCH,), "models of single frames; streams are as in training"
+        )
         corpus = index.read(_CORPUS.value or description["corpus"])
         runs.check_corpus(corpus, description)
         dataset = held_out(corpus, _SPLIT.value, strategy, description, _MINIBATCH.value)

@@ -193,7 +193,10 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
 def _start_run(run_dir: Path, description: dict[str, Any]) -> None:
     """Prepares the directory; what an interrupted run has left there stays."""
     if _START_OVER.value or not runs.can_resume(run_dir):
-        runs.clear(run_dir)
+        try:
+            runs.clear(run_dir)
+        except CheckpointError as error:  # on the chief alone
+            raise common.Failure(str(error)) from error
         common.write_text(run_dir / "flags.txt", common.resolved_flags())
         common.write_json(run_dir / "model.json", description)
 

@@ -140,6 +140,11 @@ def test_too_many_replicas_are_refused(corpus):
         data(corpus, 999, [0], description=STREAMS)
 
 
+def test_streams_need_an_utterance_for_each_replica(corpus):
+    with pytest.raises(ValueError, match="the test split .* one for each of 99 replicas"):
+        held_out(corpus, "test", Strategy(99, [0]), STREAMS)
+
+
 def test_held_out_streams_have_the_models_rows(corpus):
     (inputs, labels, weights) = next(iter(held_out(corpus, "test", None, STREAMS)))
     assert inputs["frames"].shape == (2, 20, corpus.feature_dim)
