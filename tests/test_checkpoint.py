@@ -1,6 +1,7 @@
 """Checkpoints in one process of two devices; tests/distributed has those of a cluster."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -363,14 +364,28 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
 
 
 def test_a_directory_in_use_is_refused(tmp_path):
-    from tfpara.checkpoint_store import Store
-
-    other = Store(tmp_path, 1)
-    other.lock()
-    with pytest.raises(tfpara.CheckpointError, match="in use by another run"):
-        run(tmp_path)
-    other.release()
+    with (tmp_path / "lock").open("w") as other:  # as another process would have it
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(tfpara.CheckpointError, match="in use by another run"):
+            run(tmp_path)
     run(tmp_path, epochs=1)
+
+
+def test_one_callback_in_several_fits(tmp_path):
+    """A fit for each epoch is one run; the same epochs again are not."""
+    strategy, model = make()
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    data = epoch_data(strategy)
+    for epoch in range(2):
+        model.fit(data, initial_epoch=epoch, epochs=epoch + 1, verbose=0, callbacks=[checkpoint])
+    newest = max(tmp_path.glob("checkpoint-*"))
+    assert json.loads((newest / "manifest.json").read_text())["position"]["epoch"] == 2
+    with pytest.raises(ValueError, match="begins epoch 0 again"):
+        model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint])
+    # The same process may open the directory again, as a notebook does: this goes on at epoch 2.
+    again = tfpara.callbacks.Checkpoint(tmp_path)
+    history = model.fit(data, epochs=3, verbose=0, callbacks=[again]).history
+    assert len(history["loss"]) == 1
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
@@ -514,6 +529,21 @@ def test_a_model_of_no_strategy_is_told_what_to_use(tmp_path):
             callbacks=[tfpara.callbacks.Checkpoint(tmp_path)],
             verbose=0,
         )
+
+
+def test_a_block_closed_by_hand_does_not_keep_checkpoints_from_being_written(tmp_path):
+    strategy, model = make()
+    close = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batch == 2 and strategy.synchronize()
+    )
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=1, keep=99)
+    model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[close, checkpoint])
+    steps = [
+        json.loads((path / "manifest.json").read_text())["position"]["steps"]
+        for path in sorted(tmp_path.glob("checkpoint-*"))
+    ]
+    # τ = 2: after steps 2, by hand after 3, then after 5 and 7; before and after the epoch.
+    assert steps == [0, 2, 3, 5, 7, 0]
 
 
 def test_stopping_together_stops_at_the_next_sync():

@@ -356,6 +356,83 @@ def test_bmuf_adam_refuses_what_it_cannot_filter():
         model.fit(distributed(strategy), verbose=0)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_slots_are_found_whether_or_not_the_optimizer_is_built(early):
+    """state_bytes before fit needs the synchronizer, and that the slots that fit would make."""
+    strategy = make_strategy(local_state="reset")
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    if early:
+        assert sum(strategy.state_bytes(model)) > 0
+    model.fit(distributed(strategy, steps=TAU), verbose=0)
+    for slot in model.optimizer.momentums:
+        assert not slot.numpy().any()
+
+
+def test_bmuf_adam_filters_what_is_left_after_freezing():
+    strategy = make_strategy(tfpara.BMUFAdam())
+    with strategy.scope():
+        model = compiled(dense_model, lambda: keras.optimizers.Adam(0.01))
+    model.fit(distributed(strategy), verbose=0)
+    model.layers[0].trainable = False
+    with strategy.scope():
+        model.compile(model.optimizer, model.loss)
+    losses = model.fit(distributed(strategy), epochs=2, verbose=0).history["loss"]
+    assert np.isfinite(losses).all()
+
+
+def test_weights_are_not_set_while_others_are_shown():
+    strategy = make_strategy(tfpara.EASGD(0.2))
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    before = components(strategy, model)
+    with pytest.raises(ValueError, match="lost on leaving"), strategy.weights(model, "global"):
+        model.set_weights([0 * w for w in model.get_weights()])
+    for kept, now in zip(before, components(strategy, model), strict=True):
+        for a, b in zip(kept, now, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_training_weights_of_another_model_than_the_tracked_one_is_refused():
+    strategy = make_strategy()
+    with strategy.scope():
+        models = [compiled(*MODELS["dense"]) for _ in range(2)]
+    strategy.track(models[0])
+
+    def step(x, y):
+        for model in models:
+            with tf.GradientTape() as tape:
+                value = tf.reduce_mean(model(x, training=True) ** 2)
+            weights = model.trainable_variables
+            pairs = zip(tape.gradient(value, weights), weights, strict=True)
+            model.optimizer.apply_gradients(pairs)
+
+    @tf.function
+    def train(iterator):
+        strategy.run(step, args=next(iterator))
+
+    with pytest.raises(ValueError, match="drift apart"):
+        train(iter(distributed(strategy)))
+
+
+def test_outer_optimizers_count_syncs_alike_in_every_part():
+    """Also after some weights were set: sharded state stays what replicated is."""
+    ends = []
+    for aggregation in ("replicated", "sharded"):
+        rule = tfpara.Outer(lambda: keras.optimizers.Adam(0.1))
+        strategy = make_strategy(rule, aggregation=aggregation)
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = compiled(dense_model, lambda: keras.optimizers.SGD(0.05))
+        model.fit(distributed(strategy), verbose=0)
+        model.layers[0].set_weights(model.layers[0].get_weights())
+        model.fit(distributed(strategy), verbose=0)
+        ends.append(model.get_weights())
+    for a, b in zip(*ends, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_auto_shards_models_of_16_megabytes():
     kinds = []
     for width in (8, 2100):

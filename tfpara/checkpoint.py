@@ -120,7 +120,8 @@ class Checkpoints:
         for number in numbers:
             problem = self._problem(number)
             if problem is None:
-                manifest = self.store.read_manifest(number)
+                read = self._together(lambda n=number: self.store.read_manifest(n), "manifest")
+                manifest = read[self._strategy.worker_index]
                 self._check_run(number, manifest)
                 self._together(lambda n=number, m=manifest: self._load(n, m), "load")
                 if manifest["replicas"] != self._strategy.num_replicas:

@@ -26,6 +26,7 @@ import tensorflow as tf
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _PARTIAL = ".partial-"
+_LOCKS: dict[str, Store] = {}  # the directories that this process has locked
 
 
 class CheckpointError(RuntimeError):
@@ -57,6 +58,9 @@ class Store:
         """
         if self._lock is not None:
             return
+        former = _LOCKS.pop(os.path.realpath(self.directory), None)
+        if former is not None:  # of a fit of this process that has ended with an error
+            former.release()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -78,6 +82,7 @@ class Store:
             os.close(lock)
             raise self._unwritable(error) from error
         self._lock = lock
+        _LOCKS[os.path.realpath(self.directory)] = self
         for left_over in self.directory.glob(f"{_PARTIAL}*"):
             shutil.rmtree(left_over, ignore_errors=True)
 
@@ -92,6 +97,7 @@ class Store:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+            _LOCKS.pop(os.path.realpath(self.directory), None)
 
     def numbers(self) -> list[int]:
         """Numbers of the checkpoints that were made visible, the newest first."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import sys
 import zlib
@@ -161,6 +162,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.tracked: keras.Model | None = None
         self.sync_period: int | None = settings.sync_period
         self.position = Position()
+        self.blocks_closed = 0  # by Python code, on all workers alike
+        self.written: list[Any] = []  # variables that optimizers write, while run() is traced
         self.states: dict[str, Any] = {}
         self._trained: dict[int, _Trained] = {}  # by the model's id
         self._synchronizers_made = 0
@@ -203,6 +206,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.control,
             "start",
         )
+        if self._num_workers > 1:
+            # Keras shuffles arrays on every worker by itself: each would have an order of its own,
+            # and the workers' parts would overlap. A seed that the user sets comes after this one.
+            seed = tf.constant([random.SystemRandom().randrange(2**31)])
+            seed = self.control.broadcast(seed, "start/seed")
+            if _context.global_seed() is None:
+                tf.random.set_seed(int(seed[0]))
 
     # -- synchronizers -----------------------------------------------------------------------
 
@@ -233,6 +243,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "strategy.track(model) once before a custom training loop."
             )
         _refuse(model)
+        former = self._trained.get(id(model))
+        if former is not None:
+            former.synchronizer.finish_block()
+        self._build_optimizer(model)
         local_results = self._container_strategy().experimental_local_results
         variables = replica_variables(model, local_results, self.settings.rule)
         name = f"model{self._synchronizers_made}"
@@ -260,7 +274,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             name=name,
             make_variable=_plain_variable,
         )
-        former = self._trained.get(id(model))
         if former is not None:
             synchronizer.adopt(former.synchronizer)
         others = [t.synchronizer for key, t in self._trained.items() if key != id(model)]
@@ -271,6 +284,27 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
         self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
         return synchronizer
+
+    def _build_optimizer(self, model: keras.Model) -> None:
+        """Makes the compiled optimizer's slots, which `fit` would make later; a sync needs them."""
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built and model.trainable_variables:
+            with self._container_strategy().scope():
+                optimizer.build(model.trainable_variables)
+
+    def check_written(self, synchronizer: Synchronizer) -> None:
+        """Raises ValueError if `run` is to train weights that no sync would average."""
+        written, self.written = self.written, []
+        first = self._container_strategy().experimental_local_results
+        for variable in written:
+            if getattr(variable, "trainable", False) and not synchronizer.has_any_of(
+                [first(variable)[0]]
+            ):
+                raise ValueError(
+                    f"run() trains {variable.name!r}, which is not a weight of the model that is "
+                    "synchronised: the replicas would drift apart. Call strategy.track(model) with "
+                    "a model that holds all weights that are trained."
+                )
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
@@ -291,6 +325,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return any(s.has_any_of(own) for s in self.synchronizers)
 
     def finish_blocks(self) -> None:
+        self.blocks_closed += 1
         for synchronizer in self.synchronizers:
             synchronizer.finish_block()
 
@@ -331,6 +366,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _replica_ctx_update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         # Optimizers write weights and slots through this: noticed while run() is traced.
         self.optimizer_stepped = True
+        self.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
@@ -379,6 +415,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return sum(s.statistics().steps for s in self.synchronizers)
 
     def datasets_by_epoch(self, dataset_fn: Any) -> Any:
+        self.position.move(0, self.steps_seen)
         dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
         dataset.extended, dataset.built_for = self, (self.position.epoch, self.position.first)
@@ -509,7 +546,9 @@ def _refuse(model: keras.Model) -> None:
 
 def _identity(model: keras.Model) -> Any:
     """What a synchronizer was made for; compiling anew or freezing layers changes it."""
-    return getattr(model, "optimizer", None), [id(v) for v in model.trainable_variables]
+    optimizer = getattr(model, "optimizer", None)
+    slots = len(getattr(optimizer, "variables", ()))
+    return optimizer, slots, [id(v) for v in model.trainable_variables]
 
 
 def _plain_variable(value: Any, name: str) -> tf.Variable:

@@ -311,10 +311,10 @@ def _assign(variables: Any, values: Any) -> None:
 
 
 def _assign_at(variables: Any, values: Any, at: int) -> None:
-    """Assigns to elements `at` … of the flat variables; to scalars if those are all elements."""
-    whole = int(values[0].shape[0]) == int(variables[0].shape[0])
+    """Assigns to elements `at` … of the flat variables.
+
+    Scalars (the syncs that an outer optimizer counts) are of all weights, and stay.
+    """
     for variable, value in zip(variables, values, strict=True):
         if variable.shape.rank:
             variable[at : at + value.shape[0]].assign(value)
-        elif whole:
-            variable.assign(value)

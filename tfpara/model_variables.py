@@ -44,9 +44,11 @@ def replica_variables(
     if hasattr(rule, "check_optimizer"):
         (optimizer,) = _only_optimizer(model)
         rule.check_optimizer(optimizer)
+        # Keras' own lists, by its own index: the optimizer may have slots of frozen weights too.
+        indices = [optimizer._get_variable_index(v) for v in weights]
         moments = [
-            components([v for v, _ in slots if v.path.endswith(suffix)])
-            for suffix in ("_momentum", "_velocity")
+            components([of_all[i] for i in indices])
+            for of_all in (optimizer._momentums, optimizer._velocities)
         ]
         iterations = int(components([optimizer.iterations])[0][0])
         slots = []

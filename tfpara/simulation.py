@@ -60,7 +60,7 @@ def make_devices(count: int) -> None:
     """
     cpu = tf.config.list_physical_devices("CPU")[0]
     there = tf.config.get_logical_device_configuration(cpu) or []
-    if len(there) >= count:
+    if max(1, len(there)) >= count:
         return
     try:
         configuration = [tf.config.LogicalDeviceConfiguration()] * count

@@ -194,12 +194,14 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         with self.scope():
             synchronizer = extended.synchronizer_for(fn)
             extended.optimizer_stepped = False
+            extended.written = []
             outputs = super().run(skip_empty(fn), args, kwargs, options)
             if not extended.optimizer_stepped and not _is_train_step(fn):
                 return outputs
             if synchronizer is None:
                 with tf.init_scope():
                     synchronizer = extended.make_synchronizer(extended.model_of(fn))
+            extended.check_written(synchronizer)
             locals_ = self.experimental_local_results((args, kwargs or {}))
             samples = [batch_size(values) for values in locals_]
             with after(locals_):
@@ -242,6 +244,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         for synchronizer in self.extended.synchronizers:
             synchronizer.request(request)
 
+    def answered(self) -> None:
+        """Forgets what was asked for and agreed on; every worker calls it at the same sync."""
+        for synchronizer in self.extended.synchronizers:
+            synchronizer.answered()
+
     def track(self, model: keras.Model) -> None:
         """Names the model that a custom loop trains through `run`; Keras' `fit` needs no call."""
         self.extended.tracked = model
@@ -267,7 +274,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             which: "global", "local" or a name among `averages`.
 
         Raises:
-            ValueError: an unknown name; the message lists those there are. Or a model of another
+            ValueError: an unknown name; the message lists those there are. Weights that are set
+                inside the context. Or a model of another
                 strategy, or one that is part of the model that was trained.
         """
         known = ["global", "local", *self.extended.settings.averages]
@@ -286,8 +294,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         kept = synchronizer.local_weights()
         try:
             synchronizer.set_weights([synchronizer.global_weights(which)] * len(kept))
+            synchronizer.shows_others = True
             yield
         finally:
+            synchronizer.shows_others = False
             synchronizer.set_weights(kept)
 
     def state_bytes(self, model: keras.Model) -> list[int]:

@@ -127,6 +127,7 @@ class Synchronizer:
         bucket_bytes: int = 8 << 20,
     ) -> None:
         self._variables = variables
+        self.shows_others = False  # whether the model's variables hold a global model for a while
         self._rule = rule
         self._local_state = local_state
         self._num_replicas = num_replicas
@@ -243,6 +244,11 @@ class Synchronizer:
             component: the variable's component on the first device; unknown ones are ignored.
         """
         kind, index = self._index.get(id(component), ("", 0))
+        if kind == "weight" and self.shows_others:
+            raise ValueError(
+                "a weight is set while strategy.weights(...) shows others than the replicas' own; "
+                "it would be lost on leaving. Read the weights inside, leave, and set them then."
+            )
         value = tf.reshape(tf.cast(component, tf.float32), [-1])
         if kind == "state":
             for bucket, at, piece in self._state_layout.places(index):
@@ -335,6 +341,7 @@ class Synchronizer:
                 spread = self._aggregation.spread(means, f"{self._name}/{field}")
                 self.global_state.set_field(f"moments/{field}", spread[0])
                 self._write_moments(field, spread)
+            self.global_state.set_field("moments/equivalent_steps", tf.constant(0.0))
 
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Copies of the weights and the state of a local replica."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.checkpoint import IF_DAMAGED, Checkpoints
 from tfpara.exchange import everyones
 from tfpara.reports import Request
@@ -90,6 +91,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved: tuple[int, int] | None = None  # epoch and steps of the last checkpoint
         self._saved_syncs = 0
         self._saved_at = time.monotonic()
+        self._watch = SyncWatch()
         self._in_epoch = False
         self._epoch = 0
         self._first = 0  # minibatches of this epoch, over all replicas, of an earlier process
@@ -109,6 +111,7 @@ class Checkpoint(keras.callbacks.Callback):
                 "model in its scope, or use keras.callbacks.BackupAndRestore."
             )
         if self._checkpoints is not None:
+            self._checkpoints.lock()
             self._listen()
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
@@ -142,6 +145,13 @@ class Checkpoint(keras.callbacks.Callback):
         if steps:  # Else those of the epoch before.
             self._at_sync.restore_metrics()
             self._give_metrics_without_steps()
+        if self._saved is not None and epoch < self._saved[0]:
+            raise ValueError(
+                f"fit begins epoch {epoch} again, and {self._directory} has later checkpoints. A "
+                "directory is for one run over its epochs: give this fit another, or go on with "
+                "initial_epoch."
+            )
+        self._watch.begin(self.model)
         self._in_epoch, self._first = True, first
         self._epoch, self._steps_before, self._steps = epoch, steps, steps
         extended = self.model.distribute_strategy.extended
@@ -153,13 +163,10 @@ class Checkpoint(keras.callbacks.Callback):
         self._ask()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        before, self._steps = self._steps, self._steps_before + batch + 1
-        period = self.model.distribute_strategy.sync_period
-        if period is None or before // period == self._steps // period:
-            return
-        agreement = self._at_sync.synchronizer.agreement()
+        self._steps = self._steps_before + batch + 1
         # Where a replica's data have ended its worker is in a sync, not here.
-        if agreement.block_open or not agreement.all_running:
+        agreement = self._watch.after_batch(self.model, batch)
+        if agreement is None:
             return
         due = self._every_syncs and agreement.syncs - self._saved_syncs >= self._every_syncs
         if due or agreement.request in _ANSWERED:
@@ -179,6 +186,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._save_at_boundary(finished=bool(self.model.stop_training))
         finally:
             self._stop_listening()
+            self._at_sync.store.release()
 
     def _give_metrics_without_steps(self) -> None:
         """Gives an epoch the metrics with which it was resumed, if no steps of it are left.
@@ -237,7 +245,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _act_on(self, request: Request) -> None:
         if request in _ANSWERED:
-            self._at_sync.synchronizer.answered()
+            self.model.distribute_strategy.answered()
             self._asked = Request.NOTHING
         if request == Request.LEAVE:
             if self.model.distribute_strategy.is_chief:
@@ -273,20 +281,24 @@ class StopTogether(keras.callbacks.Callback):
 
     async_safe = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch = SyncWatch()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._watch.begin(self.model)
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        strategy = self.model.distribute_strategy
         if self.model.stop_training:
             self.model.stop_training = False
-            strategy.request(Request.STOP)
-        period = strategy.sync_period
-        if period is not None and (batch + 1) % period == 0:
-            agreement = strategy.extended.synchronizer_of(self.model).agreement()
-            if agreement.all_running and agreement.request == Request.STOP:
-                self.model.stop_training = True
+            self.model.distribute_strategy.request(Request.STOP)
+        agreement = self._watch.after_batch(self.model, batch)
+        if agreement is not None and agreement.request == Request.STOP:
+            self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         extended = self.model.distribute_strategy.extended
         asked = extended.synchronizer_of(self.model).agreement().request == Request.STOP
         wishes = everyones(bool(self.model.stop_training) or asked, extended.control, "stop")
         self.model.stop_training = any(wishes)
-        extended.synchronizer_of(self.model).answered()
+        self.model.distribute_strategy.answered()

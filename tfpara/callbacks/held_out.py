@@ -12,6 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara.callbacks.sync_watch import SyncWatch
+from tfpara.exchange import everyones
+
 
 class HeldOut(keras.callbacks.Callback):
     """Scores weights of the run on held-out data: after each epoch, and within epochs if asked.
@@ -71,6 +74,8 @@ class HeldOut(keras.callbacks.Callback):
         self._epoch = 0
         self._steps_before = 0
         self._done = 0  # scores of this epoch
+        self._length = 0  # steps of this epoch, where it is divided
+        self._watch = SyncWatch()
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -94,13 +99,10 @@ class HeldOut(keras.callbacks.Callback):
         replicas = getattr(self.model.distribute_strategy, "num_replicas", 1)
         self._steps_before = resumed // replicas if resumed else 0
         if self._times > 1:
-            self._steps_per_epoch = self._steps_per_epoch or self.params.get("steps")
-            if not self._steps_per_epoch:
-                raise ValueError(
-                    f"HeldOut(times_per_epoch={self._times}): the number of steps in an epoch is "
-                    "not known. Give steps_per_epoch."
-                )
-            self._done = int(self._times * self._steps_before / self._steps_per_epoch)
+            self._length = self._length_of_all()
+            self._done = int(self._times * self._part(self._steps_before))
+            if hasattr(self.model.distribute_strategy, "set_sync_period"):
+                self._watch.begin(self.model)
         if self._table and getattr(self.model.distribute_strategy, "is_chief", True):
             self._table.cut(epoch + self._part(self._steps_before))
 
@@ -109,7 +111,7 @@ class HeldOut(keras.callbacks.Callback):
             return
         steps = self._steps_before + batch + 1
         due = int(self._times * self._part(steps))
-        if due > self._done and self._all_at_a_sync(batch):
+        if self._all_at_a_sync(batch) and due > self._done:
             self._done = due
             with self._metrics_kept():
                 self._score(self._epoch + self._part(steps))
@@ -122,19 +124,27 @@ class HeldOut(keras.callbacks.Callback):
             prefix = self._name if number == 0 else f"{self._name}_{which}"
             logs.update({f"{prefix}_{key}": value for key, value in results[which].items()})
 
+    def _length_of_all(self) -> int:
+        """Steps of this epoch, of the worker that has most: the workers' data may differ."""
+        mine = self._steps_per_epoch or self.params.get("steps") or 0
+        extended = getattr(self.model.distribute_strategy, "extended", None)
+        control = getattr(extended, "control", None)
+        lengths = everyones(int(mine), control, "epoch length") if control else [int(mine)]
+        if not all(lengths):
+            raise ValueError(
+                f"HeldOut(times_per_epoch={self._times}): the number of steps in an epoch is not "
+                "known. Give steps_per_epoch."
+            )
+        return max(lengths)
+
     def _part(self, steps: int) -> float:
         """The part of an epoch that `steps` minibatches are."""
-        return min(1.0, steps / self._steps_per_epoch) if self._steps_per_epoch else 0.0
+        return min(1.0, steps / self._length) if self._length else 0.0
 
     def _all_at_a_sync(self, batch: int) -> bool:
-        strategy = self.model.distribute_strategy
-        if not hasattr(strategy, "set_sync_period"):
+        if not hasattr(self.model.distribute_strategy, "set_sync_period"):
             return True
-        period = strategy.sync_period
-        if period is None or (batch + 1) % period:
-            return False
-        agreement = strategy.extended.synchronizer_of(self.model).agreement()
-        return agreement.all_running and not agreement.block_open
+        return self._watch.after_batch(self.model, batch) is not None
 
     @contextlib.contextmanager
     def _metrics_kept(self) -> Iterator[None]:
@@ -143,9 +153,11 @@ class HeldOut(keras.callbacks.Callback):
         variables = [v.value for v in self.model.metrics_variables]
         components = [c for v in variables for c in (results(v) if results else (v,))]
         kept = [component.numpy() for component in components]
-        yield
-        for component, value in zip(components, kept, strict=True):
-            component.assign(value)
+        try:
+            yield
+        finally:
+            for component, value in zip(components, kept, strict=True):
+                component.assign(value)
 
     def _score(self, passes: float) -> dict[str, dict[str, float]]:
         strategy = self.model.distribute_strategy
@@ -186,27 +198,42 @@ class _Table:
     def cut(self, passes: float) -> None:
         """Removes the rows past this point of the run, which is trained again."""
         rows = self._rows()
-        kept = [row for row in rows if float(row["epoch"]) <= passes + 1e-9]
+        kept = [row for row in rows if _number(row.get("epoch")) <= passes + 1e-9]
         if len(kept) < len(rows):
-            partial = self._path.with_name(f".{self._path.name}.partial")
-            with partial.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(kept)
-            partial.replace(self._path)
+            self._rewrite(kept, list(rows[0]))
 
     def add(self, row: dict[str, Any]) -> None:
         """Appends a row."""
-        new = not self._path.exists()
+        rows = self._rows()
+        new = not rows
+        if rows and list(rows[0]) != list(row):  # other metrics than before
+            self._rewrite(rows, [*row, *(key for key in rows[0] if key not in row)])
+            row = {key: row.get(key, "") for key in self._rows()[0]}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", newline="") as file:
+        with self._path.open("w" if new else "a", newline="") as file:
             writer = csv.DictWriter(file, list(row))
             if new:
                 writer.writeheader()
             writer.writerow(row)
+
+    def _rewrite(self, rows: list[dict[str, str]], columns: list[str]) -> None:
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        partial.replace(self._path)
 
     def _rows(self) -> list[dict[str, str]]:
         if not self._path.exists():
             return []
         with self._path.open(newline="") as file:
             return list(csv.DictReader(file))
+
+
+def _number(text: str | None) -> float:
+    """The number that a cell holds; infinity where a killed run has left half a row."""
+    try:
+        return float(text or "inf")
+    except ValueError:
+        return float("inf")

@@ -1,0 +1,45 @@
+"""Where in `fit` all workers are at the same step."""
+
+from __future__ import annotations
+
+import keras
+
+from tfpara.synchronizer import Agreement
+
+
+class SyncWatch:
+    """Finds the batches after which a sync has just been.
+
+    A callback calls `begin` where an epoch begins and `after_batch` where a batch ends. Counting
+    in Python spares a look at the synchronizer's variables, which waits for the step, in between.
+    """
+
+    def __init__(self) -> None:
+        self._anchor = 0  # steps of the epoch at the last sync
+        self._closed = 0
+
+    def begin(self, model: keras.Model) -> None:
+        """An epoch begins: its blocks are counted from here."""
+        self._anchor = 0
+        self._closed = model.distribute_strategy.extended.blocks_closed
+
+    def after_batch(self, model: keras.Model, batch: int) -> Agreement | None:
+        """What all workers know alike, if this batch has ended with a sync of all; else None.
+
+        Args:
+            model: the one that is trained.
+            batch: number of the last step in this epoch, as Keras counts it.
+        """
+        extended = model.distribute_strategy.extended
+        steps, period = batch + 1, extended.sync_period
+        if extended.blocks_closed != self._closed:
+            # Python code on all workers has closed a block, here or after the batch before.
+            self._closed = extended.blocks_closed
+            self._anchor = steps - 1
+        elif period is None or steps - self._anchor < period:
+            return None
+        agreement = extended.synchronizer_of(model).agreement()
+        if agreement.block_open or not agreement.all_running:
+            return None
+        self._anchor = steps
+        return agreement
