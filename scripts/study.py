@@ -63,12 +63,18 @@ _STREAMS = (
     "--truncation=20",
     "--clip_norm=5",
     "--schedule=exponential",
-    "--final_learning_rate=0.01",
 )
-_LSTM = ("--model=lstm-000", "--learning_rate=0.3", *_STREAMS)
-_CLDNN = ("--model=cldnn-003", "--coefficients=80", "--learning_rate=0.1", *_STREAMS)
-_BMUF = ("--rule=bmuf", "--sync_period=5", "--ema_decay=0.9", "--ma")
-_AVERAGED = ("global", "ma", "ema-0.9")
+_LSTM = ("--model=lstm-000", "--learning_rate=0.2", "--final_learning_rate=0.01", *_STREAMS)
+_CLDNN = (
+    "--model=cldnn-003",
+    "--coefficients=80",
+    "--learning_rate=0.04",
+    "--final_learning_rate=0.002",
+    *_STREAMS,
+)
+# Some ten syncs in an epoch, of which the average remembers half.
+_BMUF = ("--rule=bmuf", "--ema_decay=0.8", "--ma")
+_AVERAGED = ("global", "ma", "ema-0.8")
 
 
 def _of_dnn(optimizer: str, pretrained: bool, parallel: bool) -> _Run:
@@ -88,9 +94,23 @@ _RUNS = (
         for parallel in (False, True)
     ),
     _Run("lstm-1", "LSTM", "SGD", False, (*_LSTM, "--rule=none")),
-    _Run("lstm-n", "LSTM", "SGD, Nesterov BMUF", True, (*_LSTM, *_BMUF), _AVERAGED),
+    _Run(
+        "lstm-n",
+        "LSTM",
+        "SGD, Nesterov BMUF",
+        True,
+        (*_LSTM, *_BMUF, "--sync_period=10"),
+        _AVERAGED,
+    ),
     _Run("cldnn-1", "CLDNN", "SGD", False, (*_CLDNN, "--rule=none")),
-    _Run("cldnn-n", "CLDNN", "SGD, Nesterov BMUF", True, (*_CLDNN, *_BMUF), _AVERAGED),
+    _Run(
+        "cldnn-n",
+        "CLDNN",
+        "SGD, Nesterov BMUF",
+        True,
+        (*_CLDNN, *_BMUF, "--sync_period=20"),
+        _AVERAGED,
+    ),
 )
 
 

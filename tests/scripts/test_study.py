@@ -20,14 +20,14 @@ def test_the_table_has_a_row_for_each_model(run_well, tmp_path):
     assert [(row["model"], row["weights"], row["replicas"]) for row in rows] == [
         ("LSTM", "global", 2),
         ("LSTM", "ma", 2),
-        ("LSTM", "ema-0.9", 2),
+        ("LSTM", "ema-0.8", 2),
     ]
     table = (out / "table.md").read_text()
     assert table in ended.out
     for row, line in zip(rows, table.splitlines()[2:], strict=True):
         assert 0 < row["frame_error_rate"] <= 100
         assert f"| {row['frame_error_rate']:.2f} | {row['phone_error_rate']:.2f} |" in line
-    assert "| LSTM | SGD, Nesterov BMUF | 2 | EMA 0.9 |" in table
+    assert "| LSTM | SGD, Nesterov BMUF | 2 | EMA 0.8 |" in table
     assert content["setting"]["replicas"] == 2
 
 
