@@ -193,6 +193,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         extended = self.extended
         with self.scope():
             synchronizer = extended.synchronizer_for(fn)
+            if synchronizer is None and tf.executing_eagerly() and _is_train_step(fn):
+                # From the weights before the step, which is taken at once.
+                synchronizer = extended.make_synchronizer(extended.model_of(fn))
             extended.optimizer_stepped = False
             extended.written = []
             outputs = super().run(skip_empty(fn), args, kwargs, options)

@@ -175,7 +175,10 @@ class Synchronizer:
     ) -> None:
         period = NEVER if sync_period is None else sync_period
         self._period = make(tf.constant(period, tf.int64), "sync_period")
-        self._signatures = make(tf.zeros([len(self._variables.weights)], tf.float64), "signatures")
+        # All workers must start from the same weights, whoever has loaded them.
+        signatures = [signature_of(v[0]) for v in self._variables.weights]
+        signatures = tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
+        self._signatures = make(signatures, "signatures")
         self._request = make(tf.zeros([], tf.float64), "request")
         self._agreed = make(tf.zeros([2], tf.float64), "agreed")  # request, replicas running
         self._pending_steps = make(tf.zeros([], tf.int64), "pending_steps")
@@ -283,6 +286,8 @@ class Synchronizer:
             self.global_state.set_field(cell.field, self._layout.pack(merged))
         for name in ("_period", "_steps", "_samples", "_syncs", "_seconds", "_distance"):
             getattr(self, name).assign(getattr(former, name))
+        # What is adopted was agreed on; the local weights may differ.
+        self._signatures.assign(tf.zeros_like(self._signatures))
 
     def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
         """Whether any of these is a weight's component on the first device."""

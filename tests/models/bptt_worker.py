@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +14,7 @@ tf.config.set_logical_device_configuration(
     [tf.config.LogicalDeviceConfiguration() for _ in range(OPTIONS["local_devices"])],
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
 import bptt_example
 
 import tfpara
