@@ -12,7 +12,7 @@ import random
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -69,15 +69,22 @@ def _untuned() -> Iterator[None]:
         _multi_device._create_device_dataset = make
 
 
+def _resumed(begin: Callable[[], Any], position: Position) -> Any:
+    """A pass over a dataset, behind the minibatches trained before the run was resumed."""
+    with _untuned():
+        iterator = begin()
+    for _ in range(position.take_steps()):
+        next(iterator)
+    return iterator
+
+
 class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     """Datasets that a function has made for this worker."""
 
     position: Position
 
     def __iter__(self) -> Any:
-        with _untuned():
-            iterator = super().__iter__()
-        return _past_what_is_done(iterator, self.position)
+        return _resumed(super().__iter__, self.position)
 
 
 class _EpochDatasets(_Datasets):
@@ -121,16 +128,7 @@ class _Dataset(_input_lib.DistributedDataset):
     position: Position
 
     def __iter__(self) -> Any:
-        with _untuned():
-            iterator = super().__iter__()
-        return _past_what_is_done(iterator, self.position)
-
-
-def _past_what_is_done(iterator: Any, position: Position) -> Any:
-    """Passes over the minibatches that were trained before the run was resumed."""
-    for _ in range(position.take_steps()):
-        next(iterator)
-    return iterator
+        return _resumed(super().__iter__, self.position)
 
 
 class _Trained(NamedTuple):
