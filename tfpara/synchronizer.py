@@ -8,6 +8,7 @@ phase, the weights travel. The weights of no replica are touched before every bu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -378,7 +379,8 @@ class Synchronizer:
         """One sync; returns whether no replica has data left."""
         began = _now()
         self._sync_began.assign(began)
-        reports = self._exchange_reports(running, began)
+        with phase("wait"):
+            reports = self._exchange_reports(running, began)
         with tf.control_dependencies([reports]):
             met = _now()
             # What the checks stop is over: only a collective can be waited for.
@@ -426,13 +428,15 @@ class Synchronizer:
         self._sync_began.assign(_now())
         local_samples = reports[self._first_replica :, SAMPLES][: len(self._devices)]
         shares = tf.cast(local_samples / total, tf.float32)
-        local = [self._packed(replica) for replica in range(len(self._devices))]
-        weighted, others = self._weighted(local, shares)
-        means = self._aggregation.gather(weighted, f"{self._name}/weights")
-        sums = sum_on_first_device(others, self._devices)
-        sums = self._collectives.all_reduce(sums, f"{self._name}/others")
+        with phase("pack"):
+            local = [self._packed(replica) for replica in range(len(self._devices))]
+            weighted, others = self._weighted(local, shares)
+        with phase("reduce"):
+            means = self._aggregation.gather(weighted, f"{self._name}/weights")
+            sums = sum_on_first_device(others, self._devices)
+            sums = self._collectives.all_reduce(sums, f"{self._name}/others")
         state, slots = sums[: len(self._state_anchor)], sums[len(self._state_anchor) :]
-        with tf.control_dependencies([*tf.nest.flatten(means), *sums]):
+        with tf.control_dependencies([*tf.nest.flatten(means), *sums]), phase("rule"):
             distance = tf.cond(
                 (self._syncs < MEASURED_SYNCS) | (self._syncs % MEASURED_SYNCS == 0),
                 lambda: self._relative_distance(local, means),
@@ -455,8 +459,9 @@ class Synchronizer:
                     for field in ("momentum", "velocity")
                 }
                 arrived += tf.nest.flatten(spread_moments)
-        received = self._aggregation.spread(update.broadcasts, f"{self._name}/broadcast")
-        with tf.control_dependencies([*arrived, *tf.nest.flatten(received)]):
+        with phase("reduce"):
+            received = self._aggregation.spread(update.broadcasts, f"{self._name}/broadcast")
+        with tf.control_dependencies([*arrived, *tf.nest.flatten(received)]), phase("unpack"):
             self._sync_began.assign(0.0)
             self._distance.assign(distance)
             self.global_state.commit(update)
@@ -549,6 +554,11 @@ class Synchronizer:
     def _packed(self, replica: int) -> list[tf.Tensor]:
         with tf.device(self._devices[replica]):
             return self._layout.pack([v[replica] for v in self._variables.weights])
+
+
+def phase(name: str) -> contextlib.AbstractContextManager:
+    """Names the operations made inside after a phase of the sync, for `tfpara.callbacks.Trace`."""
+    return tf.name_scope(f"sync/{name}")
 
 
 def _now() -> tf.Tensor:
