@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import keras
-import tensorflow as tf
-
-from models.streaming import Streaming
 from tfpara.callbacks import HeldOut
 
 
@@ -37,7 +33,7 @@ def scores(
             f"--held_out_times_per_epoch={times_per_epoch} needs epochs of one length, which they "
             "are not with --warm_start_epochs or a --minibatch that changes. Leave out one of them."
         )
-    return _StreamsKept(
+    return HeldOut(
         validation,
         ["global", *averages],
         times_per_epoch=times_per_epoch,
@@ -45,26 +41,3 @@ def scores(
         csv=run_dir / "held_out.csv",
         log_dir=run_dir / "tensorboard",
     )
-
-
-class _StreamsKept(HeldOut):
-    """Scores that leave the streams of a recurrent model where they are within an epoch."""
-
-    def __init__(self, *arguments: Any, times_per_epoch: int, **options: Any) -> None:
-        super().__init__(*arguments, times_per_epoch=times_per_epoch, **options)
-        self._within_epochs = times_per_epoch > 1
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        kept = []
-        if self._within_epochs:
-            kept = [(state, tf.identity(state)) for state in stream_states(self.model)]
-        super().on_train_batch_end(batch, logs)
-        for state, value in kept:
-            state.assign(value)
-
-
-def stream_states(model: keras.Model) -> list[tf.Variable]:
-    """What the recurrent layers of a model carry over, on every local replica."""
-    variables = [s for layer in model.layers if isinstance(layer, Streaming) for s in layer.states]
-    local = model.distribute_strategy.experimental_local_results
-    return [component for variable in variables for component in local(variable.value)]

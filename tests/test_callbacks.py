@@ -106,6 +106,30 @@ def test_all_weights_are_scored_within_epochs_and_training_goes_on_as_without(tm
     assert written == pytest.approx({int(r["syncs"]): float(r["loss"]) for r in rows[2::3]})
 
 
+def test_carried_states_go_on_as_without_scores_within_an_epoch():
+    """A stateful layer's state after the scores is that before them."""
+    x = RNG.normal(size=(8 * BATCH, 5, 4)).astype(np.float32)
+    y = RNG.integers(0, 3, len(x))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True)
+    held_out = data.take(1).map(lambda x, y: (x + 1.0, y))
+    weights = []
+    for times in (1, 4):
+        keras.utils.set_random_seed(4)
+        strategy = tfpara.PeriodicSyncStrategy(
+            tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"]
+        )
+        with strategy.scope():
+            layers = [keras.layers.SimpleRNN(6, stateful=True), keras.layers.Dense(3)]
+            model = keras.Sequential([keras.Input((5, 4), batch_size=BATCH // 2), *layers])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.5), loss)
+        callback = tfpara.callbacks.HeldOut(held_out, times_per_epoch=times)
+        model.fit(data, verbose=0, callbacks=[callback])
+        weights.append(model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_held_out_refuses_what_there_is_not(elastic):
     with pytest.raises(ValueError, match="times_per_epoch=0"):
         tfpara.callbacks.HeldOut(None, times_per_epoch=0)

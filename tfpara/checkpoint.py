@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfpara.checkpoint_store import CheckpointError, Store
 from tfpara.exchange import everyones
-from tfpara.model_variables import optimizers
+from tfpara.model_variables import carried_states, optimizers
 from tfpara.settings import versions
 from tfpara.synchronizer import Synchronizer
 
@@ -240,7 +240,7 @@ class Checkpoints:
                 *(v for optimizer in optimizers(model) for v in optimizer.variables),
             ],
             "metrics": model.metrics_variables,
-            "carried": _carried_states(model),
+            "carried": carried_states(model),
         }
         seen = set()
         for group, variables in groups.items():
@@ -354,13 +354,6 @@ class Checkpoints:
         """Puts every replica where the rule would have it after a sync."""
         weights = self.synchronizer.broadcast_point()
         self.synchronizer.set_weights([weights] * len(self._strategy.local_replica_ids))
-
-
-def _carried_states(model: keras.Model) -> list[Any]:
-    """States that recurrent layers carry from batch to batch; Keras does not count them in."""
-    # Also reaches layers inside layers, which `layers` does not.
-    states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
-    return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
 
 
 def _value(held: Mapping[str, Any], key: str) -> Any:

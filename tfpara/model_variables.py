@@ -83,6 +83,13 @@ def optimizers(model: keras.Model) -> list[Any]:
     return list({id(o): o for o in inner}.values())
 
 
+def carried_states(model: keras.Model) -> list[keras.Variable]:
+    """States that recurrent layers carry from batch to batch; Keras does not count them in."""
+    # Also reaches layers inside layers, which `layers` does not.
+    states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
+    return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
+
+
 def _slots(optimizer: Any) -> list[tuple[keras.Variable, float]]:
     """The optimizer's per-weight state, with the value each starts from."""
     start = float(getattr(optimizer, "initial_accumulator_value", 0.0))

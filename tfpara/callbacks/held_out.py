@@ -12,8 +12,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara.callbacks.scalars import Scalars
+from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.exchange import everyones
+from tfpara.model_variables import carried_states
 
 
 class HeldOut(keras.callbacks.Callback):
@@ -24,7 +27,8 @@ class HeldOut(keras.callbacks.Callback):
     callbacks that read them.
 
     Within an epoch the scores are taken at syncs, where all workers are at the same step. The
-    epoch's metrics go on as if nothing had been scored.
+    epoch's metrics, and the states that recurrent layers carry from batch to batch, go on as if
+    nothing had been scored.
 
     Args:
         dataset: held-out data, in any form that `model.evaluate` takes. A plain dataset is the same
@@ -69,8 +73,7 @@ class HeldOut(keras.callbacks.Callback):
         self._times = times_per_epoch
         self._steps_per_epoch = steps_per_epoch
         self._table = _Table(Path(csv)) if csv is not None else None
-        self._log_dir = log_dir
-        self._writer: tf.summary.SummaryWriter | None = None
+        self._scalars = Scalars(log_dir)
         self._epoch = 0
         self._steps_before = 0
         self._done = 0  # scores of this epoch
@@ -113,7 +116,7 @@ class HeldOut(keras.callbacks.Callback):
         due = int(self._times * self._part(steps))
         if self._all_at_a_sync(batch) and due > self._done:
             self._done = due
-            with self._metrics_kept():
+            with self._epoch_kept():
                 self._score(self._epoch + self._part(steps))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -147,16 +150,14 @@ class HeldOut(keras.callbacks.Callback):
         return self._watch.after_batch(self.model, batch) is not None
 
     @contextlib.contextmanager
-    def _metrics_kept(self) -> Iterator[None]:
-        """`evaluate` resets the metrics, which here are in the middle of an epoch."""
-        results = getattr(self.model.distribute_strategy, "experimental_local_results", None)
-        variables = [v.value for v in self.model.metrics_variables]
-        components = [c for v in variables for c in (results(v) if results else (v,))]
-        kept = [component.numpy() for component in components]
+    def _epoch_kept(self) -> Iterator[None]:
+        """`evaluate` resets metrics and moves carried states, which here are within an epoch."""
+        variables = [*self.model.metrics_variables, *carried_states(self.model)]
+        kept = [(c, tf.identity(c)) for c in components(self.model, variables)]
         try:
             yield
         finally:
-            for component, value in zip(components, kept, strict=True):
+            for component, value in kept:
                 component.assign(value)
 
     def _score(self, passes: float) -> dict[str, dict[str, float]]:
@@ -176,17 +177,12 @@ class HeldOut(keras.callbacks.Callback):
         if self._table:
             for which, scores in results.items():
                 self._table.add({"epoch": passes, "syncs": syncs, "weights": which, **scores})
-        if self._log_dir is None:
-            return
-        if self._writer is None:
-            # A writer is a resource: not one of the strategy's, even where fit runs in its scope.
-            with tf.init_scope():
-                self._writer = tf.summary.create_file_writer(os.fspath(self._log_dir))
-        with self._writer.as_default(step=syncs):
-            for which, scores in results.items():
-                for key, value in scores.items():
-                    tf.summary.scalar(f"{self._name}/{which}/{key}", value)
-        self._writer.flush()
+        values = {
+            f"{self._name}/{which}/{key}": value
+            for which, scores in results.items()
+            for key, value in scores.items()
+        }
+        self._scalars.write(syncs, values)
 
 
 class _Table:

@@ -7,8 +7,8 @@ import time
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
+from tfpara.callbacks.scalars import Scalars
 from tfpara.synchronizer import SyncStatistics
 
 
@@ -39,9 +39,8 @@ class Telemetry(keras.callbacks.Callback):
         self, log_dir: str | os.PathLike[str] | None = None, samples_per_epoch: int | None = None
     ) -> None:
         super().__init__()
-        self._log_dir = log_dir
+        self._scalars = Scalars(log_dir)
         self._samples_per_epoch = samples_per_epoch
-        self._writer: tf.summary.SummaryWriter | None = None
         self._unwritten: tuple[int, dict[str, Any]] | None = None
         self._first: _Mark | None = None
         self._steps = 0
@@ -96,16 +95,8 @@ class Telemetry(keras.callbacks.Callback):
             return
         epoch, logs = self._unwritten
         self._unwritten = None
-        if self._log_dir is None or not getattr(self.model.distribute_strategy, "is_chief", True):
-            return
-        if self._writer is None:
-            # A writer is a resource: not one of the strategy's, even where fit runs in its scope.
-            with tf.init_scope():
-                self._writer = tf.summary.create_file_writer(os.fspath(self._log_dir))
-        with self._writer.as_default(step=epoch):
-            for name, value in logs.items():
-                tf.summary.scalar(name, value)
-        self._writer.flush()
+        if getattr(self.model.distribute_strategy, "is_chief", True):
+            self._scalars.write(epoch, logs)
 
 
 class _Mark(NamedTuple):
