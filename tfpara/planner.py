@@ -1,0 +1,170 @@
+"""How much faster N replicas with a sync every τ minibatches are than one: the cost model of paper
+003, equations 15 to 17.
+
+The paper writes the speed-up of an epoch as s = t_s / (f(t_s, N) + t_c) with f = α t_s / N, so
+s = 1 / (α/N + t_c/t_s): t_s is the epoch's computation on one replica, t_c the time that its syncs
+take, and α ≥ 1 how much slower a minibatch becomes when N replicas compute at once (they share
+memory, or a minibatch no longer fills the device). Here an epoch has M minibatches of t seconds,
+so t_s = M t. Each replica takes M/N of them, with a sync of c(N) seconds after every τ:
+t_c = M c(N) / (N τ). Hence
+
+    s(N, τ) = N / (α + c(N) / (τ t)).
+
+Times are in seconds, sizes in bytes. No TensorFlow here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+
+# Above this no sync period is looked for.
+LONGEST_PERIOD = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What one worker can send, and receive at the same time.
+
+    Args:
+        bytes_per_second: of one worker, in each direction.
+        delay_seconds: until a message that was sent arrives.
+
+    Raises:
+        ValueError: a speed that is not above 0, or a negative delay.
+    """
+
+    bytes_per_second: float
+    delay_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("bytes_per_second", self.bytes_per_second, above_zero=True)
+        _check("delay_seconds", self.delay_seconds)
+
+    @classmethod
+    def of_mbit(cls, mbit: float, delay_ms: float = 0.0) -> Link:
+        """A link of `mbit` Mbit/s (millions of bits) with a delay in milliseconds."""
+        return cls(mbit * 1e6 / 8, delay_ms / 1e3)
+
+    def reduce_seconds(self, nbytes: float, num_workers: int) -> float:
+        """Time of an all-reduce among `num_workers`, or of a reduce-scatter and an all-gather.
+
+        Each worker sends 2(N − 1)/N of the buffer (paper 000, section 3.2), in 2(N − 1) messages
+        that wait for each other.
+        """
+        rounds = 2 * (num_workers - 1)
+        return rounds / num_workers * nbytes / self.bytes_per_second + rounds * self.delay_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What is known of one model on one kind of machine.
+
+    Args:
+        step_seconds: t, a minibatch on one replica that has its machine to itself.
+        model_bytes: of the weights as they travel: 4 for each, 2 with half precision.
+        link: between the workers.
+        local_seconds: the part of a sync that is not travel: packing, the rule, unpacking.
+        slowdown: α of equation 16, at least 1.
+        overlap: whether a sync travels while the next block trains.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    step_seconds: float
+    model_bytes: float
+    link: Link
+    local_seconds: float = 0.0
+    slowdown: float = 1.0
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        _check("step_seconds", self.step_seconds, above_zero=True)
+        _check("model_bytes", self.model_bytes, above_zero=True)
+        _check("local_seconds", self.local_seconds)
+        _check("slowdown", self.slowdown)
+        if self.slowdown < 1.0:
+            raise ValueError(
+                f"slowdown={self.slowdown!r} must be at least 1: a minibatch does not get faster "
+                "because others compute too. Measure the step of a single replica again."
+            )
+
+    def sync_seconds(self, num_workers: int) -> float:
+        """c(N), one sync; 0 for a single worker, which has nobody to meet."""
+        if _checked_count("num_workers", num_workers) == 1:
+            return 0.0
+        return self.local_seconds + self.link.reduce_seconds(self.model_bytes, num_workers)
+
+    def block_seconds(self, num_workers: int, sync_period: int) -> float:
+        """Time from one sync to the next: τ minibatches, and what the sync adds to them.
+
+        With `overlap` the travel hides behind the next block's minibatches, as far as they last.
+        """
+        _checked_count("sync_period", sync_period)
+        slowdown = self.slowdown if num_workers > 1 else 1.0
+        training = sync_period * slowdown * self.step_seconds
+        sync = self.sync_seconds(num_workers)
+        if not self.overlap:
+            return training + sync
+        local = self.local_seconds if num_workers > 1 else 0.0
+        return max(training, sync - local) + local
+
+    def speedup(self, num_workers: int, sync_period: int) -> float:
+        """s(N, τ) over one replica: equation 17."""
+        alone = num_workers * sync_period * self.step_seconds
+        return alone / self.block_seconds(num_workers, sync_period)
+
+    def loss(self, num_workers: int, sync_period: int) -> float:
+        """Share of the speed that the syncs cost, against the same replicas without any."""
+        if num_workers == 1:
+            return 0.0
+        return 1.0 - self.speedup(num_workers, sync_period) * self.slowdown / num_workers
+
+    def smallest_period(self, num_workers: int, loss: float = 0.05) -> int | None:
+        """The smallest τ at which the syncs cost less than `loss`; None if that is above 10^6.
+
+        Raises:
+            ValueError: `loss` is not between 0 and 1.
+        """
+        if not 0.0 < loss < 1.0:
+            raise ValueError(f"loss={loss!r} must be a share between 0 and 1, such as 0.05.")
+        low, high = 1, LONGEST_PERIOD
+        if self.loss(num_workers, high) >= loss:
+            return None
+        while low < high:  # the loss falls as τ grows
+            middle = (low + high) // 2
+            if self.loss(num_workers, middle) < loss:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def calibrated_link(reduce_seconds: float, nbytes: float, num_workers: int) -> Link:
+    """The link that a measured all-reduce of `nbytes` among `num_workers` speaks of.
+
+    The delay is part of the measured time and cannot be told from it: it is left at 0.
+
+    Raises:
+        ValueError: a time or size that is not above 0, or fewer than two workers.
+    """
+    _check("reduce_seconds", reduce_seconds, above_zero=True)
+    _check("nbytes", nbytes, above_zero=True)
+    if _checked_count("num_workers", num_workers) < 2:
+        raise ValueError("num_workers=1 says nothing of a link: measure with two or more.")
+    return Link(2 * (num_workers - 1) / num_workers * nbytes / reduce_seconds)
+
+
+def _check(name: str, value: float, above_zero: bool = False) -> None:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
+    if above_zero and value == 0:
+        raise ValueError(f"{name}={value!r} must be above 0.")
+
+
+def _checked_count(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+    return value
