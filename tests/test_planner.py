@@ -49,8 +49,8 @@ def test_speedup_is_equation_17():
 
 
 def test_smallest_period_by_hand():
-    # Loss = 0.6 / (0.1 τ + 0.6) < 0.05 from τ > 114 on.
-    assert COSTS.smallest_period(2) == 115
+    # The loss 0.6 / (0.1 τ + 0.6) is below 0.07 from τ > 79.7 on.
+    assert COSTS.smallest_period(2, loss=0.07) == 80
     assert COSTS.loss(2, 114) == pytest.approx(0.05)
     assert COSTS.smallest_period(1) == 1
 
@@ -61,7 +61,8 @@ def test_overlap_hides_travel_and_nothing_else():
     assert costs.block_seconds(2, 5) == pytest.approx(0.6)
     assert costs.block_seconds(2, 2) == pytest.approx(0.6)
     assert costs.block_seconds(2, 20) == pytest.approx(2.1)
-    assert costs.smallest_period(2) == 20  # 0.1 / (0.1 τ + 0.1) < 0.05 from τ > 19 on
+    # The loss 0.1 / (0.1 τ + 0.1) is below 0.07 from τ > 13.3 on.
+    assert costs.smallest_period(2, loss=0.07) == 14
 
 
 def test_no_period_is_long_enough():
