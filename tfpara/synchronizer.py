@@ -379,8 +379,7 @@ class Synchronizer:
         """One sync; returns whether no replica has data left."""
         began = _now()
         self._sync_began.assign(began)
-        with phase("wait"):
-            reports = self._exchange_reports(running, began)
+        reports = self._exchange_reports(running, began)
         with tf.control_dependencies([reports]):
             met = _now()
             # What the checks stop is over: only a collective can be waited for.
@@ -402,25 +401,27 @@ class Synchronizer:
 
     def _exchange_reports(self, running: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
         """The table of all replicas' reports, [N, columns], the same on every worker."""
-        with tf.control_dependencies([after]):
+        with tf.control_dependencies([after]), phase("check"):
             counted = self._pending_samples.read_value()
             samples = tf.where(self._period < NEVER, counted, tf.zeros_like(counted))
             request = self._request.read_value()
             steps = tf.cast(self._pending_steps, tf.float64)
             signature = tf.reduce_sum(self._signatures)
-        rows = []
-        for replica, device in enumerate(self._devices):
-            bad = first_nonfinite([v[replica] for v in self._averaged], device)
-            row = [
-                samples[replica],
-                tf.cast(running, tf.float64),
-                tf.cast(bad, tf.float64),
-                signature,
-                request,
-                steps,
-            ]
-            rows.append(tf.stack(row))
-        table = self._report_collectives.all_gather(tf.stack(rows), f"{self._name}/report")
+        with phase("check"):
+            rows = []
+            for replica, device in enumerate(self._devices):
+                bad = first_nonfinite([v[replica] for v in self._averaged], device)
+                row = [
+                    samples[replica],
+                    tf.cast(running, tf.float64),
+                    tf.cast(bad, tf.float64),
+                    signature,
+                    request,
+                    steps,
+                ]
+                rows.append(tf.stack(row))
+        with phase("wait"):
+            table = self._report_collectives.all_gather(tf.stack(rows), f"{self._name}/report")
         return tf.reshape(table, [self._num_replicas, len(row)])
 
     def _commit(self, reports: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
