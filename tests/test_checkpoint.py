@@ -339,10 +339,13 @@ def test_a_missing_part_is_damage(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rule": tfpara.BSP()}, "rule: the checkpoint has 'BMUF.*this run 'BSP"),
+        ({"rule": tfpara.BSP()}, "rule: the checkpoint has 'BMUF.*this run has 'BSP"),
         ({"averages": {"ema": tfpara.EMA(0.7)}}, "averages: "),
-        ({"sync_period": 4}, "sync_period: the checkpoint has 2, this run 4"),
-        ({"data_plan": {"minibatch": 8}}, r"data_plan.minibatch: the checkpoint has 4, this run 8"),
+        ({"sync_period": 4}, "sync_period: the checkpoint has 2, this run has 4"),
+        (
+            {"data_plan": {"minibatch": 8}},
+            r"data_plan.minibatch: the checkpoint has 4, this run has 8",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path, change, message):

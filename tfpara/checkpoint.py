@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfpara.checkpoint_store import CheckpointError, Store
 from tfpara.exchange import everyones
+from tfpara.fingerprint import differences
 from tfpara.model_variables import carried_states, optimizers
 from tfpara.settings import versions
 from tfpara.synchronizer import Synchronizer
@@ -191,19 +192,12 @@ class Checkpoints:
         }
 
     def _check_run(self, number: int, manifest: Mapping[str, Any]) -> None:
-        theirs, mine = (
-            manifest["run"],
-            json.loads(json.dumps(self._of_a_run()["run"], default=repr)),
-        )
-        differing = [
-            f"{key}: the checkpoint has {theirs.get(key)!r}, this run {mine.get(key)!r}"
-            for key in sorted({*theirs, *mine})
-            if theirs.get(key) != mine.get(key)
-        ]
+        mine = json.loads(json.dumps(self._of_a_run()["run"], default=repr))
+        differing = differences({"the checkpoint": manifest["run"], "this run": mine})
         if differing:
             raise CheckpointError(
-                f"{self.store.path(number)} is of another run. {'; '.join(differing)}. Resume with "
-                "the same settings, or give this run a directory of its own."
+                f"{self.store.path(number)} is of another run. {differing}. Resume with the same "
+                "settings, or give this run a directory of its own."
             )
         others = {k: v for k, v in manifest["versions"].items() if versions().get(k) != v}
         if others:

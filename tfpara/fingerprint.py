@@ -25,13 +25,23 @@ def agree(settings: Mapping[str, object], collectives: Collectives, name: str) -
         FingerprintError: on every worker, naming the keys that differ, and who has which value.
     """
     everyone = everyones(settings, collectives, name)
-    differing = [
-        f"{key}: " + ", ".join(f"worker {i} has {who.get(key)!r}" for i, who in enumerate(everyone))
-        for key in sorted(set().union(*everyone))
-        if any(who.get(key) != everyone[0].get(key) for who in everyone)
-    ]
+    differing = differences({f"worker {i}": theirs for i, theirs in enumerate(everyone)})
     if differing:
         raise FingerprintError(
             "the workers were started with different settings; start all of them with the same. "
-            + "; ".join(differing)
+            + differing
         )
+
+
+def differences(settings: Mapping[str, Mapping[str, object]]) -> str:
+    """The keys whose values differ, and who has which: "tau: worker 0 has 1, worker 1 has 2; ...".
+
+    Args:
+        settings: of each owner, by the name that the text gives it.
+    """
+    first = next(iter(settings.values()))
+    return "; ".join(
+        f"{key}: " + ", ".join(f"{who} has {theirs.get(key)!r}" for who, theirs in settings.items())
+        for key in sorted(set().union(*settings.values()))
+        if any(theirs.get(key) != first.get(key) for theirs in settings.values())
+    )

@@ -91,13 +91,16 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
 
 
 def _slots(optimizer: Any) -> list[tuple[keras.Variable, float]]:
-    """The optimizer's per-weight state, with the value each starts from."""
+    """The optimizer's per-weight state, with the value each starts from.
+
+    Without what an optimizer marks `of_one_replica`: a sync neither averages nor resets that.
+    """
     start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
     return [
         (v, start if v.path.endswith("accumulator") else 0.0)
         for v in optimizer.variables
         if v.value.dtype.is_floating
         and v.value.shape.rank
-        # Gradients under way and Keras' own moving average of the weights are not momentum.
-        and not v.path.endswith(("gradient_accumulator", "average"))
+        and not v.path.endswith("gradient_accumulator")  # gradients under way are no momentum
+        and not getattr(v, "of_one_replica", False)
     ]

@@ -97,7 +97,7 @@ def test_other_settings_are_refused_and_starting_over_is_not(run, resumed, corpu
     flags = (f"--corpus={corpus_directory}", f"--run_dir={one}", *FLAGS, "--epochs=1", "--seed=8")
     refused = run("train", *flags)
     assert refused.returncode == 1
-    assert "data_plan.seed: the checkpoint has '0', this run '8'" in refused.err
+    assert "data_plan.seed: the checkpoint has '0', this run has '8'" in refused.err
     assert "--start_over" in refused.err
     assert len(epochs(one)) > 1
     anew = run("train", *flags, "--start_over")

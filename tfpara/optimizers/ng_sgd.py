@@ -238,14 +238,15 @@ class NGSGD(keras.optimizers.SGD):
         )
 
         def variable(start: Any, what: str, dtype: str = "float32") -> keras.Variable:
-            return self.add_variable(
+            made = self.add_variable(
                 start.shape,
                 # A function of the shape, which strategies may call again on another device.
                 lambda shape, dtype: tf.cast(start, dtype),
                 dtype,
-                # A sync leaves what is named an average to each replica, as it must.
-                name=f"{name}_{what}_of_scatter_average",
+                name=f"{name}_{what}_of_scatter",
             )
+            made.of_one_replica = True  # a sync leaves it to each
+            return made
 
         first = method.arbitrary(width)
         return Preconditioner(
