@@ -1,0 +1,216 @@
+"""Reads and checks TF_CONFIG, for every kind of cluster that it can describe.
+
+One short message per mistake names the value, the rule and the fix. Only the standard library is
+imported.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+_PORT = re.compile(r"[0-9]{1,5}")
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 120
+
+
+class ClusterError(ValueError):
+    """TF_CONFIG or a rank variable breaks a rule. The message names the value and the fix."""
+
+
+class Kind(NamedTuple):
+    """A kind of cluster: the jobs that it has, and what to say about mistakes.
+
+    Attributes:
+        jobs: names of the jobs, in the order of messages.
+        expected: the jobs in words, e.g. "the jobs are 'chief' (one, optional) and 'worker'".
+        why_not: for other jobs that people write, why this kind has none, and what to do.
+        example: a TF_CONFIG.
+        otherwise: what to do instead of writing one, e.g. ", or unset it to …"; may be empty.
+    """
+
+    jobs: tuple[str, ...]
+    expected: str
+    why_not: Mapping[str, str]
+    example: str
+    otherwise: str = ""
+
+
+class TFConfig(NamedTuple):
+    """A TF_CONFIG that keeps the rules.
+
+    Attributes:
+        jobs: "host:port" of each process by job, without empty jobs; all distinct.
+        task_type: this process's job.
+        task_index: its index within the job.
+    """
+
+    jobs: dict[str, tuple[str, ...]]
+    task_type: str
+    task_index: int
+
+
+def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
+    """Reads and checks TF_CONFIG in `environ`.
+
+    Returns:
+        What it says; None if it is unset or blank, or has no addresses.
+
+    Raises:
+        ClusterError: it breaks a rule that all kinds of clusters have; one message says which.
+    """
+    text = environ.get("TF_CONFIG", "")
+    if not text.strip():
+        return None
+    config = _object(_parse(text, kind), "TF_CONFIG", kind)
+    spec = _object(config.get("cluster", {}), "'cluster' in TF_CONFIG", kind)
+    jobs = {job: _addresses(job, value, kind) for job, value in spec.items()}
+    jobs = {job: addresses for job, addresses in jobs.items() if addresses}
+    if "task" not in config and jobs:
+        raise ClusterError(
+            "TF_CONFIG has a cluster but no 'task', so this process does not know which of the "
+            f'addresses is its own. Add "task": {{"type": "{next(iter(jobs))}", "index": 0}}, '
+            "with the job and index of this process."
+        )
+    task = _task(config["task"], jobs, kind) if "task" in config else None
+    if task is None or not jobs:
+        return None
+    _check_distinct(jobs)
+    return TFConfig({job: tuple(addresses) for job, addresses in jobs.items()}, *task)
+
+
+def dump(jobs: Mapping[str, tuple[str, ...]], task_type: str, task_index: int) -> str:
+    """The TF_CONFIG that `read` turns into these values; "{}" if there are no addresses."""
+    spec = {job: list(addresses) for job, addresses in jobs.items() if addresses}
+    task = {"type": task_type, "index": task_index}
+    return json.dumps({"cluster": spec, "task": task} if spec else {})
+
+
+def _parse(text: str, kind: Kind) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except ClusterError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(
+            f"TF_CONFIG is not JSON ({error}): {_repr.repr(text)}. "
+            f"Write it as {kind.example}{kind.otherwise}."
+        ) from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ClusterError(
+                f"TF_CONFIG has the key {_repr.repr(key)} twice in one object. Keep one of them."
+            )
+        result[key] = value
+    return result
+
+
+def _object(value: Any, name: str, kind: Kind) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ClusterError(
+            f"{name} must be a JSON object, not {_repr.repr(value)}. Write TF_CONFIG as "
+            f"{kind.example}."
+        )
+    return value
+
+
+def _addresses(job: str, value: Any, kind: Kind) -> list[str]:
+    _check_job(job, "cluster job", kind)
+    if not isinstance(value, list):
+        raise ClusterError(
+            f"cluster job '{job}' in TF_CONFIG must be a list of addresses, not "
+            f'{_repr.repr(value)}. Write "{job}": ["host:port", ...].'
+        )
+    if job == "chief" and len(value) > 1:
+        raise ClusterError(
+            f"cluster job 'chief' in TF_CONFIG has {len(value)} addresses {_repr.repr(value)}, but "
+            "there is one chief. Move the others to 'worker'."
+        )
+    for address in value:
+        problem = _address_problem(address)
+        if problem:
+            raise ClusterError(
+                f"address {_repr.repr(address)} of cluster job '{job}' in TF_CONFIG {problem}. "
+                "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'."
+            )
+    return value
+
+
+def _check_job(job: Any, what: str, kind: Kind) -> None:
+    if job not in kind.jobs:
+        reason = kind.why_not.get(str(job), kind.expected)
+        raise ClusterError(f"{what} {_repr.repr(job)} in TF_CONFIG is not supported: {reason}.")
+
+
+def _address_problem(address: Any) -> str | None:
+    """What is wrong with an address, or None."""
+    if not isinstance(address, str):
+        return "is not a string"
+    if "://" in address:
+        return "has a scheme, which must be left out"
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return "has no port"
+    if not _PORT.fullmatch(port) or not 1 <= int(port) <= 65535:
+        return f"has the port {_repr.repr(port)}, which is not a number from 1 to 65535"
+    bracketed = host.startswith("[") and host.endswith("]")
+    if ":" in host and not bracketed:
+        return "has an IPv6 host without square brackets, or more than one port"
+    numeric = bracketed or not host.strip("0123456789.")
+    if not numeric:
+        return None if _HOST.fullmatch(host) else f"has the host {_repr.repr(host)}, not a name"
+    try:
+        ip = ipaddress.IPv6Address(host[1:-1]) if bracketed else ipaddress.IPv4Address(host)
+    except ValueError:
+        return f"has the host {_repr.repr(host)}, which is not an IP address"
+    return "stands for all interfaces, so that none can connect" if ip.is_unspecified else None
+
+
+def _check_distinct(jobs: Mapping[str, list[str]]) -> None:
+    seen: dict[str, str] = {}
+    for job, addresses in jobs.items():
+        for index, address in enumerate(addresses):
+            task = f"{job} {index}"
+            other = seen.setdefault(address.lower(), task)
+            if other != task:
+                raise ClusterError(
+                    f"address {_repr.repr(address)} in TF_CONFIG belongs to both {other} and "
+                    f"{task}, but each process listens on its own. Change the port of one."
+                )
+
+
+def _task(task: Any, jobs: Mapping[str, list[str]], kind: Kind) -> tuple[str, int]:
+    task = _object(task, "'task' in TF_CONFIG", kind)
+    for key in ("type", "index"):
+        if key not in task:
+            raise ClusterError(
+                f"'task' in TF_CONFIG has no '{key}': {_repr.repr(task)}. "
+                'Write "task": {"type": "worker", "index": 0}.'
+            )
+    task_type, index = task["type"], task["index"]
+    _check_job(task_type, "task type", kind)
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise ClusterError(
+            f"task index {_repr.repr(index)} in TF_CONFIG must be an integer from 0, unquoted."
+        )
+    size = len(jobs.get(task_type, ())) if jobs else 1
+    if not 0 <= index < size:
+        raise ClusterError(
+            f"task {task_type} {_repr.repr(index)} in TF_CONFIG is not in the cluster, which has "
+            f"{_sizes(jobs, kind)}. Correct the task (indices count from 0), or list its address."
+        )
+    return task_type, index
+
+
+def _sizes(jobs: Mapping[str, list[str]], kind: Kind) -> str:
+    return " and ".join(f"{len(jobs.get(job, ()))} {job} address(es)" for job in kind.jobs)
