@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from input import packages
+
 
 def resample(samples: np.ndarray, source_rate: int, target_rate: int) -> np.ndarray:
     """Changes the sample rate, with the SoX resampler at high quality.
@@ -17,15 +19,11 @@ def resample(samples: np.ndarray, source_rate: int, target_rate: int) -> np.ndar
     Raises:
       ValueError: soxr is not installed.
     """
-    try:
-        import soxr  # needed to prepare a corpus, not to train on it
-    except ImportError as error:
-        raise ValueError(
-            "sample rate conversion needs soxr, which is not installed. Install it with:"
-            " pip install soxr"
-        ) from error
+    soxr = packages.load("soxr")
     # As float: for integers soxr would dither its output.
-    return soxr.resample(samples.astype(np.float32), source_rate, target_rate, quality="HQ")
+    wide = samples.astype(np.float32)
+    converted: np.ndarray = soxr.resample(wide, source_rate, target_rate, quality="HQ")
+    return converted
 
 
 def coloured_noise(num_samples: int, exponent: float, generator: np.random.Generator) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import tensorflow as tf
 
-from input import audio, kaldi_tables
+from input import audio, kaldi_tables, packages
 from input.kaldi_tables import Location
 from input.records import CorpusError
 
@@ -146,20 +146,14 @@ def _check_length(file: BinaryIO, size: int, recording: Location) -> bool:
 
 def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
     """A WAV file within a Kaldi archive, as `wav-copy` writes them."""
+    wavio = packages.load("kaldiio.wavio")
     try:
-        from kaldiio import wavio
-
         with open(recording.path, "rb") as file:
             left = file.seek(0, io.SEEK_END) - recording.offset
             file.seek(recording.offset)
             if not _check_length(file, left, recording):
                 raise _error(recording, "is no WAV file there")
             rate, samples = wavio.read_wav(file)
-    except ImportError as error:
-        raise ValueError(
-            "Kaldi archives need kaldiio, which is not installed. Install it with:"
-            " pip install kaldiio"
-        ) from error
     except OSError as error:
         raise _error(recording, f"cannot be read ({error.strerror})") from error
     except AudioError:
@@ -252,14 +246,7 @@ def _error(recording: Location, what: str) -> AudioError:
 
 
 def _soundfile() -> Any:
-    try:
-        import soundfile  # needed to prepare a corpus, not to train on it
-    except (ImportError, OSError) as error:  # OSError: without libsndfile
-        raise ValueError(
-            f"reading audio needs soundfile, which does not load ({error}). Install it with:"
-            " pip install soundfile"
-        ) from error
-    return soundfile
+    return packages.load("soundfile")
 
 
 def _tfio() -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from input import packages
+
 SAMPLE_RATE = 16000  # Hz
 FRAME_SHIFT = 0.010  # seconds
 FRAME_LENGTH = 0.025  # seconds
@@ -78,14 +80,7 @@ def mfcc(
 
 
 def _library() -> Any:
-    try:
-        import kaldi_native_fbank  # needed to prepare a corpus, not to train on it
-    except ImportError as error:
-        raise ValueError(
-            "filterbank features need kaldi-native-fbank, which is not installed."
-            " Install it with: pip install kaldi-native-fbank"
-        ) from error
-    return kaldi_native_fbank
+    return packages.load("kaldi_native_fbank")
 
 
 def _set_frames(options: Any, sample_rate: int, num_mel: int) -> None:

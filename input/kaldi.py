@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from input import kaldi_tables
+from input import kaldi_tables, packages
 from input.kaldi_tables import Location
 from input.records import CorpusError
 
@@ -213,14 +213,7 @@ def _matio() -> Any:
             "kaldiio reads archives wrongly under python -O, which drops the assertions that it"
             " reads with. Run Python without -O and PYTHONOPTIMIZE"
         )
-    try:
-        from kaldiio import matio  # needed to prepare a corpus, not to train on it
-    except ImportError as error:
-        raise ValueError(
-            "Kaldi archives need kaldiio, which is not installed. Install it with:"
-            " pip install kaldiio"
-        ) from error
-    return matio
+    return packages.load("kaldiio.matio")
 
 
 class _Short(Exception):

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
+from input import packages
 from input.records import CorpusError
 
 _AUTOMATIC = 1  # Kaldi's kAutomaticMethod
@@ -62,7 +63,7 @@ def _write_archive(
     file: BinaryIO, matrices: Iterable[tuple[str, np.ndarray]], compress: bool
 ) -> dict[str, int]:
     """Writes the archive; returns the byte offset of each matrix."""
-    kaldiio = _kaldiio()
+    kaldiio = packages.load("kaldiio")
     offsets: dict[str, int] = {}
     width = None
     for key, matrix in matrices:
@@ -101,14 +102,3 @@ def _check(key: str, matrix: np.ndarray, width: int | None) -> None:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _kaldiio() -> Any:
-    try:
-        import kaldiio  # needed to write archives, not to train
-    except ImportError as error:
-        raise ValueError(
-            "Kaldi archives need kaldiio, which is not installed. Install it with:"
-            " pip install kaldiio"
-        ) from error
-    return kaldiio

@@ -1,0 +1,28 @@
+"""Packages that preparing a corpus needs, and training on one does not."""
+
+import importlib
+from typing import Any
+
+_NEEDED_FOR = {
+    "kaldi_native_fbank": "features of audio",
+    "kaldiio": "Kaldi archives",
+    "soundfile": "audio",
+    "soxr": "sample rate conversion",
+}
+
+
+def load(module: str) -> Any:
+    """Imports one of them, or a module of one, where it is used.
+
+    Raises:
+      ValueError: it is not installed, or a library that it stands on is missing.
+    """
+    package = module.split(".")[0]
+    name = package.replace("_", "-")
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        raise ValueError(
+            f"{_NEEDED_FOR[package]}: needs {name}, which does not load ({error}). Install it with:"
+            f" pip install {name}"
+        ) from error
