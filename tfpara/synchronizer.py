@@ -543,7 +543,8 @@ class Synchronizer:
     def _relative_distance(
         self, local: Sequence[Sequence[tf.Tensor]], means: Sequence[Sequence[tf.Tensor]]
     ) -> tf.Tensor:
-        average = self._aggregation.spread(means, f"{self._name}/mean")[0]
+        with phase("reduce"):
+            average = self._aggregation.spread(means, f"{self._name}/mean")[0]
         squares = [
             2.0 * tf.nn.l2_loss(w - m)
             for buckets in local

@@ -6,6 +6,7 @@ from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.telemetry import Telemetry
+from tfpara.callbacks.trace import Trace
 from tfpara.callbacks.warm_start import WarmStart
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "StopTogether",
     "SyncPeriod",
     "Telemetry",
+    "Trace",
     "WarmStart",
 ]

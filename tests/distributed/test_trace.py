@@ -1,0 +1,84 @@
+"""The timeline that two real workers write."""
+
+import json
+
+import pytest
+from cluster_of_processes import run_all_well
+
+PHASES = {"step", "check", "wait", "pack", "reduce", "rule", "unpack"}
+
+
+@pytest.fixture(scope="module", params=["replicated", "sharded"])
+def events(request, tmp_path_factory):
+    """The timeline of steps 4 to 9 of two epochs of six, a sync every third; worker 1 is late."""
+    folder = tmp_path_factory.mktemp("traced") / "trace"
+    options = {
+        "log_dir": str(folder),
+        "steps": [4, 9],
+        "aggregation": request.param,
+        "late_step": 5,
+        "late_seconds": 0.5,
+        "minibatches": 6,
+        "sync_period": 3,
+        "epochs": 2,
+    }
+    run_all_well("train_traced.py", [options] * 2)
+    for worker in range(2):
+        assert list(folder.glob(f"worker-{worker}/plugins/profile/*/*.xplane.pb"))
+    return json.loads((folder / "timeline.json").read_text())["traceEvents"]
+
+
+def spans(events, worker, *phases):
+    """(begin, end, args) in milliseconds of a worker's spans of some phases, by time."""
+    found = [e for e in events if e["ph"] == "X" and e["pid"] == worker and e["name"] in phases]
+    times = [(e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3, e["args"]) for e in found]
+    return sorted(times, key=lambda t: t[:2])
+
+
+def test_every_worker_has_all_phases_in_rows_with_names(events):
+    for worker in range(2):
+        mine = [e for e in events if e["pid"] == worker]
+        assert {e["name"] for e in mine if e["ph"] == "X"} == PHASES
+        names = {e["name"]: e["args"]["name"] for e in mine if e["name"] == "process_name"}
+        assert names == {"process_name": f"worker {worker}"}
+        rows = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}
+        assert all(rows[e["tid"]] == e["name"] for e in mine if e["ph"] == "X")
+
+
+def test_the_steps_asked_for_are_there(events):
+    for worker in range(2):
+        steps = [args["step"] for *_, args in spans(events, worker, "step")]
+        assert steps == [4, 5, 6, 7, 8, 9]
+
+
+def test_rules_and_travel_lie_in_the_steps_that_end_a_block(events):
+    # The epoch's own end exchanges reports, and writes nothing.
+    for worker in range(2):
+        steps = {args["step"]: (b, e) for b, e, args in spans(events, worker, "step")}
+        inside = set()
+        for began, ended, _ in spans(events, worker, "pack", "reduce", "rule", "unpack"):
+            (step,) = [n for n, (b, e) in steps.items() if b <= began and ended <= e]
+            inside.add(step)
+        assert inside == {5, 8}
+
+
+def test_phases_of_a_sync_follow_each_other(events):
+    for worker in range(2):
+        (step,) = [s for s in spans(events, worker, "step") if s[2]["step"] == 8]
+        first, last = {}, {}
+        for phase in PHASES - {"step"}:
+            own = [s for s in spans(events, worker, phase) if step[0] <= s[0] <= step[1]]
+            first[phase], last[phase] = own[0][0], own[-1][1]
+        assert last["check"] <= first["wait"] < last["wait"] <= first["pack"]
+        assert first["pack"] < first["reduce"] < first["rule"] < first["unpack"]
+        assert last["reduce"] <= last["unpack"]
+
+
+def test_the_punctual_worker_waits_for_the_late_one(events):
+    # Both lie on one time axis: the wait ends once the late worker has come.
+    (step,) = [s for s in spans(events, 0, "step") if s[2]["step"] == 5]
+    waits = [s for s in spans(events, 0, "wait") if step[0] <= s[0] <= step[1]]
+    assert max(ended - began for began, ended, _ in waits) > 400
+    (late,) = [s for s in spans(events, 1, "step") if s[2]["step"] == 5]
+    assert late[0] > step[0] + 400 or late[1] - late[0] > 400
+    assert abs(late[1] - step[1]) < 200

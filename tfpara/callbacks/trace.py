@@ -1,0 +1,165 @@
+"""A timeline of some training steps: where the time of each worker goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara import traces
+from tfpara.exchange import everyones
+
+# Around the second sync: the first one compiles.
+_BEFORE, _AFTER = 20, 5
+
+
+class Trace(keras.callbacks.Callback):
+    """Records some steps with TensorFlow's profiler and writes a timeline of all workers.
+
+    `log_dir/timeline.json` (written by the chief at the end of `fit`) opens in chrome://tracing or
+    ui.perfetto.dev. It has a process for each worker, and in it the rows
+
+    * step: minibatches, as Keras runs them, syncs included;
+    * check: whether the weights are finite, at a sync; wait: for the other workers;
+    * pack: the weights into buckets; reduce: their travel;
+    * rule: the rule and the averages; unpack: the weights written back.
+
+    Workers on several machines are put together by their clocks. `log_dir/worker-K` has what the
+    profiler recorded, every operation, for TensorBoard's profile plugin.
+
+    Recording makes the recorded steps slower, by some percent; others are as fast as ever. One
+    recording is made in each `fit`. All workers must have this callback.
+
+    Args:
+        log_dir: the folder; made if its parent is there.
+        steps: first and last step to record, counted by each worker from 0 where `fit` begins.
+            None: up to 20 before the end of the second sync and 5 after it; 10 to 29 where
+            nothing is synchronised.
+
+    Raises:
+        ValueError: `steps` is not a first and a last one.
+        FileNotFoundError: the folder's parent is not there.
+        NotADirectoryError: there is a file of that name.
+        PermissionError: the folder, or its parent, may not be written.
+    """
+
+    # Keras may call the batch hooks from a thread of its own, and later.
+    async_safe = False
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str], steps: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        self._log_dir = _writable(Path(log_dir))
+        self._steps = None if steps is None else _checked(steps)
+        self._mark: Any = None
+        self._recording = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        period = getattr(self.model.distribute_strategy, "sync_period", None)
+        self._first, self._last = self._steps or _around_the_second_sync(period)
+        self._spans: list[traces.Span] | None = None
+        self._before = self._done = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._before = self._done
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        step = self._before + batch
+        if not self._recording and self._spans is None and step >= self._first:
+            self._start()
+        if self._recording:
+            # The profiler's clock is its own: the other one says what it shows.
+            self._mark = tf.profiler.experimental.Trace(
+                traces.STEP, step=step, clock_ns=time.time_ns()
+            )
+            self._mark.__enter__()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._done = self._before + batch + 1
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+        if self._recording and self._done > self._last:
+            self._stop()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._recording:
+            self._stop()
+        if self._spans is None:
+            warnings.warn(
+                f"nothing was traced: this worker took {self._done} steps, and step {self._first} "
+                f"was to be the first one (counted from 0). Choose steps= lower.",
+                stacklevel=2,
+            )
+        strategy = self.model.distribute_strategy
+        mine = self._spans or []
+        if getattr(strategy, "num_workers", 1) > 1:
+            found = everyones(mine, strategy.extended.control, "trace")
+        else:
+            found = [mine]
+        if getattr(strategy, "is_chief", True):
+            names = {f"worker {rank}": spans for rank, spans in enumerate(found)}
+            _write(self._log_dir / "timeline.json", traces.chrome_trace(names))
+
+    @property
+    def _worker_dir(self) -> Path:
+        worker = getattr(self.model.distribute_strategy, "worker_index", 0)
+        return self._log_dir / f"worker-{worker}"
+
+    def _start(self) -> None:
+        try:
+            tf.profiler.experimental.start(os.fspath(self._worker_dir))
+        except tf.errors.AlreadyExistsError as error:
+            raise ValueError(
+                "TensorFlow's profiler is running already, and there is one in a process. Use "
+                "either Trace or profile_batch= of keras.callbacks.TensorBoard."
+            ) from error
+        self._recording = True
+
+    def _stop(self) -> None:
+        self._recording = False
+        tf.profiler.experimental.stop()
+        self._spans = traces.spans(traces.read(self._worker_dir))
+
+
+def _around_the_second_sync(period: int | None) -> tuple[int, int]:
+    if period is None:
+        return 10, 29
+    return max(1, 2 * period - _BEFORE), 2 * period + _AFTER - 1
+
+
+def _checked(steps: tuple[int, int]) -> tuple[int, int]:
+    numbers = tuple(steps)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
+    if len(numbers) != 2 or not whole or not 0 <= numbers[0] <= numbers[1]:
+        raise ValueError(
+            f"steps={steps!r} must be two whole numbers, the first and the last step to record, "
+            "such as (100, 120)."
+        )
+    return numbers[0], numbers[1]
+
+
+def _writable(folder: Path) -> Path:
+    parent = folder.absolute().parent
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"log_dir={folder} is a file; a trace needs a folder.")
+    if not parent.is_dir():
+        raise FileNotFoundError(f"log_dir={folder}: there is no folder {parent}. Make it first.")
+    place = folder if folder.exists() else parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(f"log_dir={folder}: {place} may not be written. Choose another.")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _write(path: Path, content: Any) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)

@@ -1,0 +1,152 @@
+"""Timelines in the form that chrome://tracing and Perfetto read, out of what TensorFlow's profiler
+recorded.
+
+The profiler names every operation that ran, when and for how long. Those of a sync carry the name
+of their phase (`tfpara.synchronizer.phase`); a training step is marked by `STEP`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# The profiler's own format. TensorFlow has no public name for it.
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+STEP = "tfpara_step"
+# From the first of a block to the last of a sync: the rows of a worker in the timeline.
+PHASES = ("step", "check", "wait", "pack", "reduce", "rule", "unpack")
+# Of scopes in each other the innermost counts. Constants and sends run where a graph is built.
+_PHASE = re.compile(
+    rf"(?:.*/)?sync/({'|'.join(PHASES[1:])})(?:_\d+)?/(?!.*:(?:Const|_Send|_Recv)$)"
+)
+
+
+class Span(NamedTuple):
+    """A phase from `began` to `ended`, in nanoseconds since the epoch.
+
+    number: the minibatch of a step, counted by the worker; of other phases the operations in it.
+    """
+
+    phase: str
+    began: int
+    ended: int
+    number: int
+
+
+def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
+    """The steps and phases of one worker, by the time at which they began.
+
+    The operations of a phase are one span up to where another phase, or another step, begins while
+    none of them runs.
+
+    Raises:
+        ValueError: the recording has no step, so its clock cannot be told.
+    """
+    steps: list[Span] = []
+    operations: list[Span] = []
+    shifts: list[int] = []
+    for name, began, ended, notes in _events(recorded):
+        found = _PHASE.match(name)
+        if found:
+            operations.append(Span(found[1], began, ended, 1))
+        elif name == STEP:
+            steps.append(Span("step", began, ended, int(notes["step"])))
+            # The clock was read just before the profiler's own: the largest is the nearest.
+            shifts.append(int(notes["clock_ns"]) - began)
+    if not steps:
+        raise ValueError("the profiler recorded no training step, so there is no timeline.")
+    shift = max(shifts)
+    all_spans = [*steps, *_joined(operations, [s.began for s in steps])]
+    moved = [s._replace(began=s.began + shift, ended=s.ended + shift) for s in all_spans]
+    return sorted(moved, key=lambda s: (s.began, -s.ended))
+
+
+def chrome_trace(workers: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, Any]:
+    """The object of a Chrome trace file: one process for each worker, one row for each phase.
+
+    Args:
+        workers: each worker's spans, by its name. Times are shown from the earliest of all.
+    """
+    by_worker = {name: [Span(*span) for span in found] for name, found in workers.items()}
+    earliest = min((s.began for found in by_worker.values() for s in found), default=0)
+    events: list[dict[str, Any]] = []
+    for worker, (name, found) in enumerate(by_worker.items()):
+        events.append(_named("process_name", worker, 0, name))
+        for row, phase in enumerate(PHASES):
+            events.append(_named("thread_name", worker, row, phase))
+        for span in found:
+            what = "step" if span.phase == "step" else "operations"
+            events.append(
+                {
+                    "name": span.phase,
+                    "ph": "X",
+                    "ts": (span.began - earliest) / 1e3,  # microseconds
+                    "dur": (span.ended - span.began) / 1e3,
+                    "pid": worker,
+                    "tid": PHASES.index(span.phase),
+                    "args": {what: span.number},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def read(directory: Path) -> xplane_pb2.XSpace:
+    """The profiler's newest recording in its log directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    files = sorted(directory.glob("plugins/profile/*/*.xplane.pb"), key=lambda p: p.parent.name)
+    if not files:
+        raise FileNotFoundError(f"the profiler left no recording in {directory}.")
+    recorded = xplane_pb2.XSpace()
+    recorded.ParseFromString(files[-1].read_bytes())
+    return recorded
+
+
+def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+    """Name, begin and end (ns on the profiler's clock) and notes of what the host did."""
+    for plane in recorded.planes:
+        names = {key: entry.name for key, entry in plane.event_metadata.items()}
+        kinds = {key: entry.name for key, entry in plane.stat_metadata.items()}
+        for line in plane.lines:
+            for event in line.events:
+                name = names[event.metadata_id]
+                began = line.timestamp_ns + event.offset_ps // 1000
+                notes = {}
+                if name == STEP:
+                    notes = {
+                        kinds[s.metadata_id]: getattr(s, s.WhichOneof("value")) for s in event.stats
+                    }
+                yield name, began, began + event.duration_ps // 1000, notes
+
+
+def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
+    """The operations of each phase put together to spans."""
+    begins = {phase: sorted(step_begins) for phase in PHASES}
+    for phase in PHASES:
+        begins[phase] += [o.began for o in operations if o.phase != phase]
+        begins[phase].sort()
+    joined: dict[str, list[Span]] = {phase: [] for phase in PHASES}
+    for operation in sorted(operations, key=lambda o: o.began):
+        done = joined[operation.phase]
+        last = done[-1] if done else None
+        if last is None or _any_between(begins[operation.phase], last.ended, operation.began):
+            done.append(operation)
+        else:
+            ended = max(last.ended, operation.ended)
+            done[-1] = last._replace(ended=ended, number=last.number + 1)
+    return [span for found in joined.values() for span in found]
+
+
+def _any_between(sorted_times: Sequence[int], first: int, last: int) -> bool:
+    at = bisect.bisect_left(sorted_times, first)
+    return at < len(sorted_times) and sorted_times[at] <= last
+
+
+def _named(what: str, worker: int, row: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": worker, "tid": row, "args": {"name": name}}
