@@ -4,12 +4,13 @@ Both kinds are gone through once when opened, to learn which utterances and clas
 the labels of one utterance are read at a time. Memory holds an entry for each utterance.
 """
 
+import abc
 import glob
 import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,7 +40,43 @@ class _Place(NamedTuple):
     end: float = 0.0  # seconds; of phone times
 
 
-class KaldiAlignments:
+_Opened = TypeVar("_Opened", bound="_OfFiles")
+
+
+class _OfFiles(abc.ABC):
+    """Labels that lie in files, which stay open. A context manager.
+
+    Args:
+      patterns: files or shell patterns.
+    """
+
+    class_names: list[str]
+
+    def __init__(self, patterns: list[str]) -> None:
+        self._files = _Files(patterns)
+        self._places: dict[str, _Place] = {}
+        self.digest = self._files.digest
+        try:
+            self.class_names = self._scan()
+        except BaseException:
+            self._files.close()
+            raise
+
+    def __enter__(self: _Opened) -> _Opened:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
+
+    def ids(self) -> list[str]:
+        return list(self._places)
+
+    @abc.abstractmethod
+    def _scan(self) -> list[str]:
+        """Goes through the files: fills in the places, and gives the names of the classes."""
+
+
+class KaldiAlignments(_OfFiles):
     """Vectors of pdf-ids, as Kaldi's `ali-to-pdf` writes them. A context manager.
 
     Args:
@@ -59,24 +96,9 @@ class KaldiAlignments:
         num_classes: int | None = None,
         progress: Progress = lambda stage, total: None,
     ) -> None:
-        self._files = _Files(patterns)
-        self._places: dict[str, _Place] = {}
-        try:
-            highest = max(self._scan(num_classes, progress))
-        except BaseException:
-            self._files.close()
-            raise
-        self.class_names = [f"pdf-{number}" for number in range(num_classes or highest + 1)]
-        self.digest = self._files.digest
-
-    def __enter__(self) -> "KaldiAlignments":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._files.close()
-
-    def ids(self) -> list[str]:
-        return list(self._places)
+        self._num_classes = num_classes
+        self._progress = progress
+        super().__init__(patterns)
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         place = self._places[utterance]
@@ -84,18 +106,22 @@ class KaldiAlignments:
         where = f"{path}, utterance {utterance} at byte {place.offset}"
         return kaldi.read_vector(self._files[place.archive], place.offset, where)
 
-    def _scan(self, num_classes: int | None, progress: Progress) -> Iterator[int]:
+    def _scan(self) -> list[str]:
+        highest = max(self._highest_ids())
+        return [f"pdf-{number}" for number in range(self._num_classes or highest + 1)]
+
+    def _highest_ids(self) -> Iterator[int]:
         for number, path in enumerate(self._files.paths):
             for key, offset, value in kaldi.read_archive(self._files[number], path):
                 where = f"{path}, utterance {key} at byte {offset}"
                 _add(self._places, key, _Place(number, offset), where, self._files.paths)
                 labels = kaldi.as_labels(value, where)
-                _check_classes(labels, num_classes, where)
-                progress("alignments", None)
+                _check_classes(labels, self._num_classes, where)
+                self._progress("alignments", None)
                 yield int(labels.max())
 
 
-class PhoneTimes:
+class PhoneTimes(_OfFiles):
     """Phones with their times, divided into three states each. A context manager.
 
     Lines are `UTTERANCE PHONE START DURATION`, or NIST's CTM `UTTERANCE CHANNEL START DURATION
@@ -120,26 +146,9 @@ class PhoneTimes:
         silence: str = "SIL",
         progress: Progress = lambda stage, total: None,
     ) -> None:
-        self._files = _Files(patterns)
         self._silence = silence
-        self._places: dict[str, _Place] = {}
-        try:
-            phones = sorted(self._scan(progress))
-        except BaseException:
-            self._files.close()
-            raise
-        self._inventory = {phone: number for number, phone in enumerate(phones)}
-        self.class_names = alignment.class_names(phones)
-        self.digest = self._files.digest
-
-    def __enter__(self) -> "PhoneTimes":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._files.close()
-
-    def ids(self) -> list[str]:
-        return list(self._places)
+        self._progress = progress
+        super().__init__(patterns)
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         place = self._places[utterance]
@@ -169,7 +178,13 @@ class PhoneTimes:
                 end = start + duration
         return phones, end
 
-    def _scan(self, progress: Progress) -> set[str]:
+    def _scan(self) -> list[str]:
+        phones = sorted(self._names())
+        self._inventory = {phone: number for number, phone in enumerate(phones)}
+        return alignment.class_names(phones)
+
+    def _names(self) -> set[str]:
+        """The phones that occur, each silence between them too."""
         phones = set()
         for archive, path in enumerate(self._files.paths):
             last, end, offset = None, 0.0, 0
@@ -178,7 +193,7 @@ class PhoneTimes:
                 key, phone, start, duration = _parse(line, where)
                 if key != last:
                     _add(self._places, key, _Place(archive, offset), where, self._files.paths)
-                    progress("alignments", None)
+                    self._progress("alignments", None)
                     last, end = key, 0.0
                 if end - start > FRAME_SHIFT / 2:
                     raise CorpusError(
