@@ -245,6 +245,23 @@ def stack_labels(labels: tf.Tensor, count: int) -> tf.Tensor:
     return tf.gather(labels, tf.minimum(middle, num_frames - 1))
 
 
+def joined(frames: tf.Tensor, context: int, count: int, late: int = 0) -> tf.Tensor:
+    """`stack` with `context` frames more on each side of every stack: what a network sees.
+
+    [num_frames, dim] -> [ceil(num_frames / count) + late, (2 context + count) * dim]; the edge
+    frames are repeated, and the last stack as often as outputs are late.
+
+    Raises:
+      ValueError: count is below 1.
+    """
+    num_frames = tf.shape(frames)[0]
+    first = _stacks(num_frames, count)[:, 0]
+    first = tf.concat([first, tf.repeat(first[-1:], late)], 0)
+    indices = first[:, None] + tf.range(-context, count + context)
+    gathered = tf.gather(frames, tf.clip_by_value(indices, 0, num_frames - 1))
+    return tf.reshape(gathered, [-1, (2 * context + count) * frames.shape[1]])
+
+
 def _stacks(num_frames: tf.Tensor, count: int) -> tf.Tensor:
     """int32 [ceil(num_frames / count), count]: numbers of the frames of each stack."""
     if count < 1:

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from input import index
+from input import features, index
 from input.index import CorpusIndex
 from models import decoding
 from scripts import common
@@ -49,27 +49,21 @@ def utterances(
     delay = description.get("label_delay", 0)
     coefficients = description.get("coefficients")
 
-    @tf.function(
-        autograph=False, input_signature=[tf.TensorSpec([None, model.inputs[0].shape[-1]])]
-    )
+    width = min(corpus.feature_dim, coefficients or corpus.feature_dim)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, width])])
     def log_posteriors(frames: tf.Tensor) -> tf.Tensor:
-        logits = model(frames[None], training=False)[0] if sequences else model(frames)
+        seen = features.joined(frames, context, stack, delay)
+        logits = model(seen[None], training=False)[0, delay:] if sequences else model(seen)
         return tf.nn.log_softmax(tf.cast(logits, tf.float32))
 
     part = corpus.split(split)
     with index.open_shards(part) as files:
         for number in range(len(part)):
-            features, labels = index.read_utterance(corpus, part, files, number)
-            normal = (features - corpus.mean) * (np.float32(1.0) / corpus.stddev)
-            seen = normal[:, :coefficients]
-            outputs = log_posteriors(_model_input(seen, context, stack, delay))
-            yield Utterance(part.id[number], stacked(labels, stack), outputs.numpy()[delay:])
-
-
-def stacked(labels: np.ndarray, stack: int) -> np.ndarray:
-    """The labels of `stack` frames put together: those of the middle ones."""
-    middle = stack * np.arange(-(-len(labels) // stack)) + stack // 2
-    return labels[np.minimum(middle, len(labels) - 1)]
+            frames, labels = index.read_utterance(corpus, part, files, number)
+            normal = (frames - corpus.mean) * (np.float32(1.0) / corpus.stddev)
+            outputs = log_posteriors(normal[:, :coefficients]).numpy()
+            yield Utterance(part.id[number], _of_stacks(labels, stack), outputs)
 
 
 def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) -> dict[str, Any]:
@@ -175,12 +169,10 @@ def log_likelihoods(
         yield utterance.id, utterance.log_posteriors - prior
 
 
-def _model_input(frames: np.ndarray, context: int, stack: int, delay: int) -> np.ndarray:
-    """[n, dim] -> [ceil(n / stack) + delay, (2 context + stack) dim]; edge frames are repeated."""
-    seen = -(-len(frames) // stack)
-    first = stack * np.minimum(np.arange(seen + delay), seen - 1)
-    gather = first[:, None] + np.arange(-context, stack + context)
-    return frames[np.clip(gather, 0, len(frames) - 1)].reshape(len(first), -1)
+def _of_stacks(labels: np.ndarray, count: int) -> np.ndarray:
+    """The labels of frames put together."""
+    found: np.ndarray = features.stack_labels(labels, count).numpy()
+    return found
 
 
 def _count(corpus: CorpusIndex, stack: int) -> dict[str, Any]:
@@ -193,7 +185,7 @@ def _count(corpus: CorpusIndex, stack: int) -> dict[str, Any]:
     split = corpus.split("train")
     with index.open_shards(split) as files:
         for number in range(len(split)):
-            labels = stacked(index.read_utterance(corpus, split, files, number)[1], stack)
+            labels = _of_stacks(index.read_utterance(corpus, split, files, number)[1], stack)
             frames += np.bincount(labels, minlength=corpus.num_classes)
             if counts is not None:
                 counts.add(labels)

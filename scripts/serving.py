@@ -42,6 +42,8 @@ def serving(corpus: CorpusIndex, description: Mapping[str, Any]) -> Serving:
     made = corpus.options
     deltas = int(made.get("deltas", 2))
     frame_dim = corpus.feature_dim // (deltas + 1)
+    coefficients = description["coefficients"]
+    delay = description["label_delay"] if is_recurrent(description) else 0
     of_utterance = made.get("cmvn") == "utterance"
 
     def preprocessing(frames: tf.Tensor) -> tf.Tensor:
@@ -49,28 +51,16 @@ def serving(corpus: CorpusIndex, description: Mapping[str, Any]) -> Serving:
             stats = features.cmvn_stats(frames)
             frames = features.apply_cmvn(frames, stats, bool(made.get("norm_vars")))
         wide = features.add_deltas(frames, deltas)
-        taken = _model_input(features.normalise(wide, corpus.mean, corpus.stddev), description)
+        seen = features.normalise(wide, corpus.mean, corpus.stddev)[:, :coefficients]
+        taken = features.joined(seen, description["context"], description["stack"], delay)
         return taken[None] if is_recurrent(description) else taken
 
     def postprocessing(logits: tf.Tensor) -> dict[str, tf.Tensor]:
         if is_recurrent(description):
-            logits = logits[0, description["label_delay"] :]
+            logits = logits[0, delay:]
         return {"log_posteriors": tf.nn.log_softmax(logits), "logits": logits}
 
     return Serving(frame_dim, preprocessing, postprocessing, _about(made, frame_dim))
-
-
-def _model_input(frames: tf.Tensor, description: Mapping[str, Any]) -> tf.Tensor:
-    """[n, dim] -> [ceil(n / stack) + delay, (2 context + stack) dim]; edge frames are repeated."""
-    context, stack = description["context"], description["stack"]
-    frames = frames[:, : description["coefficients"]]
-    num_frames = tf.shape(frames)[0]
-    seen = -(-num_frames // stack)
-    delay = description["label_delay"] if is_recurrent(description) else 0
-    first = stack * tf.minimum(tf.range(seen + delay), seen - 1)
-    indices = first[:, None] + tf.range(-context, stack + context)
-    gathered = tf.gather(frames, tf.clip_by_value(indices, 0, num_frames - 1))
-    return tf.reshape(gathered, [-1, (2 * context + stack) * frames.shape[1]])
 
 
 def _about(made: Mapping[str, Any], frame_dim: int) -> str:

@@ -196,6 +196,15 @@ def test_stack_joins_frames_without_overlap_and_repeats_the_last():
     np.testing.assert_array_equal(features.stack(frames, 1), frames)
 
 
+def test_joined_frames_are_stacks_with_context_and_go_on_where_outputs_are_late():
+    frames = np.arange(5, dtype=np.float32)[:, None]
+    found = features.joined(frames, 1, 2, late=1)
+    np.testing.assert_array_equal(found, [[0, 0, 1, 2], [1, 2, 3, 4], [3, 4, 4, 4], [3, 4, 4, 4]])
+    many = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
+    np.testing.assert_array_equal(features.joined(many, 2, 1), features.splice(many, 2, 2))
+    np.testing.assert_array_equal(features.joined(many, 0, 3), features.stack(many, 3))
+
+
 def test_stack_refuses_no_frames():
     with pytest.raises(ValueError, match="count=0"):
         features.stack(np.zeros([2, 2], np.float32), 0)
