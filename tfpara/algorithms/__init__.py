@@ -16,6 +16,7 @@ All of it works element by element, so a rule may be applied to any part of the 
 hyper-parameters that are unstable for it.
 """
 
+from tfpara.algorithms.asgd import ASGD, AsyncEASGD, AveragedASGD, RunningThenMean
 from tfpara.algorithms.averages import EMA, MA
 from tfpara.algorithms.bmuf import BMUF
 from tfpara.algorithms.bmuf_adam import BMUFAdam
@@ -24,10 +25,15 @@ from tfpara.algorithms.easgd import EASGD
 from tfpara.algorithms.outer import DiLoCo, Outer, SlowMo
 
 RULES = (BSP, BMUF, BMUFAdam, EASGD, Outer)
+ASYNC_RULES = (ASGD, AveragedASGD, AsyncEASGD)
 AVERAGES = (EMA, MA)
 
 __all__ = [
+    "ASGD",
+    "ASYNC_RULES",
     "AVERAGES",
+    "AsyncEASGD",
+    "AveragedASGD",
     "BMUF",
     "BMUFAdam",
     "BSP",
@@ -37,5 +43,6 @@ __all__ = [
     "MA",
     "Outer",
     "RULES",
+    "RunningThenMean",
     "SlowMo",
 ]

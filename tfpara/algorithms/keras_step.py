@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -45,6 +46,13 @@ class _Value(keras.Variable):
         return self._value.shape
 
 
+class _Made:
+    """The slots of an optimizer, in an object of our own: Keras tracks lists that it is given."""
+
+    def __init__(self) -> None:
+        self.slots: list[_Value] = []
+
+
 class _Functional(keras.optimizers.Optimizer):
     """Put behind an optimizer's class: what Keras does for TensorFlow variables, on `_Value`s.
 
@@ -54,7 +62,12 @@ class _Functional(keras.optimizers.Optimizer):
 
     def add_variable(self, shape: Any, initializer: Any = "zeros", **kwargs: Any) -> _Value:
         make = keras.initializers.get(initializer)
-        return _Value(make, shape=shape, dtype="float32", autocast=False, name=kwargs.get("name"))
+        name = kwargs.get("name")
+        value = _Value(make, shape=shape, dtype="float32", autocast=False, name=name)
+        if not hasattr(self, "_made"):  # the constructor is Keras'
+            self._made = _Made()
+        self._made.slots.append(value)
+        return value
 
     def add_variable_from_reference(
         self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
@@ -77,7 +90,7 @@ class _Functional(keras.optimizers.Optimizer):
     # What `apply` calls before the step, for every optimizer's weight_decay: W ← W − lr·decay·W.
     def _apply_weight_decay(self, variables: Any) -> None:
         if self.weight_decay is not None:
-            for variable in variables:
+            for variable in filter(self._use_weight_decay, variables):
                 rate = tf.cast(self.learning_rate, variable.dtype)
                 variable.assign_sub(variable * tf.cast(self.weight_decay, variable.dtype) * rate)
 
@@ -159,6 +172,113 @@ class KerasStep:
                 for variable in (*held, self._iterations):
                     variable.release()
         return self.State(*values, state.iterations + 1.0)
+
+
+class KerasSteps:
+    """The step of any Keras optimizer on several weights, as a pure function.
+
+    Args:
+        optimizer: gives the kind and its settings; it is left alone.
+        weights: the variables that it trains, for their shapes, constraints and weight decay.
+        clip: whether the step clips gradients as the optimizer says. Where one step sees only some
+            of a model's weights, they must be clipped before.
+
+    Attributes:
+        initial: values of the state before the first step: iterations, the learning rate unless
+            it is a schedule, then the slots.
+
+    Raises:
+        ValueError: settings that reach beyond one step.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        weights: Sequence[keras.Variable],
+        clip: bool = True,
+    ) -> None:
+        check_plain(optimizer)
+        kind = type(optimizer)
+        config = optimizer.get_config()
+        if not clip:
+            config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
+        functional: Any = type(kind.__name__, (kind, _Functional), {})
+        copy = functional.from_config(config)
+        self._optimizer = copy
+        self._lock = threading.Lock()
+        self._weights = [
+            _Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights
+        ]
+        # What `exclude_from_weight_decay` has set is in no config.
+        copy._exclude_from_weight_decay = {
+            id(value)
+            for value, variable in zip(self._weights, weights, strict=True)
+            if not optimizer._use_weight_decay(variable)
+        }
+        for value, variable in zip(self._weights, weights, strict=True):
+            value.constraint = variable.constraint
+        copy.build(self._weights)
+        self._state = []
+        for attribute, value in list(vars(copy).items()):
+            # Keras makes the iterations, a constant rate and Nadam's product as variables.
+            if isinstance(value, keras.Variable) and not isinstance(value, _Value):
+                stand_in = _Value(value.numpy(), dtype=value.dtype, autocast=False, name=attribute)
+                setattr(copy, attribute, stand_in)
+                self._state.append(stand_in)
+        self.rate_index = next(
+            (k for k, value in enumerate(self._state) if value is copy._learning_rate), None
+        )
+        self._state += copy._made.slots if hasattr(copy, "_made") else []
+        self.initial = [value.numpy() for value in self._state]
+        copy._variables.clear()  # nothing here is saved by Keras
+
+    def __call__(
+        self, weights: Sequence[Any], state: Sequence[Any], gradients: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """One step.
+
+        Args:
+            weights, gradients: tensors, in the order of the variables.
+            state: tensors like `initial`.
+
+        Returns:
+            The weights and the state after it.
+        """
+        held = [*self._weights, *self._state]
+        with self._lock:
+            try:
+                for value, tensor in zip(held, [*weights, *state], strict=True):
+                    value.hold(tensor)
+                self._optimizer.apply(list(gradients), self._weights)
+                values = [tf.convert_to_tensor(value.value) for value in held]
+            finally:
+                for value in held:
+                    value.release()
+        return values[: len(self._weights)], values[len(self._weights) :]
+
+
+def check_plain(optimizer: Any) -> None:
+    """Refuses settings that reach beyond one step.
+
+    Raises:
+        ValueError: gradient accumulation, Keras' own average of the weights, or a loss scale.
+    """
+    for setting, instead in (
+        ("use_ema", "give the strategy averages={'ema': tfpara.EMA(...)}"),
+        ("gradient_accumulation_steps", "choose a larger sync_period"),
+        ("loss_scale_factor", "train in float32 or bfloat16"),
+    ):
+        if getattr(optimizer, setting, None):
+            raise ValueError(
+                f"the optimizer has {setting}={getattr(optimizer, setting)!r}, which a single step "
+                f"cannot honour: leave it out and {instead}."
+            )
+    if hasattr(optimizer, "inner_optimizer"):
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} wraps another one, to scale losses. Give "
+            f"the inner one, {type(optimizer.inner_optimizer).__name__}, and train in float32 or "
+            "bfloat16."
+        )
 
 
 def shortest(value: Any) -> float:

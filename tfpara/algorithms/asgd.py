@@ -1,0 +1,203 @@
+"""Asynchronous rules: what a parameter server does with what a worker sends it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class ASGD:
+    """Asynchronous SGD: a worker pulls the model, sends a gradient, and does not wait for others.
+
+        W ← W − lr · g(W_pulled)
+
+    g is the gradient of one minibatch at the weights that the worker pulled, or the sum over
+    `sync_period` of them. k pushes of other workers may have come between the pull and the push:
+    its *staleness*. The step itself is that of the optimizer that the model is compiled with, which
+    runs on the server; W − lr·g is that of SGD.
+
+    Args:
+        max_staleness: s ≥ 0: no push is staler. Workers wait, before a pull and before a push,
+            where the pushes that are under way could not all keep to it otherwise. With s = 0 one
+            worker at a time computes. None: unbounded.
+        delay_compensation: λ ≥ 0, DC-ASGD: g + λ g⊙g⊙(W − W_pulled) in place of g.
+        rate_by_staleness: whether the step's learning rate is divided by 1 + k.
+        reduction: of the gradients of `sync_period` minibatches, "sum" (each counts as much as if
+            it were pushed alone) or "mean".
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: paper 003, section 2.2, eq. 2; Zheng et al., "Asynchronous stochastic gradient descent
+    with delay compensation" (2017), eq. 10; Ho et al., "More effective distributed ML via a stale
+    synchronous parallel parameter server" (2013) for bounds on staleness.
+
+    Example:
+        >>> rule = ASGD(delay_compensation=0.5)
+        >>> rule.gradient(2.0, pulled=1.0, current=2.0)
+        4.0
+    """
+
+    max_staleness: int | None = None
+    delay_compensation: float = 0.0
+    rate_by_staleness: bool = False
+    reduction: str = "sum"
+
+    def __post_init__(self) -> None:
+        _check_bound(self.max_staleness)
+        if not 0.0 <= self.delay_compensation < float("inf"):
+            raise ValueError(
+                f"delay_compensation={self.delay_compensation!r} must be 0 (off) or positive; the "
+                "paper's values are 0.04 to 2."
+            )
+        if self.reduction not in ("sum", "mean"):
+            raise ValueError(f"reduction={self.reduction!r} is unknown. There are: sum, mean.")
+
+    def gradient(self, gradient: Any, pulled: Any, current: Any) -> Any:
+        """The gradient that is applied to the `current` weights."""
+        if self.delay_compensation == 0.0:
+            return gradient
+        return gradient + self.delay_compensation * gradient * gradient * (current - pulled)
+
+    def rate_factor(self, staleness: Any) -> Any:
+        """By what the learning rate of a push is multiplied."""
+        return 1.0 / (1.0 + staleness) if self.rate_by_staleness else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AveragedASGD(ASGD):
+    """ASGD whose server keeps an average of the models beside the model: `RunningThenMean`.
+
+    The average is not fed back; it is the model that is exported, under the name "average".
+
+    Args:
+        running_rate: r, of the running average of the first part of the training.
+        **others: those of `ASGD`.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: paper 002, sections 2.3 and 2.4.
+    """
+
+    running_rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        RunningThenMean(self.running_rate)
+
+    @property
+    def average(self) -> RunningThenMean:
+        """The average that goes with the rule."""
+        return RunningThenMean(self.running_rate)
+
+
+class RunningState(NamedTuple):
+    """`average`: W̄. `weight`: of the next model in it. `mean`: 1 once it is the model average."""
+
+    average: Any
+    weight: Any
+    mean: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningThenMean:
+    """A running average of the models at first, the mean of them later.
+
+        W̄ ← (1 − r) W̄ + r W;   after `start_mean`:   W̄ ← (1 − 1/n) W̄ + (1/n) W,  n = 1/r, 1/r + 1, …
+
+    So the mean goes on from the running average, which counts as 1/r − 1 models; paper 002 leaves
+    open what becomes of it.
+
+    Args:
+        rate: r, 0 < r ≤ 1.
+
+    Raises:
+        ValueError: r outside (0, 1].
+
+    Source: paper 002, section 2.3.
+
+    Example:
+        >>> rule = RunningThenMean(0.5)
+        >>> rule.value(rule.update(rule.init(4.0), 8.0))
+        6.0
+    """
+
+    rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.rate <= 1.0:
+            raise ValueError(f"running_rate={self.rate!r} is outside (0, 1]. The paper's is 0.01.")
+
+    def init(self, weights: Any) -> RunningState:
+        """State of a run that starts at `weights`."""
+        return RunningState(average=weights, weight=self.rate, mean=0.0)
+
+    def update(self, state: RunningState, global_model: Any) -> RunningState:
+        """Takes in the model after a push."""
+        return RunningState(
+            average=state.average + state.weight * (global_model - state.average),
+            weight=state.weight / (1.0 + state.mean * state.weight),
+            mean=state.mean,
+        )
+
+    def start_mean(self, state: RunningState) -> RunningState:
+        """The same state from where on the mean is taken."""
+        return state._replace(mean=1.0 + 0.0 * state.mean)
+
+    def value(self, state: RunningState) -> Any:
+        """The averaged model."""
+        return state.average
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncEASGD:
+    """Asynchronous elastic averaging: a worker and the server's model pull on each other.
+
+        w_i ← w_i − α(w_i − W);   W ← W + α(w_i − W)
+
+    both from the values before, every `sync_period` local steps of worker i, alone and at once.
+    The model's optimizer runs on the workers, each of which keeps a model of its own.
+
+    Args:
+        elasticity: α, 0 ≤ α ≤ 1. None: 0.9 divided by the number of workers. 0 leaves the workers
+            independent and the server's model as it was.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: paper 003, eq. 9; Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD"
+    (2015), algorithm 1.
+
+    Example:
+        >>> AsyncEASGD(0.25).move(4.0, 2.0)
+        0.5
+    """
+
+    elasticity: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.elasticity is not None and not 0.0 <= self.elasticity <= 1.0:
+            raise ValueError(
+                f"elasticity={self.elasticity!r} is outside [0, 1]: a worker would move past the "
+                "server's model. The usual value is 0.9/N; None chooses it."
+            )
+
+    def resolve(self, num_workers: int) -> AsyncEASGD:
+        """This rule with the default α filled in."""
+        if self.elasticity is not None:
+            return self
+        return dataclasses.replace(self, elasticity=0.9 / num_workers)
+
+    def move(self, local: Any, global_model: Any) -> Any:
+        """α(w − W): what the local model loses and the global one gains."""
+        return self.elasticity * (local - global_model)
+
+
+def _check_bound(bound: int | None) -> None:
+    whole = isinstance(bound, int) and not isinstance(bound, bool)
+    if bound is not None and (not whole or bound < 0):
+        raise ValueError(
+            f"max_staleness={bound!r} must be a whole number of pushes, 0 or more, or None."
+        )

@@ -1,0 +1,43 @@
+"""What goes wrong in asynchronous training, in words."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara.parameter_server.server import NOT_FINITE
+
+# How long the processes' connections may take to show who is gone, in seconds.
+_SETTLE_SECONDS = 3.0
+
+
+class DivergedError(RuntimeError):
+    """A push would have made a weight of the global model infinite or NaN; it was not applied."""
+
+
+class ChunkError(RuntimeError):
+    """A chunk of the data could not be trained on. The message names it and the cause."""
+
+
+def explained(error: Any, strategy: Any) -> Exception:
+    """The error to raise for one of TensorFlow's, of training on the workers."""
+    found = re.search(re.escape(NOT_FINITE) + r" '([^']*)'", error.message)
+    if found:
+        return DivergedError(
+            f"{NOT_FINITE} {found[1]!r}. The push was not applied, and checkpoints before it are "
+            "finite. Lower the learning rate, the sync_period or the number of workers."
+        )
+    if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+        until = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < until:
+            try:
+                strategy.check()
+            except RuntimeError as failure:
+                return failure
+            time.sleep(0.05)
+    chunk = getattr(error, "chunk", None)
+    where = "a chunk" if chunk is None else f"chunk {chunk[1]} of epoch {chunk[0]}"
+    return ChunkError(f"{where} could not be trained: {error.message}")

@@ -1,0 +1,220 @@
+"""Keras' `fit` for the asynchronous strategy: epochs, callbacks, progress and what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.parameter_server.chunks import Chunks, as_chunks
+from tfpara.parameter_server.errors import explained
+from tfpara.parameter_server.server import metric_variables
+
+_POLL_SECONDS = 0.2
+
+
+class Fit:
+    """One call of `AsyncStrategy.fit`.
+
+    Attributes:
+        epoch: the epoch that is trained, from 0.
+        chunks_done: chunks of it that are in the model.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: keras.Model,
+        data: tuple[Any, Any, Any],
+        *,
+        batch_size: int | None,
+        shuffle: bool,
+        class_weight: Any,
+        chunks: int | None,
+        search_rate: Any,
+    ) -> None:
+        x, y, sample_weight = data
+        if chunks is None and not isinstance(x, Chunks):
+            chunks = strategy.num_workers * (1 if isinstance(x, tf.data.Dataset) else 4)
+            chunks = min(chunks, _minibatches(x, batch_size)) or None
+        self._chunks = as_chunks(
+            x,
+            y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            count=chunks,
+            seed=strategy.seed,
+        )
+        _check_period(strategy.sync_period, self._chunks)
+        self._strategy = strategy
+        self._model = model
+        self.server, self.work = strategy.server_of(model, self._chunks.element_spec)
+        self.server.divide(self._chunks.count)
+        choose_rate = None
+        if search_rate is not None:
+            choose_rate = search_rate.function(self.server, self.work, self._chunks)
+        self._executor = strategy.executor(self.server, self.work, self._chunks, choose_rate)
+        self._rate: float | None = None
+        self._seen = 0  # minibatches of this epoch that callbacks were told of
+        self._resumed_epoch: int | None = None
+        self.epoch = 0
+        self.chunks_done = 0
+
+    def run(
+        self, epochs: int, first: int, verbose: str | int, callbacks: Any, validation: Any
+    ) -> keras.callbacks.History:
+        """Trains the epochs `first` … `epochs` − 1, or from where a checkpoint was."""
+        model = self._model
+        model.stop_training = False
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            verbose = 1 if verbose == "auto" else verbose
+            callbacks = keras.callbacks.CallbackList(
+                callbacks,
+                add_history=True,
+                add_progbar=verbose != 0,
+                verbose=verbose,
+                epochs=epochs,
+                steps=self._chunks.num_minibatches,
+                model=model,
+            )
+        self.epoch = first
+        logs: dict[str, Any] = {}
+        callbacks.on_train_begin()
+        while self.epoch < epochs and not model.stop_training:
+            if self._resumed_epoch != self.epoch:
+                self.server.books.begin_epoch()
+                for variable in self.server.metrics:
+                    variable.assign(tf.zeros_like(variable))
+            self._seen = int(np.sum(self.server.books.progress))
+            model.reset_metrics()
+            callbacks.on_epoch_begin(self.epoch)
+            self._train_epoch(callbacks)
+            self._strategy.read(model)
+            logs = self._logs()
+            logs.update(self._validated(*validation))
+            epoch, self.epoch = self.epoch, self.epoch + 1
+            callbacks.on_epoch_end(epoch, logs)
+        callbacks.on_train_end(logs)
+        return model.history
+
+    def resume(self, epoch: int) -> None:
+        """Goes on in an epoch, from what the servers' books say; in `on_train_begin`."""
+        self.epoch = self._resumed_epoch = epoch
+
+    @property
+    def num_chunks(self) -> int:
+        """Of an epoch."""
+        return self._chunks.count
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No worker is between a pull and a push: the servers' state is whole and stands still.
+
+        Chunks that were under way go on afterwards.
+        """
+        self._halt()
+        yield
+        self.server.books.halted.assign(False)
+        self._submit()
+
+    def _halt(self) -> None:
+        self.server.books.halted.assign(True)
+        self._executor.halt()
+        while not self._wait():
+            pass
+
+    def _train_epoch(self, callbacks: Any) -> None:
+        self._follow_rate()
+        self.server.books.halted.assign(False)
+        self._submit()
+        while True:
+            done = self._wait()
+            self.chunks_done = int(np.sum(self.server.books.finished))
+            self._tell(callbacks)
+            self._follow_rate()
+            if self._model.stop_training and not done:
+                self._halt()
+                return
+            if done and not self._submit_left():
+                return
+
+    def _submit(self) -> None:
+        left = np.flatnonzero(~self.server.books.finished.numpy())
+        self._executor.submit(self.epoch, [int(chunk) for chunk in left])
+
+    def _submit_left(self) -> bool:
+        """Submits again what was not finished, though its run has ended; False if nothing."""
+        left = not bool(np.all(self.server.books.finished))
+        if left and not self._model.stop_training:
+            self._submit()
+            return True
+        return False
+
+    def _wait(self) -> bool:
+        try:
+            done = bool(self._executor.wait(_POLL_SECONDS))
+            self._strategy.check()
+            return done
+        except tf.errors.OpError as error:
+            raise explained(error, self._strategy) from error
+
+    def _tell(self, callbacks: Any) -> None:
+        """Calls the batch hooks, where there were pushes, for the newest minibatch."""
+        seen = int(np.sum(self.server.books.progress))
+        if seen > self._seen:
+            callbacks.on_train_batch_begin(seen - 1)
+            callbacks.on_train_batch_end(seen - 1, self._logs())
+            self._seen = seen
+
+    def _follow_rate(self) -> None:
+        """Gives the servers the rate of the model's optimizer where a callback has changed it."""
+        optimizer = self._model.optimizer
+        if self.server.learning_rate is None:
+            return
+        rate = float(optimizer.learning_rate)
+        if rate != self._rate:
+            self.server.learning_rate = self._rate = rate
+
+    def _logs(self) -> dict[str, Any]:
+        for variable, value in zip(metric_variables(self._model), self.server.metrics, strict=True):
+            variable.assign(tf.identity(value))
+        results = self._model.get_metrics_result()
+        return {name: float(value) for name, value in results.items()}
+
+    def _validated(self, data: Any, batch_size: int | None, every: int) -> dict[str, Any]:
+        if data is None or (self.epoch + 1) % every:
+            return {}
+        x, y, sample_weight = (
+            keras.utils.unpack_x_y_sample_weight(data)
+            if isinstance(data, tuple | list)
+            else (data, None, None)
+        )
+        results = self._model.evaluate(
+            x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
+        )
+        return {f"val_{name}": value for name, value in results.items()}
+
+
+def _minibatches(x: Any, batch_size: int | None) -> int:
+    """Of an epoch; 0 if it is not known."""
+    if isinstance(x, tf.data.Dataset):
+        return max(0, int(x.cardinality()))
+    flat = tf.nest.flatten(x)
+    return -(-len(flat[0]) // (batch_size or 32)) if hasattr(flat[0], "__len__") else 0
+
+
+def _check_period(period: int, chunks: Chunks) -> None:
+    if chunks.num_minibatches is None:
+        return
+    smallest = chunks.num_minibatches // chunks.count
+    if period > max(1, smallest):
+        raise ValueError(
+            f"sync_period={period} exceeds the {smallest} minibatches of a chunk, so no push would "
+            f"have so many. Give a shorter period, or fewer than {chunks.count} chunks."
+        )

@@ -1,0 +1,395 @@
+"""The chief's side of the control channel: who is there, who is lost, and when the run is over.
+
+TensorFlow waits for ever for a process that does not start or stops answering, and nothing tells a
+parameter server that the run is over. So every worker and parameter server keeps a plain TCP
+connection to the chief's address of TF_CONFIG for the whole run, over which both ends send a sign
+of life (`member.py` has the other end). TensorFlow's own server of the chief takes another port.
+
+A lost worker costs the run nothing but its work, and may come again at any time. A lost parameter
+server takes a part of the model with it: all processes end, and name it.
+
+Messages are JSON objects, one a line. From members: `hello` (who they are), `serving` (TensorFlow's
+server listens), `problem` (why it does not), `leaving` (the signal that asked them to end). From
+the chief: `welcome`, `end` (exit code and a sentence). Empty ones, from both, are signs of life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from tfpara import reach, startup, version
+from tfpara.parameter_server.channel import Channel
+from tfpara.parameter_server.cluster import AsyncCluster
+
+_TICK_SECONDS = 0.1
+_ANSWER_SECONDS = 10.0  # for a hello, a look at an address, and the others' end
+_LOG_SECONDS = 30.0
+# The chief's program has this long to end itself once the run has failed: TensorFlow may hold it.
+_LAST_SECONDS = 60.0
+_FIRST_FREE_PORT = 1024
+_log = logging.getLogger(__name__)
+
+
+class ParameterServerError(RuntimeError):
+    """The run cannot go on. The message names the process that is lost, with its address."""
+
+
+def beat_seconds(timeout_seconds: float) -> float:
+    """Time between two signs of life, where silence of `timeout_seconds` means a loss."""
+    return min(2.0, timeout_seconds / 5.0)
+
+
+class Lobby:
+    """Gathers the workers and parameter servers, and watches them until the run is over.
+
+    Listens on the chief's address from its making on. The callbacks are called on the lobby's own
+    thread, after `gather` has returned; they may not wait.
+
+    Args:
+        cluster: the chief's view of the cluster.
+        startup_timeout_seconds: longest wait for all processes to come.
+        timeout_seconds: silence after which a process is taken for lost; also how long the run
+            waits while there is no worker.
+        on_worker_lost: called with the index of a worker that is gone or silent.
+        on_worker_joined: called with the index of a worker that has come back.
+
+    Attributes:
+        tensorflow_address: "host:port" on which TensorFlow's server of the chief is to listen.
+        failure: why the run cannot go on, in a sentence; None if it can.
+        asked_to_end: a sentence on the parameter server that got SIGTERM or SIGINT, and waits for
+            the end of the run so that its part of the model can still be saved; else None.
+
+    Raises:
+        tfpara.StartupError: the chief's port is in use.
+    """
+
+    def __init__(
+        self,
+        cluster: AsyncCluster,
+        startup_timeout_seconds: float,
+        timeout_seconds: float,
+        *,
+        on_worker_lost: Callable[[int], None] = lambda index: None,
+        on_worker_joined: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        self.failure: str | None = None
+        self.asked_to_end: str | None = None
+        self._cluster = cluster
+        self._startup_timeout, self._timeout = startup_timeout_seconds, timeout_seconds
+        self._on_lost, self._on_joined = on_worker_lost, on_worker_joined
+        self._listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
+        self._listener.setblocking(False)
+        self.tensorflow_address = _free_address(cluster)
+        self._strangers: set[Channel] = set()  # connected, but no hello yet
+        self._guests: dict[tuple[str, int], Channel] = {}
+        self._serving: set[tuple[str, int]] = set()
+        self._problem: str | None = None  # why the processes cannot come together
+        self._gathered = False
+        self._end: dict[str, Any] | None = None  # the last word, for those who come later too
+        self._without_workers_since: float | None = None
+        self._failed_at = 0.0
+        self._beat_at = 0.0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="tfpara-lobby", daemon=True)
+        self._thread.start()
+
+    # -- the chief's program --------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Waits until TensorFlow's server listens in every worker and parameter server.
+
+        Raises:
+            tfpara.StartupError: a process did not come in time, has another TF_CONFIG or another
+                version of tfpara, has the same task as another, could not start its server, or has
+                an address that leads nowhere. All that came end with the same sentence.
+        """
+        deadline = time.monotonic() + self._startup_timeout
+        log_at = time.monotonic() + _LOG_SECONDS
+        while True:
+            problem, missing = self._problem, self._missing()
+            now = time.monotonic()
+            if not problem and not missing:
+                problem = self._astray()
+            names = ", ".join(missing)
+            if missing and now >= deadline:
+                problem = problem or (
+                    f"after {self._startup_timeout:g} s these processes have not started: {names}. "
+                    "Start one process for each address of TF_CONFIG within "
+                    "startup_timeout_seconds, and see to it that they reach the chief at "
+                    f"{self._cluster.address}."
+                )
+            if problem:
+                self.fail(problem)
+                raise startup.StartupError(problem)
+            with self._changed:
+                if not self._missing():  # none left during the look at the addresses
+                    self._gathered = True
+                    return
+                self._changed.wait(_TICK_SECONDS)
+            if missing and now >= log_at:
+                _log.warning("Waiting for %s.", names)
+                log_at = now + _LOG_SECONDS
+
+    def check(self) -> None:
+        """Raises ParameterServerError if the run cannot go on."""
+        if self.failure:
+            raise ParameterServerError(self.failure)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Indices of the workers that are there now."""
+        with self._changed:
+            return tuple(sorted(index for job, index in self._serving if job == "worker"))
+
+    def finish(self) -> None:
+        """Tells all that the run is over, waits until they have gone, and stops listening."""
+        self._close(0, "")
+
+    def fail(self, sentence: str, code: int = 1) -> None:
+        """Tells all to print a sentence and to exit with a code, waits, and stops listening.
+
+        Args:
+            sentence: the cause.
+            code: their exit code; 75 where the chief has written a checkpoint and asks for a
+                restart.
+        """
+        self._close(code, sentence)
+
+    def _close(self, code: int, sentence: str) -> None:
+        with self._changed:
+            self._say_end(code, sentence)
+            self._changed.wait_for(lambda: not self._guests, timeout=_ANSWER_SECONDS)
+            self._closing = True
+        self._thread.join()
+        for channel in (*self._guests.values(), *self._strangers):
+            channel.close()
+        self._guests.clear()
+        self._listener.close()
+        self._selector.close()
+
+    def _say_end(self, code: int, sentence: str) -> None:
+        """Sends the last word, unless another was sent before."""
+        if self._end is None:
+            self._end = {"code": code, "sentence": sentence}
+            for guest in self._guests.values():
+                guest.send(end=self._end)
+
+    def _missing(self) -> list[str]:
+        missing = [member for member in self._cluster.members if member not in self._serving]
+        return [self._cluster.describe(*member) for member in missing]
+
+    def _astray(self) -> str | None:
+        """What is wrong with the addresses, to which TensorFlow is about to connect."""
+        addresses = {
+            self._cluster.describe(*member): self._cluster.spec()[member[0]][member[1]]
+            for member in self._cluster.members
+        }
+        found = reach.accepting(tuple(addresses.values()), _ANSWER_SECONDS)
+        astray = [name for name, address in addresses.items() if address not in found]
+        # One that has died since is missing again, and may come back.
+        if not astray or self._missing():
+            return None
+        return (
+            f"{', '.join(astray)} came to the chief, but the chief cannot connect to the address. "
+            "Correct it in TF_CONFIG, or open the port in the firewall."
+        )
+
+    # -- the lobby's thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            ready = [key.fileobj for key, _ in self._selector.select(_TICK_SECONDS)]
+            told: list[Callable[[], None]] = []
+            with self._changed:
+                # What has come is read before anyone is taken for silent: this process may have
+                # been stopped itself.
+                channels = [channel for channel in ready if isinstance(channel, Channel)]
+                arrived = [(channel, channel.receive()) for channel in channels]
+                # Ends first: who has left may be back already.
+                for channel, messages in sorted(arrived, key=lambda each: not each[0].closed):
+                    for message in messages:
+                        told += self._hear(channel, message)
+                    if channel.closed:
+                        told += self._lose(channel, "its connection ended")
+                if self._listener in ready:
+                    self._accept()
+                told += self._look_at_the_clock(time.monotonic())
+                self._changed.notify_all()
+            for tell in told:
+                tell()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            channel = Channel(connection)
+            self._strangers.add(channel)
+            self._selector.register(channel, selectors.EVENT_READ)
+
+    def _hear(self, channel: Channel, message: dict[str, Any]) -> list[Callable[[], None]]:
+        """Takes in a message; returns calls of callbacks."""
+        if channel in self._strangers:
+            if not channel.closed:
+                self._greet(channel, message)
+            return []
+        member = self._member(channel)
+        if member is None:  # given up before
+            return []
+        name = self._cluster.describe(*member)
+        if "problem" in message:
+            if self._gathered:
+                _log.warning("%s", message["problem"])
+            self._problem = self._problem or str(message["problem"])
+        elif "leaving" in message:
+            self.asked_to_end = f"{name} was asked to end ({message['leaving']})."
+        elif "serving" in message and member not in self._serving and not channel.closed:
+            self._serving.add(member)
+            if self._gathered and member[0] == "worker":
+                _log.warning("%s is back.", name)
+                return [lambda: self._on_joined(member[1])]
+        return []
+
+    def _greet(self, channel: Channel, message: dict[str, Any]) -> None:
+        """Admits a process by its hello, or turns it away."""
+        try:
+            member = (str(message["job"]), int(message["index"]))
+            view, their_version = message["hello"], message["version"]
+        except (KeyError, TypeError, ValueError):  # not one of us
+            self._drop(channel)
+            return
+        problem = self._objection(member, view, their_version)
+        if self._end is not None or problem:
+            channel.send(end=self._end or {"code": 1, "sentence": problem})
+            if not self._gathered:
+                self._problem = self._problem or problem
+            # It is not closed here: it goes by itself, or `_close` ends it.
+            return
+        former = self._guests.get(member)
+        if former is not None:
+            self._drop(former)
+        self._strangers.discard(channel)
+        self._guests[member] = channel
+        channel.send(
+            welcome=self._cluster.spec(self.tensorflow_address), timeout_seconds=self._timeout
+        )
+
+    def _objection(self, member: tuple[str, int], view: Any, their_version: Any) -> str | None:
+        cluster = self._cluster
+        name = " ".join(map(str, member))
+        if view != cluster.spec() or member not in cluster.members:
+            return (
+                f"TF_CONFIG differs between processes: {cluster.name} has the cluster "
+                f"{cluster.spec()}, {name} has {view}. Give all processes the same cluster; only "
+                "the task differs."
+            )
+        if their_version != version.__version__:
+            return (
+                f"tfpara differs between processes: {cluster.name} has version "
+                f"{version.__version__}, {cluster.describe(*member)} has {their_version}. Install "
+                "the same version everywhere."
+            )
+        former = self._guests.get(member)
+        silence = 3 * beat_seconds(self._timeout)  # longer: the former machine may have died
+        if former is not None and time.monotonic() - former.heard < silence:
+            return (
+                "two processes have the same task in TF_CONFIG: both are "
+                f"{cluster.describe(*member)}. Give each process an index of its own."
+            )
+        return None
+
+    def _look_at_the_clock(self, now: float) -> list[Callable[[], None]]:
+        told: list[Callable[[], None]] = []
+        for stranger in [c for c in self._strangers if now - c.heard > _ANSWER_SECONDS]:
+            self._drop(stranger)
+        how = f"it was silent for longer than timeout_seconds={self._timeout:g}"
+        for guest in [self._guests[member] for member in self._serving]:
+            if now - guest.heard > self._timeout:
+                told += self._lose(guest, how)
+        if now >= self._beat_at:
+            self._beat_at = now + beat_seconds(self._timeout)
+            for guest in self._guests.values():
+                guest.send()
+        if any(job == "worker" for job, _ in self._serving) or not self._gathered:
+            self._without_workers_since = None
+        elif self._without_workers_since is None:
+            self._without_workers_since = now
+        elif now - self._without_workers_since > self._timeout:
+            self._fail_all(
+                f"all workers are gone, and none has come back for timeout_seconds="
+                f"{self._timeout:g}; start all processes again."
+            )
+        if self._failed_at and now - self._failed_at > _LAST_SECONDS:
+            _leave(f"tfpara: {self.failure}")
+        return told
+
+    def _lose(self, channel: Channel, how: str) -> list[Callable[[], None]]:
+        """Takes a connection for lost; returns calls of callbacks."""
+        member = self._member(channel)
+        if member is None:
+            self._drop(channel)
+            return []
+        name = self._cluster.describe(*member)
+        was_serving = member in self._serving
+        # Read by a process that was stopped, if it ever goes on.
+        channel.send(end={"code": 1, "sentence": f"the chief has given {name} up: {how}."})
+        self._drop(channel)
+        if not (was_serving and self._gathered) or self._end is not None:
+            return []
+        if member[0] == "ps":
+            self._fail_all(
+                f"{name} is lost with its part of the model: {how}. Start all processes again, "
+                "from the last checkpoint."
+            )
+            return []
+        _log.warning("%s is lost: %s. Training goes on without it.", name, how)
+        return [lambda: self._on_lost(member[1])]
+
+    def _fail_all(self, sentence: str) -> None:
+        if self.failure is None:
+            self.failure = sentence
+            self._failed_at = time.monotonic()
+            self._say_end(1, sentence)
+
+    def _member(self, channel: Channel) -> tuple[str, int] | None:
+        return next((member for member, guest in self._guests.items() if guest is channel), None)
+
+    def _drop(self, channel: Channel) -> None:
+        member = self._member(channel)
+        if member is not None:
+            del self._guests[member]
+            self._serving.discard(member)
+        self._strangers.discard(channel)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(channel)
+        channel.close()
+
+
+def _free_address(cluster: AsyncCluster) -> str:
+    """The chief's host with the first free port above its own, of no process of the cluster."""
+    host, _, own = cluster.address.rpartition(":")
+    addresses = itertools.chain.from_iterable(cluster.spec().values())
+    taken = {int(address.rpartition(":")[2]) for address in addresses}
+    for port in itertools.chain(range(int(own) + 1, 1 << 16), range(_FIRST_FREE_PORT, int(own))):
+        if port not in taken:
+            address = f"{host}:{port}"
+            with contextlib.suppress(startup.StartupError), startup.listen(address, cluster.name):
+                return address
+    raise startup.StartupError(f"the host of {cluster.name} has no free port for TensorFlow.")
+
+
+def _leave(sentence: str) -> NoReturn:
+    """Ends this process at once, for TensorFlow holds its program."""
+    with contextlib.suppress(OSError):
+        print(sentence, file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,88 @@
+"""Asynchronous workers in one process, to study a rule without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tfpara.parameter_server.simulation import Pushed, Simulation, Speed
+from tfpara.parameter_server.strategy import AsyncStrategy
+
+_ALIKE = Speed(spread=0.2)
+_DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+
+def simulate_async(
+    num_workers: int,
+    rule: Any,
+    *,
+    speeds: Sequence[Speed] | Speed = _ALIKE,
+    order: Sequence[Pushed] | None = None,
+    **options: Any,
+) -> AsyncStrategy:
+    """An `AsyncStrategy` whose workers are simulated, in a repeatable order of pulls and pushes.
+
+    `fit` and all else work as on a cluster, with the same functions for pull, minibatch and push.
+    How long a worker takes for a minibatch is drawn from its speed; nothing waits for it in real
+    time. Two runs with the same arguments, data and seeds are equal bit for bit.
+
+    Args:
+        num_workers: N ≥ 1.
+        rule: as `AsyncStrategy` takes it.
+        speeds: of each worker, or of all alike. A slow one: `tfpara.Speed(10.0)`.
+        order: the record of another run (`strategy.record`) to repeat in place of the speeds: who
+            pulls and who pushes when, and which chunk.
+        **options: the other arguments of `AsyncStrategy`; `seed` is also that of the speeds.
+
+    Returns:
+        The strategy. Its `record` lists all pushes so far, as `tfpara.Pushed`.
+
+    Raises:
+        ValueError: a number of workers or speeds that does not fit.
+
+    Example:
+        >>> strategy = simulate_async(8, tfpara.ASGD(), speeds=tfpara.Speed(1.0, spread=0.5))
+        >>> strategy.num_workers
+        8
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"num_workers={num_workers!r} must be a whole number of at least 1.")
+    each = [speeds] * num_workers if isinstance(speeds, Speed) else list(speeds)
+    if len(each) != num_workers:
+        raise ValueError(
+            f"speeds has {len(each)} entries for {num_workers} workers. Give one for each, or one "
+            "tfpara.Speed for all."
+        )
+    return AsyncStrategy(rule, _processes=_Simulated(each, order), **options)
+
+
+class _Simulated:
+    """In place of the processes of a cluster."""
+
+    chief_device = _DEVICE
+    server_devices = (_DEVICE,)
+
+    def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
+        self.num_workers = len(speeds)
+        self.record: list[Pushed] = []
+        self._speeds = speeds
+        self._order = order
+
+    def executor(
+        self, server: Any, work: Any, chunks: Any, sync_period: int, choose_rate: Any, seed: int
+    ) -> Simulation:
+        """What runs chunks on the simulated workers."""
+        return Simulation(
+            server,
+            work,
+            chunks,
+            sync_period,
+            choose_rate,
+            speeds=self._speeds,
+            seed=seed,
+            order=self._order,
+            record=self.record,
+        )
+
+    def check(self) -> None:
+        """Nothing can be gone."""

@@ -1,0 +1,237 @@
+"""Asynchronous training in one process, in an order of pulls and pushes that can be repeated."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.work import CHUNK_STREAMS, Block, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How long a simulated worker takes for a minibatch.
+
+        seconds = mean · exp(spread · z − spread²/2),   z ~ N(0, 1)
+
+    Args:
+        mean: seconds, > 0, on average; only their ratio between workers matters.
+        spread: standard deviation of the logarithm, ≥ 0. 0: always the mean.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    mean: float = 1.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.mean < float("inf") or not 0.0 <= self.spread < float("inf"):
+            raise ValueError(f"{self!r}: mean must be positive and spread 0 or more, both finite.")
+
+    def draw(self, generator: np.random.Generator) -> float:
+        """Seconds of one minibatch."""
+        shift = self.spread * generator.standard_normal() - self.spread**2 / 2
+        return float(self.mean * np.exp(shift))
+
+
+class Pushed(NamedTuple):
+    """A line of a record: push number `version` (from 0) of a run.
+
+    Attributes:
+        worker: who pushed.
+        chunk: of which chunk.
+        pulled: pushes before the pull.
+        version: pushes before this one; `version − pulled` is its staleness.
+    """
+
+    worker: int
+    chunk: int
+    pulled: int
+    version: int
+
+
+class _Worker:
+    """A simulated worker: its place in its chunk, and what it has pulled and not pushed yet."""
+
+    def __init__(self, index: int, start: list[tf.Tensor]) -> None:
+        self.index = index
+        self.chunk = -1
+        self.iterator: Any = None
+        self.element: Any = None  # the next minibatch
+        self.own: list[tf.Tensor] = []
+        self.rate = tf.constant(-1.0)
+        self.pulled: Any = None
+        self.block: Block | None = None
+        self.weights: list[tf.Tensor] = []  # of rules with local models
+        self.optimizer = start
+
+
+class Simulation:
+    """Trains chunks on simulated workers: `cluster_run.Cluster` without a cluster.
+
+    Each worker pulls, computes `sync_period` minibatches for as long as its speed says, pushes, and
+    pulls again at once. Events are taken in the order of their time, those of equal time by worker.
+    The functions that pull, compute and push are those that run on a cluster.
+
+    Args:
+        server, work, chunks, sync_period, choose_rate: as for `cluster_run.chunk_function`.
+        speeds: of each worker.
+        seed: of the speeds' random numbers.
+        order: a record to repeat, in place of speeds.
+        record: gets a line for each push.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        work: Work,
+        chunks: Chunks,
+        sync_period: int,
+        choose_rate: Callable[[tf.data.Dataset], tf.Tensor] | None = None,
+        *,
+        speeds: Sequence[Speed],
+        seed: int,
+        order: Sequence[Pushed] | None = None,
+        record: list[Pushed] | None = None,
+    ) -> None:
+        self._server = server
+        self._work = work
+        self._chunks = chunks
+        self._period = sync_period
+        self._choose_rate = choose_rate
+        self._speeds = list(speeds)
+        self._random = [np.random.default_rng([seed, k]) for k in range(len(speeds))]
+        start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
+        self._workers = [_Worker(k, start) for k in range(len(speeds))]
+        self._waiting: collections.deque[tuple[int, int]] = collections.deque()
+        self._events: list[tuple[float, int]] = []  # time and worker of the next pushes
+        self._now = 0.0
+        self._order = collections.deque(order or ())
+        self._repeats = order is not None
+        self.record: list[Pushed] = [] if record is None else record
+        self._pull = tf.function(server.pull, autograph=False)
+        self._begin = tf.function(work.begin, autograph=False)
+        self._add = tf.function(work.add, autograph=False, reduce_retracing=True)
+        self._push = tf.function(self._push_block, autograph=False)
+
+    def submit(self, epoch: int, chunks: Sequence[int]) -> None:
+        """Adds chunks of an epoch to those that wait for a worker."""
+        self._waiting.extend((epoch, chunk) for chunk in chunks)
+
+    def wait(self, seconds: float) -> bool:
+        """Trains for at least `seconds` of real time; returns whether all chunks are done."""
+        until = time.monotonic() + seconds
+        while True:
+            self._pull_where_free()
+            if not self._events:
+                return True
+            self._push_of(self._next_to_push())
+            if time.monotonic() >= until:
+                return False
+
+    def halt(self) -> None:
+        """Takes the chunks back from the workers; what they have not pushed is lost."""
+        self._waiting.clear()
+        self._events.clear()
+        for worker in self._workers:
+            worker.iterator = worker.element = worker.block = None
+
+    def _pull_where_free(self) -> None:
+        """Has every idle worker pull, as long as there are chunks."""
+        for worker in self._workers:
+            if worker.block is not None or not self._may_pull(worker):
+                continue
+            if not self._next_minibatch(worker):
+                continue
+            worker.pulled = self._pull(_long(worker.index))
+            local = (worker.weights or worker.pulled.weights, worker.optimizer)
+            worker.block = self._begin(
+                worker.pulled, worker.own, *(local if self._work.local else ((), ()))
+            )
+            minibatches = 0
+            duration = 0.0
+            while minibatches < self._period and worker.element is not None:
+                worker.block = self._add(worker.block, worker.element)
+                worker.element = next(worker.iterator, None)
+                duration += self._speeds[worker.index].draw(self._random[worker.index])
+                minibatches += 1
+            worker.own = worker.block.own
+            heapq.heappush(self._events, (self._now + duration, worker.index))
+
+    def _may_pull(self, worker: _Worker) -> bool:
+        """Whether the record, where one is repeated, has the worker pull now."""
+        if not self._repeats:
+            return True
+        coming = next((p for p in self._order if p.worker == worker.index), None)
+        if coming is None or coming.pulled != int(self._server.first.version):
+            return False
+        if worker.element is None:  # takes the chunk that it took
+            mine = [place for place in self._waiting if place[1] == coming.chunk]
+            if not mine:
+                return False
+            self._waiting.remove(mine[0])
+            self._waiting.appendleft(mine[0])
+        return True
+
+    def _next_to_push(self) -> _Worker:
+        if self._repeats:
+            index = self._order.popleft().worker
+            self._events.remove(next(event for event in self._events if event[1] == index))
+            heapq.heapify(self._events)
+            return self._workers[index]
+        self._now, index = heapq.heappop(self._events)
+        return self._workers[index]
+
+    def _next_minibatch(self, worker: _Worker) -> bool:
+        """Gives a worker a chunk where it has none; returns whether it has a minibatch."""
+        while worker.element is None and self._waiting:
+            epoch, chunk = self._waiting.popleft()
+            worker.chunk = chunk
+            done = int(self._server.books.progress[chunk])
+            arguments = self._chunks.arguments(epoch, chunk)
+            dataset = self._chunks.dataset(_long(epoch), _long(chunk), *arguments).skip(done)
+            if self._choose_rate is not None:
+                worker.rate = self._choose_rate(dataset)
+            worker.iterator = iter(dataset)
+            worker.element = next(worker.iterator, None)
+            worker.own = self._work.own_start(
+                _long((epoch * self._chunks.count + chunk) * CHUNK_STREAMS + done)
+            )
+            if worker.element is None:
+                self._server.finish(_long(chunk), tf.constant(True))
+        return worker.element is not None
+
+    def _push_of(self, worker: _Worker) -> None:
+        block: Any = worker.block
+        worker.block = None
+        chunk = worker.chunk
+        versions, moves = self._push(
+            block, worker.pulled, _long(worker.index), _long(chunk), worker.rate
+        )
+        if self._work.local:
+            worker.weights = [w - m for w, m in zip(block.weights, moves, strict=True)]
+            worker.optimizer = block.optimizer
+        version = int(versions[0]) - 1
+        pulled = int(worker.pulled.versions[0])
+        self.record.append(Pushed(worker.index, chunk, pulled, version))
+        if worker.element is None:
+            self._server.finish(_long(chunk), tf.constant(True))
+
+    def _push_block(
+        self, block: Block, pulled: Any, worker: tf.Tensor, chunk: tf.Tensor, rate: tf.Tensor
+    ) -> Any:
+        return self._server.push(self._work.push(block, pulled, worker, chunk, rate), pulled)
+
+
+def _long(value: int) -> tf.Tensor:
+    return tf.constant(value, tf.int64)

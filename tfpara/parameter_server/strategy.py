@@ -1,0 +1,305 @@
+"""Asynchronous training with parameter servers, as users see it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
+from tfpara.parameter_server.fit import Fit
+from tfpara.parameter_server.processes import Processes
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.work import Work
+from tfpara.settings import checked_averages, checked_period, checked_seconds
+
+
+class AsyncStatistics(NamedTuple):
+    """What has been pushed so far.
+
+    Attributes:
+        pushes: updates of the global model.
+        samples: that these pushes had.
+        staleness: int64 [256], pushes by staleness k; the last counts the staler ones too.
+        by_worker: int64 [workers], pushes of each worker in this process's lifetime.
+    """
+
+    pushes: int
+    samples: int
+    staleness: Any
+    by_worker: Any
+
+    @property
+    def mean_staleness(self) -> float:
+        """Over all pushes; 0 before the first."""
+        total = self.staleness.sum()
+        return float((self.staleness * range(len(self.staleness))).sum() / max(1, total))
+
+
+class AsyncStrategy(tf.distribute.OneDeviceStrategy):
+    """Asynchronous training: workers pull the model from servers, and push without waiting.
+
+    Built on `tf.distribute.ParameterServerStrategy` and `ClusterCoordinator`. The same script runs
+    in every process of TF_CONFIG (`tfpara-launch --ps 1 -n 2 -- script.py`): in the chief the
+    constructor returns; workers and parameter servers stay inside it, do what the chief sends them,
+    and exit when the chief is done.
+
+    The model lives in the chief, where Keras' `evaluate`, `predict` and `export` work on it; to
+    train it call the strategy's `fit`. The workers compute its loss (`compute_loss`) and metrics;
+    what travels is weights, gradients, changes of moving statistics and of metrics. Each worker
+    process uses one device: its first GPU, or the CPU.
+
+    Args:
+        rule: `tfpara.ASGD(...)`, `tfpara.AveragedASGD(...)` or `tfpara.AsyncEASGD(...)`.
+        sync_period: τ ≥ 1, minibatches between a worker's pull and its push.
+        averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`, which
+            take in the model after every push; they never touch training.
+        seed: of the order of arrays, and of simulated workers.
+        timeout_seconds: a parameter server that is silent for so long is given up.
+        startup_timeout_seconds: longest wait for all processes to appear.
+
+    Raises:
+        TypeError: `rule` is not an asynchronous rule.
+        ValueError: a value outside its range.
+        tfpara.cluster.ClusterError: TF_CONFIG is wrong, or has no parameter server or chief.
+        tfpara.StartupError: processes that did not come, or see another cluster.
+    """
+
+    def __init__(
+        self,
+        rule: Any,
+        *,
+        sync_period: int = 1,
+        averages: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        timeout_seconds: float = 60.0,
+        startup_timeout_seconds: float = 300.0,
+        _processes: Any = None,
+    ) -> None:
+        checked_rule(rule)
+        checked_period(sync_period)
+        self._averages = checked_averages(averages or {})
+        if isinstance(rule, AveragedASGD):
+            if "average" in self._averages:
+                raise ValueError("averages has 'average', which is the name of AveragedASGD's own.")
+            self._averages["average"] = rule.average
+        checked_seconds("timeout_seconds", timeout_seconds)
+        checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
+        self._processes = _processes or Processes(timeout_seconds, startup_timeout_seconds)
+        if isinstance(rule, AsyncEASGD):
+            rule = rule.resolve(self._processes.num_workers)
+        super().__init__(self._processes.chief_device)
+        self._rule = rule
+        self._period = sync_period
+        self.seed = seed
+        self._states: dict[str, Any] = {}
+        self._servers: dict[keras.Model, tuple[Server, Work]] = {}
+        self.running: Fit | None = None
+
+    rule = property(lambda self: self._rule, doc="The rule, with defaults filled in.")
+    sync_period = property(lambda self: self._period, doc="τ, minibatches of a push.")
+    averages = property(lambda self: dict(self._averages), doc="Averages, by name.")
+    num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
+    record = property(lambda self: self._processes.record, doc="Pushes so far, if simulated.")
+    is_chief = True
+    num_replicas = 1  # the chief's model
+    worker_index = 0
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on the chief; a Keras training step is refused."""
+        if isinstance(getattr(fn, "__self__", None), keras.Model) and fn.__name__ == "train_step":
+            raise RuntimeError(
+                "model.fit would train on the chief alone. Call strategy.fit(model, ...), which "
+                "takes the same arguments."
+            )
+        return super().run(fn, args, kwargs, options)
+
+    def fit(
+        self,
+        model: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Any = None,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        validation_batch_size: int | None = None,
+        validation_freq: int = 1,
+        chunks: int | None = None,
+        search_rate: Any = None,
+    ) -> keras.callbacks.History:
+        """Trains the model on the workers; Keras' `fit`, with its arguments, callbacks and history.
+
+        An epoch is divided into chunks. A chunk goes to one worker at a time, and to another one if
+        that dies, which goes on where the model is: every minibatch is in the model once. A push
+        that its worker's death cuts in the middle may, with several parameter servers, be in on
+        some of them only; it is then made again whole.
+
+        The progress bar, and the batch hooks of callbacks, follow the pushes several times a
+        second, not each of them. After `fit` the model has the global weights.
+
+        Args:
+            model: built and compiled in the scope.
+            x, y, batch_size, shuffle, class_weight, sample_weight: arrays, or a `tf.data.Dataset`
+                of minibatches without Python functions in it, or `tfpara.Chunks`.
+            epochs, initial_epoch, verbose, callbacks, validation_data, validation_batch_size,
+                validation_freq: as in Keras.
+            chunks: chunks of an epoch, for arrays and datasets; None: four for each worker from
+                arrays, and one for each from a dataset, of which every chunk reads the whole.
+            search_rate: a `tfpara.parameter_server.SearchRate`, to choose the rate of each chunk.
+
+        Returns:
+            The history: metrics of each epoch.
+
+        Raises:
+            ValueError: an argument that does not fit; a model that is not built or compiled, or
+                has a training step of its own; `sync_period` longer than a chunk.
+            tfpara.DivergedError: a push was not finite.
+            tfpara.ParameterServerError: a parameter server is gone.
+        """
+        running = Fit(
+            self,
+            model,
+            (x, y, sample_weight),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            chunks=chunks,
+            search_rate=search_rate,
+        )
+        validation = (validation_data, validation_batch_size, validation_freq)
+        self.running = running
+        try:
+            return running.run(epochs, initial_epoch, verbose, callbacks, validation)
+        finally:
+            self.running = None
+
+    @contextlib.contextmanager
+    def weights(self, model: keras.Model, which: str) -> Iterator[None]:
+        """Puts the "global" model or an average into the chief's model for a while.
+
+        Args:
+            model: made in the scope.
+            which: "global" or a name among `averages`.
+
+        Raises:
+            ValueError: an unknown name; the message lists those there are.
+        """
+        known = ["global", *self._averages]
+        if which not in known:
+            raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
+        server = self._server_of(model)
+        if server is None:  # not trained yet: all are the same
+            yield
+            return
+        kept = [tf.identity(v.value) for v in model.trainable_variables]
+        self.read(model, which)
+        try:
+            yield
+        finally:
+            for variable, value in zip(model.trainable_variables, kept, strict=True):
+                variable.assign(value)
+
+    def read(self, model: keras.Model, which: str = "global") -> None:
+        """Copies weights, and the moving statistics, from the servers into the chief's model."""
+        server, work = self._servers[model]
+        weights = server.global_weights() if which == "global" else server.average_weights(which)
+        for variable, value in zip(model.trainable_variables, weights, strict=True):
+            variable.assign(tf.identity(value))
+        for variable, value in zip(work.state, server.state, strict=True):
+            variable.assign(tf.identity(value))
+
+    def statistics(self, model: keras.Model | None = None) -> AsyncStatistics:
+        """What has been pushed so far.
+
+        Args:
+            model: of this model; None: of the one that is or was trained, if it is the only one.
+        """
+        servers = [self._servers[model]] if model is not None else list(self._servers.values())
+        (server, _) = servers[-1]
+        books = server.books
+        return AsyncStatistics(
+            pushes=int(server.first.version),
+            samples=int(books.samples),
+            staleness=books.histogram.numpy(),
+            by_worker=books.by_worker.numpy(),
+        )
+
+    def start_mean(self, model: keras.Model) -> None:
+        """Has AveragedASGD's average go on as the mean of the models."""
+        self._servers[model][0].start_mean("average")
+
+    def keep_state(self, name: str, holder: Any) -> None:
+        """Has the state of an object kept in checkpoints and restored from them.
+
+        Args:
+            name: the state's; a second object under one name replaces the first.
+            holder: `get_state()` returns what JSON can carry, `set_state(state)` takes it back.
+        """
+        self._states[name] = holder
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The objects of `keep_state`."""
+        return dict(self._states)
+
+    def server_of(self, model: keras.Model, spec: Any) -> tuple[Server, Work]:
+        """The model on the servers, made from the chief's where there is none yet.
+
+        Args:
+            model: built and compiled.
+            spec: of its minibatches.
+        """
+        if model not in self._servers:
+            work = Work(model, self._rule, spec)
+            server = Server(
+                model,
+                work.state,
+                self._rule,
+                self._averages,
+                self._processes.server_devices,
+                self.num_workers,
+            )
+            self._servers[model] = (server, work)
+        return self._servers[model]
+
+    def executor(self, server: Server, work: Work, chunks: Any, choose_rate: Any) -> Any:
+        """What runs chunks on the workers."""
+        return self._processes.executor(
+            server, work, chunks, self._period, choose_rate, seed=self.seed
+        )
+
+    def check(self) -> None:
+        """Raises what ends the run, if something does.
+
+        Raises:
+            tfpara.ParameterServerError: a parameter server is gone.
+        """
+        self._processes.check()
+
+    def _server_of(self, model: keras.Model) -> Server | None:
+        found = self._servers.get(model)
+        return None if found is None else found[0]
+
+
+def checked_rule(rule: Any) -> Any:
+    """The rule, if it is an asynchronous one."""
+    if isinstance(rule, RULES):
+        raise TypeError(
+            f"{type(rule).__name__} is a synchronous rule: give it to "
+            "tfpara.PeriodicSyncStrategy. AsyncStrategy takes ASGD, AveragedASGD or AsyncEASGD."
+        )
+    if not isinstance(rule, ASYNC_RULES):
+        raise TypeError(
+            f"rule must be tfpara.ASGD(...), AveragedASGD(...) or AsyncEASGD(...), not {rule!r}."
+        )
+    return rule

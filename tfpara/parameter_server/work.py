@@ -1,0 +1,260 @@
+"""What a worker computes between a pull and a push, as pure functions of tensors.
+
+The Keras model is read as a function: while it runs, tensors stand in for its variables
+(`keras.StatelessScope`), so one traced function serves every worker and touches no variable of the
+chief's model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.algorithms import AsyncEASGD
+from tfpara.algorithms.keras_step import KerasSteps
+from tfpara.model_variables import carried_states
+from tfpara.parameter_server.server import Pulled, Push, metric_variables
+
+# Random streams of a chunk: one for each minibatch that it may be taken up again at.
+CHUNK_STREAMS = 1 << 20
+# Odd, so that different streams give different seeds; 2^32 divided by the golden ratio.
+_MIX = 2654435769
+
+
+class Block(NamedTuple):
+    """A worker's place between a pull and a push: lists of tensors.
+
+    Attributes:
+        weights: those the next minibatch sees: as pulled (ASGD) or the local ones (EASGD).
+        gradients: sums over the block's minibatches; empty for EASGD.
+        optimizer: the local optimizer's state; empty for ASGD.
+        state: moving statistics that workers share.
+        own: what is a worker's own: random seeds and carried recurrent states.
+        metrics: sums over the block's minibatches.
+        minibatches, samples: of the block so far, int64.
+    """
+
+    weights: list[tf.Tensor]
+    gradients: list[tf.Tensor]
+    optimizer: list[tf.Tensor]
+    state: list[tf.Tensor]
+    own: list[tf.Tensor]
+    metrics: list[tf.Tensor]
+    minibatches: tf.Tensor
+    samples: tf.Tensor
+
+
+class Work:
+    """The minibatches of a worker.
+
+    Args:
+        model: built and compiled.
+        rule: a resolved rule of `tfpara.algorithms.asgd`.
+        spec: the element spec of the minibatches.
+
+    Attributes:
+        state: the model's variables that `Block.state` stands for.
+
+    Raises:
+        ValueError: the model is not built or compiled, or has a training step of its own.
+    """
+
+    def __init__(self, model: keras.Model, rule: Any, spec: Any) -> None:
+        _check(model)
+        _build_metrics(model, spec)
+        self._model = model
+        self._rule = rule
+        carried = {id(v) for v in carried_states(model)}
+        frozen = [v for v in model.non_trainable_variables if v.value.trainable]
+        rest = [v for v in model.non_trainable_variables if not v.value.trainable]
+        self.state = [v for v in rest if v.value.dtype.is_floating and id(v) not in carried]
+        shared = {id(v) for v in self.state}
+        self._own = [v for v in rest if id(v) not in shared]
+        self._seeded = [id(v) not in carried and not v.value.dtype.is_floating for v in self._own]
+        self._frozen = frozen
+        self._frozen_values = [v.numpy() for v in frozen]
+        self._own_values = [v.numpy() for v in self._own]
+        self._metrics = metric_variables(model)
+        self.local = isinstance(rule, AsyncEASGD)
+        self._steps = KerasSteps(model.optimizer, model.trainable_variables) if self.local else None
+
+    @property
+    def optimizer_start(self) -> list[Any]:
+        """The local optimizer's first state, of rules that have local models."""
+        return [] if self._steps is None else list(self._steps.initial)
+
+    def own_start(self, stream: tf.Tensor) -> list[tf.Tensor]:
+        """A worker's own state where a chunk begins.
+
+        Args:
+            stream: int64; streams differ in their random numbers.
+        """
+        shift = tf.cast(stream * _MIX, tf.uint32)
+        return [
+            # Keras' seeds are a seed and a counter.
+            tf.stack([value[0] + shift, value[1]])
+            if seeded and value.dtype == np.uint32 and value.shape == (2,)
+            else tf.convert_to_tensor(value)
+            for value, seeded in zip(self._own_values, self._seeded, strict=True)
+        ]
+
+    def begin(
+        self,
+        pulled: Pulled,
+        own: Sequence[tf.Tensor],
+        weights: Sequence[tf.Tensor] = (),
+        optimizer: Sequence[tf.Tensor] = (),
+    ) -> Block:
+        """A block without a minibatch.
+
+        Args:
+            pulled: the server's model.
+            own: of the block before it in the same chunk, or `own_start`.
+            weights, optimizer: the local model and optimizer, of rules that have them.
+        """
+        pulled_weights = [tf.identity(w) for w in pulled.weights]  # to this worker, once
+        zero = tf.zeros([], tf.int64)
+        return Block(
+            weights=list(weights) if self.local else pulled_weights,
+            gradients=[] if self.local else [tf.zeros_like(w) for w in pulled_weights],
+            optimizer=list(optimizer),
+            state=[tf.identity(s) for s in pulled.state],
+            own=list(own),
+            metrics=[tf.zeros_like(v.value) for v in self._metrics],
+            minibatches=zero,
+            samples=zero,
+        )
+
+    def add(self, block: Block, data: Any) -> Block:
+        """The block with one more minibatch: (x, y) or (x, y, sample_weight)."""
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        samples = tf.shape(tf.nest.flatten(x)[0])[0]
+        variables = [
+            *model.trainable_variables,
+            *self._frozen,
+            *self.state,
+            *self._own,
+            *self._metrics,
+        ]
+        values = [
+            *block.weights,
+            *map(tf.convert_to_tensor, self._frozen_values),
+            *block.state,
+            *block.own,
+            *block.metrics,
+        ]
+        scope = keras.StatelessScope(
+            state_mapping=list(zip(variables, values, strict=True)), collect_losses=True
+        )
+        with tf.GradientTape() as tape:
+            tape.watch(block.weights)
+            with scope:
+                outputs = model(x, training=True)
+                loss = model.compute_loss(
+                    x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
+                )
+        gradients = tape.gradient(
+            loss, block.weights, unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
+        gradients = [tf.convert_to_tensor(g) for g in gradients]
+        with scope:
+            for metric in model.metrics:
+                if metric.name == "loss":
+                    metric.update_state(loss, sample_weight=samples)
+            model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+        def now(variables: Sequence[Any]) -> list[tf.Tensor]:
+            return [tf.convert_to_tensor(_current(scope, v)) for v in variables]
+
+        weights, optimizer = block.weights, block.optimizer
+        if self._steps is not None:
+            weights, optimizer = self._steps(weights, optimizer, gradients)
+            gradients = []
+        else:
+            gradients = clipped(model.optimizer, gradients)
+            gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
+        return Block(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            state=now(self.state),
+            own=now(self._own),
+            metrics=now(self._metrics),
+            minibatches=block.minibatches + 1,
+            samples=block.samples + tf.cast(samples, tf.int64),
+        )
+
+    def push(
+        self, block: Block, pulled: Pulled, worker: tf.Tensor, chunk: tf.Tensor, rate: tf.Tensor
+    ) -> Push:
+        """What a finished block sends."""
+        values = block.weights
+        if not self.local:
+            values = block.gradients
+            if self._rule.reduction == "mean":
+                count = tf.cast(tf.maximum(block.minibatches, 1), tf.float32)
+                values = [v / tf.cast(count, v.dtype) for v in values]
+        return Push(
+            values=values,
+            state=[after - before for after, before in zip(block.state, pulled.state, strict=True)],
+            metrics=block.metrics,
+            worker=worker,
+            chunk=chunk,
+            minibatches=block.minibatches,
+            samples=block.samples,
+            rate=rate,
+        )
+
+
+def _build_metrics(model: keras.Model, spec: Any) -> None:
+    """Makes the variables of the model's metrics, which Keras makes on the first minibatch.
+
+    Args:
+        model: compiled.
+        spec: the element spec of its minibatches.
+    """
+    zeros = tf.nest.map_structure(
+        lambda s: tf.zeros([1 if d is None else d for d in s.shape], s.dtype), spec
+    )
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(zeros)
+    with keras.StatelessScope():  # carried states stay
+        outputs = model(x, training=False)
+    model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+    model.reset_metrics()
+
+
+def clipped(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The gradients, clipped as a Keras optimizer says."""
+    if optimizer.clipnorm:
+        return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
+    if optimizer.global_clipnorm:
+        return list(tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)[0])
+    if optimizer.clipvalue:
+        bound = optimizer.clipvalue
+        return [tf.clip_by_value(g, -bound, bound) for g in gradients]
+    return list(gradients)
+
+
+def _current(scope: Any, variable: Any) -> Any:
+    value = scope.get_current_value(variable)
+    return variable.value if value is None else value
+
+
+def _check(model: Any) -> None:
+    if not getattr(model, "compiled", False):
+        raise ValueError("the model is not compiled. Call model.compile(...) in strategy.scope().")
+    if not model.built:
+        raise ValueError(
+            "the model is not built, so it has no weights to send to the parameter servers. Give "
+            "it a keras.Input, or call model.build(input_shape)."
+        )
+    if type(model).train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"{type(model).__name__} has a train_step of its own, which the workers of the "
+            "asynchronous strategy cannot run. Override compute_loss and compute_metrics instead."
+        )
