@@ -84,7 +84,8 @@ def meet(cluster: Cluster, timeout_seconds: float) -> None:
     if cluster.num_workers == 1:
         return
     deadline = time.monotonic() + timeout_seconds
-    with _listen(cluster) as listener:
+    name = cluster.describe(cluster.rank)
+    with listen(cluster.address, name, cluster.num_workers) as listener:
         if not cluster.is_chief:
             _report_to_chief(cluster, timeout_seconds, deadline)
             return
@@ -221,10 +222,19 @@ def _view(cluster: Cluster) -> list[Any]:
     return [list(cluster.addresses), cluster.has_chief_job]
 
 
-def _listen(cluster: Cluster) -> socket.socket:
-    """Listens on all interfaces, as TensorFlow's server does."""
-    port = int(cluster.address.rpartition(":")[2])
-    backlog = max(128, cluster.num_workers)
+def listen(address: str, name: str, guests: int = 0) -> socket.socket:
+    """Listens on all interfaces, as TensorFlow's server does.
+
+    Args:
+        address: this process's "host:port".
+        name: this process in messages.
+        guests: how many may connect at once.
+
+    Raises:
+        StartupError: the port is in use.
+    """
+    port = int(address.rpartition(":")[2])
+    backlog = max(128, guests)
     try:
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):
@@ -235,8 +245,8 @@ def _listen(cluster: Cluster) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(
-                f"port {port} of this process, {cluster.describe(cluster.rank)}, is in use, perhaps"
-                " by a worker of an earlier run. End that, or change the port in TF_CONFIG."
+                f"port {port} of this process, {name}, is in use, perhaps by a worker of an "
+                "earlier run. End that, or change the port in TF_CONFIG."
             ) from None
         raise StartupError(f"cannot listen on port {port} of TF_CONFIG: {error}.") from None
 

@@ -1,0 +1,65 @@
+"""A process of an asynchronous run without TensorFlow: the chief obeys commands on stdin."""
+
+import socket
+import sys
+import threading
+import time
+
+from tfpara import StartupError
+from tfpara.parameter_server import cluster, member
+from tfpara.parameter_server.lobby import Lobby, ParameterServerError
+
+STARTUP_SECONDS, TIMEOUT_SECONDS = map(float, sys.argv[1:3])
+found = cluster.read()
+listeners = []
+
+
+def start_server(spec):
+    """What TensorFlow's server does as far as others can see."""
+    port = int(found.address.rpartition(":")[2])
+    listeners.append(socket.create_server(("", port)))
+    print("serving", spec["chief"][0], flush=True)
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+if not found.is_chief:
+    member.serve(found, start_server, STARTUP_SECONDS)
+
+try:
+    lobby = Lobby(
+        found,
+        STARTUP_SECONDS,
+        TIMEOUT_SECONDS,
+        on_worker_lost=lambda index: say("lost", index),
+        on_worker_joined=lambda index: say("joined", index),
+    )
+    lobby.gather()
+except StartupError as error:
+    sys.exit(f"StartupError: {error}")
+say("gathered", lobby.tensorflow_address)
+commands = []
+threading.Thread(target=lambda: commands.extend(sys.stdin), daemon=True).start()
+told = False
+try:
+    while True:
+        lobby.check()
+        if lobby.asked_to_end and not told:
+            say(lobby.asked_to_end)
+            told = True
+        if commands:
+            word, _, rest = commands.pop(0).strip().partition(" ")
+            if word == "finish":
+                lobby.finish()
+                sys.exit(0)
+            if word == "fail":
+                lobby.fail(rest, 75)
+                sys.exit(75)
+            if word == "workers":
+                say("workers", *lobby.workers)
+        time.sleep(0.01)
+except ParameterServerError as error:
+    lobby.fail(str(error))
+    sys.exit(f"ParameterServerError: {error}")

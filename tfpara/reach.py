@@ -1,0 +1,60 @@
+"""Which processes of a cluster can be reached. Only the standard library is imported."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from tfpara.cluster import Cluster
+
+
+def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
+    """Lists the other processes that accept no TCP connection now.
+
+    Args:
+        cluster: the cluster to probe.
+        timeout_seconds: how long to wait for an answer, name look-up included.
+
+    Returns:
+        Names such as "worker 1 (127.0.0.1:4000)", by rank.
+    """
+    peers = [rank for rank in range(len(cluster.addresses)) if rank != cluster.rank]
+    found = accepting([cluster.addresses[rank] for rank in peers], timeout_seconds)
+    return [cluster.describe(rank) for rank in peers if cluster.addresses[rank] not in found]
+
+
+def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str]:
+    """Those of `addresses`, "host:port", that accept a TCP connection now.
+
+    All are tried at once. A stopped process still accepts, so this is no proof of health.
+
+    Args:
+        addresses: the addresses to probe.
+        timeout_seconds: how long to wait for an answer, name look-up included.
+    """
+    found: set[str] = set()
+
+    def probe(address: str) -> None:
+        if _accepts(address, timeout_seconds):
+            found.add(address)
+
+    # Daemon threads: a name look-up cannot be cut short, and must not keep the process alive.
+    threads = [threading.Thread(target=probe, args=(each,), daemon=True) for each in addresses]
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return frozenset(found)
+
+
+def _accepts(address: str, timeout_seconds: float) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds) as connection:
+            # A loopback connection to a free port can, by chance, be made with itself.
+            return bool(connection.getsockname() != connection.getpeername())
+    except (OSError, UnicodeError):
+        return False
