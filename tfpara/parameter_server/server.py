@@ -246,9 +246,9 @@ class Server:
         own = state[at]
         chosen = tf.where(rate >= 0.0, tf.cast(rate, own.dtype), own)
         state[at] = chosen * self.rule.rate_factor(tf.cast(staleness, own.dtype))
-        weights, state = steps(weights, state, corrected)
+        after, state = steps(weights, state, corrected)
         state[at] = own
-        return weights, state
+        return after, state
 
     def finish(self, chunk: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """Enters whether all minibatches of a chunk have been pushed; returns `ended`."""
