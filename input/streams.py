@@ -24,7 +24,7 @@ STREAMS = 100
 TRUNCATION = 20  # frames
 NORMALISATIONS = ("global", "utterance", "none")
 _LEAST = {"streams": 1, "truncation": 1, "context": 0, "stack": 1, "label_delay": 0}
-_MIN_STDDEV = 1e-5
+MIN_STDDEV = 1e-5  # of an utterance's own
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class _Reader:
         frames, labels = index.read_utterance(self._corpus, self._split, self._files, utterance)
         mean, stddev = self._corpus.mean, self._corpus.stddev
         if self.options.normalisation == "utterance":
-            mean, stddev = frames.mean(0), np.maximum(frames.std(0), _MIN_STDDEV)
+            mean, stddev = frames.mean(0), np.maximum(frames.std(0), MIN_STDDEV)
         if self.options.normalisation != "none":
             frames = (frames - mean) * (np.float32(1.0) / stddev)
         return frames[:, : self.options.coefficients], labels

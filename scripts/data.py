@@ -27,6 +27,7 @@ def stream_options(description: Mapping[str, Any]) -> streams.StreamOptions:
         stack=description["stack"],
         label_delay=description["label_delay"],
         coefficients=description["coefficients"],
+        normalisation=description.get("normalisation", "global"),
     )
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from input import features, index
 from input.index import CorpusIndex
 from models import decoding
-from scripts import common
+from scripts import common, serving
 
 FILE_NAME = "decoding.json"
 
@@ -38,22 +38,18 @@ def utterances(
 
     Args:
         model: gives logits, for frames [n, dim], or for sequences of frames [1, n, dim].
-        description: of the run. Its `context` frames are spliced on each side, its `stack` frames
-            (1 if not given) put together, its first `label_delay` outputs (0) left out; it sees
-            the first `coefficients` of each frame (all).
+        description: of the run, as `serving.model_input` takes it. The first `label_delay` outputs
+            of a sequence are left out.
         corpus: has the frames, and the mean and deviation that normalise them.
         split: "train", "validation" or "test".
     """
     sequences = len(model.inputs[0].shape) == 3
-    context, stack = description["context"], description.get("stack", 1)
-    delay = description.get("label_delay", 0)
-    coefficients = description.get("coefficients")
+    stack, delay = description.get("stack", 1), serving.label_delay(description)
+    to_input = serving.model_input(corpus, description)
 
-    width = min(corpus.feature_dim, coefficients or corpus.feature_dim)
-
-    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, width])])
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, corpus.feature_dim])])
     def log_posteriors(frames: tf.Tensor) -> tf.Tensor:
-        seen = features.joined(frames, context, stack, delay)
+        seen = to_input(frames)
         logits = model(seen[None], training=False)[0, delay:] if sequences else model(seen)
         return tf.nn.log_softmax(tf.cast(logits, tf.float32))
 
@@ -61,8 +57,7 @@ def utterances(
     with index.open_shards(part) as files:
         for number in range(len(part)):
             frames, labels = index.read_utterance(corpus, part, files, number)
-            normal = (frames - corpus.mean) * (np.float32(1.0) / corpus.stddev)
-            outputs = log_posteriors(normal[:, :coefficients]).numpy()
+            outputs = log_posteriors(frames).numpy()
             yield Utterance(part.id[number], _of_stacks(labels, stack), outputs)
 
 

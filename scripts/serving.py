@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from input import features
+from input import features, streams
 from input.index import CorpusIndex
 from scripts.data import is_recurrent
 
@@ -42,17 +42,15 @@ def serving(corpus: CorpusIndex, description: Mapping[str, Any]) -> Serving:
     made = corpus.options
     deltas = int(made.get("deltas", 2))
     frame_dim = corpus.feature_dim // (deltas + 1)
-    coefficients = description["coefficients"]
-    delay = description["label_delay"] if is_recurrent(description) else 0
+    to_input = model_input(corpus, description)
+    delay = label_delay(description)
     of_utterance = made.get("cmvn") == "utterance"
 
     def preprocessing(frames: tf.Tensor) -> tf.Tensor:
         if of_utterance:
             stats = features.cmvn_stats(frames)
             frames = features.apply_cmvn(frames, stats, bool(made.get("norm_vars")))
-        wide = features.add_deltas(frames, deltas)
-        seen = features.normalise(wide, corpus.mean, corpus.stddev)[:, :coefficients]
-        taken = features.joined(seen, description["context"], description["stack"], delay)
+        taken = to_input(features.add_deltas(frames, deltas))
         return taken[None] if is_recurrent(description) else taken
 
     def postprocessing(logits: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -61,6 +59,45 @@ def serving(corpus: CorpusIndex, description: Mapping[str, Any]) -> Serving:
         return {"log_posteriors": tf.nn.log_softmax(logits), "logits": logits}
 
     return Serving(frame_dim, preprocessing, postprocessing, _about(made, frame_dim))
+
+
+def model_input(
+    corpus: CorpusIndex, description: Mapping[str, Any]
+) -> Callable[[tf.Tensor], tf.Tensor]:
+    """What makes the input of a model from the frames of an utterance, deltas among them.
+
+    Args:
+        corpus: has the mean and deviation that normalise, unless each utterance has its own.
+        description: of the model: `context` frames are spliced on each side, `stack` frames (1 if
+            not given) put together, `label_delay` (0) added at the end; it sees the first
+            `coefficients` of each frame (all), with `normalisation` ("global").
+
+    Returns:
+        float32 [num_frames, dim] -> [num_outputs + label_delay, input_dim].
+    """
+    kind = description.get("normalisation", "global")
+
+    def normalised(frames: tf.Tensor) -> tf.Tensor:
+        if kind == "none":
+            return frames
+        if kind == "utterance":
+            mean, variance = tf.nn.moments(frames, 0)
+            return features.normalise(
+                frames, mean, tf.maximum(tf.sqrt(variance), streams.MIN_STDDEV)
+            )
+        return features.normalise(frames, corpus.mean, corpus.stddev)
+
+    def taken(frames: tf.Tensor) -> tf.Tensor:
+        seen = normalised(frames)[:, : description.get("coefficients")]
+        context, stack = description["context"], description.get("stack", 1)
+        return features.joined(seen, context, stack, label_delay(description))
+
+    return taken
+
+
+def label_delay(description: Mapping[str, Any]) -> int:
+    """By how many outputs a model is late: only one of streams may be."""
+    return int(description.get("label_delay", 0)) if is_recurrent(description) else 0
 
 
 def _about(made: Mapping[str, Any], frame_dim: int) -> str:

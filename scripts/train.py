@@ -53,6 +53,13 @@ _COEFFICIENTS = flags.DEFINE_integer(
     "set",
     lower_bound=1,
 )
+_NORMALISATION = flags.DEFINE_enum(
+    "normalisation",
+    "global",
+    streams.NORMALISATIONS,
+    "recurrent models: mean and deviation of frames made 0 and 1, of the corpus' or each "
+    "utterance's own",
+)
 
 _MINUTES = flags.DEFINE_float(
     "checkpoint_minutes", None, "minutes between checkpoints within epochs; none if not set", 0.0
@@ -68,7 +75,7 @@ _TIMES = flags.DEFINE_integer(
     "held_out_times_per_epoch", 1, "scores of the held-out data in an epoch", lower_bound=1
 )
 
-_PLANNED = (_SEED, _SHUFFLE, _STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS)
+_PLANNED = (_SEED, _SHUFFLE, _STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
 
 for _module in (common, model_flags, rule_flags, schedule_flags):
     flags.adopt_module_key_flags(_module)
@@ -143,7 +150,7 @@ class _History(keras.callbacks.Callback):
 
 def _check() -> None:
     """Refuses flags that do not go together."""
-    of_streams = (_STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS)
+    of_streams = (_STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
     recurrent = model_flags.recurrent()
     common.only_for(recurrent, of_streams, "recurrent models, such as --model=lstm-000")
     common.only_for(not recurrent, (_SHUFFLE,), "models of single frames, such as --model=dnn")
@@ -158,6 +165,7 @@ def _description(corpus: index.CorpusIndex) -> dict[str, Any]:
         "streams": _STREAMS.value,
         "truncation": _TRUNCATION.value,
         "label_delay": _DELAY.value,
+        "normalisation": _NORMALISATION.value,
     }
 
 

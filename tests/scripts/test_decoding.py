@@ -118,7 +118,7 @@ def test_sequence_models_see_whole_utterances_in_stacks(corpus_directory):
     inputs = keras.Input((None, width))
     before = keras.layers.ZeroPadding1D((2, 0))(inputs)  # outputs that are two frames late
     model = keras.Model(inputs, keras.layers.Cropping1D((0, 2))(before))
-    description = {"context": 0, "stack": 3, "label_delay": 2}
+    description = {"kind": "lstm", "context": 0, "stack": 3, "label_delay": 2}
     for got, (x, labels) in zip(
         decoding.utterances(model, description, corpus, "test"),
         frames_of(corpus, "test"),

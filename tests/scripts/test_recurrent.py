@@ -19,6 +19,7 @@ FLAGS = (
     "--simulate_replicas=2",
     "--sync_period=4",
     "--ema_decay=0.5",
+    "--normalisation=utterance",
     "--epochs=1",
 )
 
@@ -111,3 +112,19 @@ def test_served_features_are_made_as_those_of_the_corpus(made, dim, about):
     padded = np.concatenate([expected[:1], expected[:1], expected, expected[-1:], expected[-1:]])
     expected = np.concatenate([padded[i : i + 9] for i in range(5)], axis=1)
     np.testing.assert_allclose(ends.preprocessing(raw), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_frames_are_normalised_as_in_training():
+    class Corpus:
+        mean, stddev = np.full(2, 3.0), np.full(2, 0.5)
+
+    raw = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
+    wanted = {
+        "none": raw,
+        "utterance": (raw - raw.mean(0)) / raw.std(0),
+        "global": (raw - 3.0) / 0.5,
+    }
+    for kind, expected in wanted.items():
+        description = {"kind": "lstm", "context": 0, "normalisation": kind}
+        found = serving.model_input(Corpus(), description)(raw)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
