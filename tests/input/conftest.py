@@ -1,10 +1,14 @@
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import pytest
 
 from input import corpus, index
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the module that the tests share
 
 OPTIONS = corpus.Options(
     train_minutes=0.6,

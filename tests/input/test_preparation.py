@@ -7,6 +7,7 @@ from pathlib import Path
 import kaldiio
 import numpy as np
 import pytest
+from contents import content
 
 from input import features, index, preparation, sources
 from input.labels import KaldiAlignments
@@ -79,16 +80,6 @@ def data(tmp_path):
 
     found = Data()
     found.write()
-    return found
-
-
-def content(corpus):
-    """Features, labels and split of every utterance of a corpus."""
-    found = {}
-    for name, split in corpus.splits.items():
-        with index.open_shards(split) as files:
-            for number, utterance in enumerate(split.id):
-                found[utterance] = (*index.read_utterance(corpus, split, files, number), name)
     return found
 
 

@@ -7,6 +7,7 @@ import kaldiio
 import numpy as np
 import pytest
 import soundfile
+from contents import content
 
 from input import features, index, preparation, sources
 from input.audio_files import Options as AudioOptions
@@ -18,16 +19,6 @@ from input.sources import Extraction
 def write_utt2spk(directory, utterances):
     lines = [f"{key} {key.split('-')[0]}\n" for key in utterances]
     Path(directory, "utt2spk").write_text("".join(lines))
-
-
-def content(corpus):
-    """Features, labels and split of every utterance of a corpus."""
-    found = {}
-    for name, split in corpus.splits.items():
-        with index.open_shards(split) as files:
-            for number, utterance in enumerate(split.id):
-                found[utterance] = (*index.read_utterance(corpus, split, files, number), name)
-    return found
 
 
 @pytest.mark.parametrize(
