@@ -1,4 +1,4 @@
-"""Who trains: the cluster that the environment variable TF_CONFIG describes.
+"""Who trains: the cluster that TF_CONFIG, horovodrun or mpirun describe in the environment.
 
 TF_CONFIG is read and checked here, before TensorFlow starts, because TensorFlow answers most
 mistakes in it with a hang. Only the standard library is imported.
@@ -8,7 +8,8 @@ mistakes in it with a hang. Only the standard library is imported.
 
 Ranks count the chief first, then the workers in their order, so the task above has rank 2. In a
 cluster of `worker` jobs only, worker 0 is the chief. Without TF_CONFIG, or with `{}`, one process
-trains alone.
+trains alone, unless the variables of horovodrun (HOROVOD_RANK, HOROVOD_SIZE) or mpirun
+(OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE) say that it is one of several.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import json
 import os
 import re
 import reprlib
-import socket
-import threading
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _EXAMPLE = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
 _JOBS = ("chief", "worker")
+# This process, and how many there are: of horovodrun, and of Open MPI's mpirun.
+RANK_VARIABLES = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
 _WHY_NOT = {
     "ps": (
         "the synchronous strategy has no parameter servers; list chief and worker only, "
@@ -45,7 +48,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 
 
 class ClusterError(ValueError):
-    """TF_CONFIG breaks a rule. The message names the value, the rule and the fix."""
+    """TF_CONFIG or a rank variable breaks a rule. The message names the value and the fix."""
 
 
 class Cluster(NamedTuple):
@@ -57,17 +60,22 @@ class Cluster(NamedTuple):
         task_type: "chief" or "worker", as in TF_CONFIG.
         task_index: index within the job `task_type`, as in TF_CONFIG.
         has_chief_job: whether rank 0 is the job "chief"; otherwise it is worker 0.
+        rank_variable: the variable, such as HOROVOD_RANK, in which this process was told its rank;
+            empty if TF_CONFIG alone tells it.
+        size: number of processes according to the rank variables; there may be no addresses.
     """
 
     addresses: tuple[str, ...]
     task_type: str
     task_index: int
     has_chief_job: bool = False
+    rank_variable: str = ""
+    size: int = 0
 
     @property
     def num_workers(self) -> int:
         """Number of training processes, the chief included."""
-        return max(1, len(self.addresses))
+        return max(1, len(self.addresses), self.size)
 
     @property
     def rank(self) -> int:
@@ -81,7 +89,7 @@ class Cluster(NamedTuple):
 
     @property
     def address(self) -> str:
-        """This process's "host:port"; empty when it trains alone."""
+        """This process's "host:port"; empty when it trains alone, or has none."""
         return self.addresses[self.rank] if self.addresses else ""
 
     def describe(self, rank: int) -> str:
@@ -90,7 +98,7 @@ class Cluster(NamedTuple):
         return label(rank) + address
 
     def tf_config(self) -> str:
-        """The TF_CONFIG that `read` turns into this cluster."""
+        """The TF_CONFIG that `read` turns into this cluster, if it has addresses."""
         first = int(self.has_chief_job)
         jobs = {"chief": self.addresses[:first], "worker": self.addresses[first:]}
         spec = {job: list(addresses) for job, addresses in jobs.items() if addresses}
@@ -98,7 +106,7 @@ class Cluster(NamedTuple):
         return json.dumps({"cluster": spec, "task": task} if spec else {})
 
 
-_ALONE = Cluster((), "worker", 0)
+ALONE = Cluster((), "worker", 0)
 
 
 def label(rank: int) -> str:
@@ -107,17 +115,56 @@ def label(rank: int) -> str:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Cluster:
-    """Reads and checks TF_CONFIG in `environ`.
+    """Reads and checks TF_CONFIG and the rank variables in `environ`.
 
     Returns:
-        The cluster; that of a single process if TF_CONFIG is unset, blank or `{}`.
+        The cluster; that of a single process if TF_CONFIG is unset, blank or `{}`, and no rank
+        variables are set.
 
     Raises:
-        ClusterError: TF_CONFIG breaks a rule; one message says which.
+        ClusterError: one of them breaks a rule, or they contradict each other; one message says
+            which.
     """
+    found = _from_tf_config(environ)
+    told = _from_rank_variables(environ)
+    if told is None:
+        return found
+    if not found.addresses:
+        return told if told.size > 1 else found
+    if (found.rank, found.num_workers) != (told.rank, told.size):
+        raise ClusterError(
+            f"{told.rank_variable}={told.rank} of {told.size} processes contradicts TF_CONFIG, in "
+            f"which this process is {found.describe(found.rank)}, rank {found.rank} of "
+            f"{found.num_workers}. Unset TF_CONFIG for processes that horovodrun or mpirun start, "
+            f"and {told.rank_variable} for others."
+        )
+    return found._replace(rank_variable=told.rank_variable, size=told.size)
+
+
+def _from_rank_variables(environ: Mapping[str, str]) -> Cluster | None:
+    """The cluster without addresses of the first pair of variables that is set."""
+    for names in RANK_VARIABLES:
+        given = [environ.get(name, "").strip() for name in names]
+        if not any(given):
+            continue
+        text = ", ".join(f"{n}={v!r}" for n, v in zip(names, given, strict=True))
+        # isdecimal alone takes digits of other scripts too, as int() does.
+        if not all(value.isdecimal() for value in given) or int(given[0]) >= int(given[1]):
+            raise ClusterError(
+                f"{text}: the first must be a number from 0 below the second, which counts the "
+                "processes. Both are set by horovodrun or mpirun; unset them to train in one "
+                "process, or under TF_CONFIG."
+            )
+        rank, size = map(int, given)
+        job = ("worker", rank - 1) if rank else ("chief", 0)
+        return Cluster((), *job, has_chief_job=True, rank_variable=names[0], size=size)
+    return None
+
+
+def _from_tf_config(environ: Mapping[str, str]) -> Cluster:
     text = environ.get("TF_CONFIG", "")
     if not text.strip():
-        return _ALONE
+        return ALONE
     config = _object(_parse(text), "TF_CONFIG")
     spec = _object(config.get("cluster", {}), "'cluster' in TF_CONFIG")
     jobs = {job: _addresses(job, value) for job, value in spec.items()}
@@ -130,50 +177,10 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
         )
     task_type, task_index = _task(config["task"], jobs) if "task" in config else ("worker", 0)
     if not jobs:
-        return _ALONE
+        return ALONE
     _check_distinct(jobs)
     addresses = (*jobs.get("chief", ()), *jobs.get("worker", ()))
     return Cluster(addresses, task_type, task_index, "chief" in jobs)
-
-
-def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
-    """Lists the other processes that accept no TCP connection now.
-
-    All are tried at once. A stopped process still accepts, so none listed is no proof of health.
-
-    Args:
-        cluster: the cluster to probe.
-        timeout_seconds: how long to wait for an answer, name look-up included.
-
-    Returns:
-        Names such as "worker 1 (127.0.0.1:4000)", by rank.
-    """
-    accepting: set[int] = set()
-
-    def probe(rank: int) -> None:
-        if _accepts(cluster.addresses[rank], timeout_seconds):
-            accepting.add(rank)
-
-    peers = [rank for rank in range(len(cluster.addresses)) if rank != cluster.rank]
-    # Daemon threads: a name look-up cannot be cut short, and must not keep the process alive.
-    threads = [threading.Thread(target=probe, args=(rank,), daemon=True) for rank in peers]
-    deadline = time.monotonic() + timeout_seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    answered = frozenset(accepting)
-    return [cluster.describe(rank) for rank in peers if rank not in answered]
-
-
-def _accepts(address: str, timeout_seconds: float) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds) as connection:
-            # A loopback connection to a free port can, by chance, be made with itself.
-            return bool(connection.getsockname() != connection.getpeername())
-    except (OSError, UnicodeError):
-        return False
 
 
 def _parse(text: str) -> Any:

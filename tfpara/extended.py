@@ -23,7 +23,8 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfpara import cluster
-from tfpara.collectives import Collectives, Loopback, TensorFlowCollectives
+from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
+from tfpara.collectives import horovod as _horovod
 from tfpara.epochs import Position
 from tfpara.fingerprint import agree
 from tfpara.model_variables import optimizers, replica_variables
@@ -166,19 +167,25 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._trained: dict[int, _Trained] = {}  # by the model's id
         self._synchronizers_made = 0
         self._created = 0
+        horovod = settings.collectives == "horovod" and found.num_workers > 1
         super().__init__(
             strategy,
-            cluster_resolver=_resolver(found),
+            cluster_resolver=_resolver(cluster.ALONE if horovod else found),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
+        if horovod:
+            # To TensorFlow this process is alone; what divides the data asks these.
+            self._num_workers, self._id_in_cluster = found.num_workers, found.rank
+            self._is_chief = found.is_chief
         self.settings = settings.resolved(self._num_replicas_in_sync)
         # Weights travel between the lead devices, everything small between the hosts.
-        host = f"{self._worker_device}/device:CPU:0"
+        host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
         self.reports = self._collectives(1, host, "RING")
         self.control = self._collectives(2, host, "RING", settings.timeout_seconds)
         if self._num_workers > 1:
-            self._watchdog = Watchdog(settings.timeout_seconds, self._waiting_since, _abort)
+            abort = _horovod.abort if horovod else _abort
+            self._watchdog = Watchdog(settings.timeout_seconds, self._waiting_since, abort)
 
     def _waiting_since(self) -> float:
         return max((s.waiting_since() for s in self.synchronizers), default=0.0)
@@ -188,14 +195,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> Collectives:
         if self._num_workers == 1:
             return Loopback()
-        return TensorFlowCollectives(
-            self._num_workers,
-            self._id_in_cluster,
-            device,
-            timeout_seconds,
-            communication,
-            group,
-        )
+        place = (self._num_workers, self._id_in_cluster, device, timeout_seconds)
+        if self.settings.collectives == "horovod":
+            return HorovodCollectives(*place, group)
+        return TensorFlowCollectives(*place, communication, group)
 
     def start(self) -> None:
         """Compares the workers' settings."""

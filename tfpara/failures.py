@@ -6,9 +6,12 @@ import re
 import sys
 from types import TracebackType
 
-from tfpara.cluster import Cluster, unreachable
+from tfpara.cluster import Cluster
+from tfpara.reach import unreachable
 
 _PROBE_SECONDS = 3.0
+# The cluster with its addresses, where the environment does not tell them.
+_known: Cluster | None = None
 
 
 def explain(
@@ -26,15 +29,19 @@ def explain(
     if not isinstance(error, tf.errors.OpError):
         return None
     text = str(error.message)
+    if not cluster.addresses and _known is not None:
+        cluster = _known
     if "assertion failed: [replica" in text:
         start = text.index("assertion failed: [") + len("assertion failed: [")
         return re.sub(r"\\(.)", r"\1", text[start:].split("]\n")[0])
-    if cluster.num_workers == 1 or not ("ollective" in text or "RecvBuf" in text):
+    if cluster.num_workers == 1 or not re.search("ollective|RecvBuf|Horovod has", text):
         return None
     gone = unreachable(cluster, _PROBE_SECONDS)
     if gone:
         return f"a sync failed because {' and '.join(gone)} is gone; start all workers again."
-    if isinstance(error, tf.errors.DeadlineExceededError):
+    # Horovod does not say why it has ended; but a worker that ends closes its port before.
+    silent = "Horovod has" in text and bool(cluster.addresses)
+    if silent or isinstance(error, tf.errors.DeadlineExceededError):
         value = "" if timeout_seconds is None else f"={timeout_seconds:g}"
         return (
             f"a sync failed because a worker was silent for longer than timeout_seconds{value}, "
@@ -46,6 +53,8 @@ def explain(
 
 def explain_uncaught(cluster: Cluster, timeout_seconds: float) -> None:
     """Adds the explanation below the traceback of an error that ends the program."""
+    global _known
+    _known = cluster
     previous = sys.excepthook
 
     def hook(

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpara import algorithms
 from tfpara.aggregation import AGGREGATIONS
+from tfpara.collectives.choice import COLLECTIVES
 from tfpara.synchronizer import LOCAL_STATE
 from tfpara.version import __version__
 
@@ -28,6 +29,7 @@ class Settings:
     aggregation: str
     timeout_seconds: float
     communication: str
+    collectives: str
     data_plan: dict[str, Any]
     asked_rule: str = ""  # before the number of replicas filled its defaults in
 
@@ -45,6 +47,7 @@ class Settings:
             "averages": repr(self.averages),
             "local_state": self.local_state,
             "aggregation": self.aggregation,
+            "collectives": self.collectives,
             **{f"data_plan.{k}": v for k, v in self.data_plan.items()},
         }
 
@@ -154,6 +157,13 @@ def checked_communication(communication: str) -> str:
     if communication not in known:
         raise ValueError(f"communication={communication!r} is not one of {', '.join(known)}.")
     return communication
+
+
+def checked_collectives(collectives: str) -> str:
+    """Returns the choice if there is such a one, else raises ValueError."""
+    if collectives not in COLLECTIVES:
+        raise ValueError(f"collectives={collectives!r} is not one of {', '.join(COLLECTIVES)}.")
+    return collectives
 
 
 def checked_seconds(name: str, seconds: float) -> float:

@@ -23,7 +23,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tfpara.cluster import Cluster, unreachable
+from tfpara.cluster import Cluster
+from tfpara.reach import unreachable
 
 _RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0  # for one exchange between processes that are up
@@ -68,18 +69,20 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     _met.add(cluster)
 
 
-def meet(cluster: Cluster, timeout_seconds: float) -> None:
-    """Waits until every worker of the cluster has called this with the same cluster.
+def meet(cluster: Cluster, timeout_seconds: float, collectives: str = "tensorflow") -> None:
+    """Waits until every worker of the cluster has called this with the same arguments.
 
     Listens on this worker's port meanwhile, and frees it.
 
     Args:
         cluster: this process's view of the cluster.
         timeout_seconds: longest wait for the other workers.
+        collectives: the backend that the worker goes on to start.
 
     Raises:
-        StartupError: a worker did not come in time, has another TF_CONFIG, or has the same task as
-            another; or an address is in use or leads nowhere. All workers that came raise it.
+        StartupError: a worker did not come in time, has another TF_CONFIG or other collectives, or
+            has the same task as another; or an address is in use or leads nowhere. All workers
+            that came raise it.
     """
     if cluster.num_workers == 1:
         return
@@ -87,11 +90,11 @@ def meet(cluster: Cluster, timeout_seconds: float) -> None:
     name = cluster.describe(cluster.rank)
     with listen(cluster.address, name, cluster.num_workers) as listener:
         if not cluster.is_chief:
-            _report_to_chief(cluster, timeout_seconds, deadline)
+            _report_to_chief(cluster, collectives, timeout_seconds, deadline)
             return
         guests: dict[int, socket.socket] = {}
         try:
-            problem = _gather(cluster, listener, guests, timeout_seconds, deadline)
+            problem = _gather(cluster, collectives, listener, guests, timeout_seconds, deadline)
             for guest in guests.values():
                 with contextlib.suppress(OSError):
                     _send(guest, {"problem": problem})
@@ -105,11 +108,13 @@ def meet(cluster: Cluster, timeout_seconds: float) -> None:
 class _Hello(NamedTuple):
     rank: int
     cluster: list[Any]
+    collectives: str
     guest: socket.socket
 
 
 def _gather(
     cluster: Cluster,
+    collectives: str,
     listener: socket.socket,
     guests: dict[int, socket.socket],
     timeout_seconds: float,
@@ -122,7 +127,7 @@ def _gather(
         names = ", ".join(cluster.describe(rank) for rank in missing)
         now = time.monotonic()
         if hello is not None:
-            problem = _admit(cluster, guests, hello)
+            problem = _admit(cluster, collectives, guests, hello)
             if problem:
                 return problem
         elif not missing:
@@ -153,7 +158,8 @@ def _hellos(listener: socket.socket) -> Iterator[_Hello | None]:
         try:
             guest.settimeout(_ANSWER_SECONDS)
             message = _receive(guest)
-            hellos.put(_Hello(int(message["rank"]), list(message["cluster"]), guest))
+            said = message.get("collectives", "tensorflow")
+            hellos.put(_Hello(int(message["rank"]), list(message["cluster"]), said, guest))
         except (OSError, ValueError, KeyError, TypeError):  # not one of us
             guest.close()
 
@@ -167,7 +173,9 @@ def _hellos(listener: socket.socket) -> Iterator[_Hello | None]:
         yield None
 
 
-def _admit(cluster: Cluster, guests: dict[int, socket.socket], hello: _Hello) -> str | None:
+def _admit(
+    cluster: Cluster, collectives: str, guests: dict[int, socket.socket], hello: _Hello
+) -> str | None:
     """Adds a worker to `guests`; returns what is wrong with it, or None."""
     if not _is_open(hello.guest):  # it came, died and may be started again
         return None
@@ -180,6 +188,11 @@ def _admit(cluster: Cluster, guests: dict[int, socket.socket], hello: _Hello) ->
             f"{_view(cluster)[0]}, worker {hello.rank} has {hello.cluster[0]} (or other jobs). "
             "Give all workers the same cluster; only the task differs."
         )
+    if hello.collectives != collectives:
+        return (
+            f"collectives: worker 0 has {collectives!r}, worker {hello.rank} has "
+            f"{hello.collectives!r}. Give all workers the same."
+        )
     if twins:
         return (
             "two processes have the same task in TF_CONFIG: both are "
@@ -188,9 +201,11 @@ def _admit(cluster: Cluster, guests: dict[int, socket.socket], hello: _Hello) ->
     return None
 
 
-def _report_to_chief(cluster: Cluster, timeout_seconds: float, deadline: float) -> None:
+def _report_to_chief(
+    cluster: Cluster, collectives: str, timeout_seconds: float, deadline: float
+) -> None:
     host, _, port = cluster.addresses[0].rpartition(":")
-    hello = {"rank": cluster.rank, "cluster": _view(cluster)}
+    hello = {"rank": cluster.rank, "cluster": _view(cluster), "collectives": collectives}
     log_at = time.monotonic() + _LOG_SECONDS
     while True:
         try:

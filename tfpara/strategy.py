@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpara import cluster, failures, startup
+from tfpara import cluster, failures, horovod_group, startup
+from tfpara.collectives.choice import choose
 from tfpara.extended import PeriodicSyncExtended
 from tfpara.reports import Request
 from tfpara.settings import (
     Settings,
     checked_aggregation,
     checked_averages,
+    checked_collectives,
     checked_communication,
     checked_local_state,
     checked_period,
@@ -31,8 +35,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
     made and compiled in the strategy's scope. A replica is one device of one worker; the workers
-    are those of TF_CONFIG (without it, this process alone). Nothing is exchanged in a training step
-    but every `sync_period`-th.
+    are those of TF_CONFIG, or those that horovodrun or mpirun have started (without them, this
+    process alone). Nothing is exchanged in a training step but every `sync_period`-th.
 
     The end of an epoch closes the open block: all workers, however much data each had, join a last
     sync, so the metrics of the epoch's log, validation and callbacks come after it. Metrics are
@@ -54,7 +58,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         timeout_seconds: longest wait for other workers inside a sync. It must exceed the time by
             which the slowest worker can be late, first-step compilation included.
         startup_timeout_seconds: longest wait for all workers to appear.
-        communication: "AUTO", "RING" or "NCCL", between workers.
+        communication: "AUTO", "RING" or "NCCL", between workers; of TensorFlow's collectives.
+        collectives: what connects the workers: "tensorflow" (TF_CONFIG), "horovod", or "auto":
+            Horovod where horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started
+            the process, else TensorFlow. See docs/horovod.md.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
@@ -77,6 +84,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         timeout_seconds: float = 300.0,
         startup_timeout_seconds: float = 300.0,
         communication: str = "AUTO",
+        collectives: str = "auto",
     ) -> None:
         settings = Settings(
             rule=checked_rule(rule),
@@ -86,16 +94,27 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             aggregation=checked_aggregation(aggregation),
             timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),
             communication=checked_communication(communication),
+            collectives=checked_collectives(collectives),
             data_plan=dict(data_plan or {}),
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         found = cluster.read()
+        chosen, why = choose(collectives, found)
+        settings = dataclasses.replace(settings, collectives=chosen)
+        if found.num_workers > 1 and found.is_chief and collectives == "auto":
+            print(f"tfpara: collectives={chosen}: {why}", file=sys.stderr, flush=True)
+        if found.num_workers > 1 and chosen == "horovod":
+            horovod_group.join(found, startup_timeout_seconds, timeout_seconds)
+            starting: Any = contextlib.nullcontext()
+        else:
+            starting = startup.guard(found, startup_timeout_seconds)
         # The grandparent's constructor: the parent's would build its own extended class.
-        with startup.guard(found, startup_timeout_seconds):
+        with starting:
             with _starting_first():
                 extended = PeriodicSyncExtended(self, settings, devices, found)
             tf.distribute.Strategy.__init__(self, extended)
         if found.num_workers > 1:
+            found = horovod_group.with_addresses(found, extended.control)
             failures.explain_uncaught(found, timeout_seconds)
         extended.start()
 

@@ -1,4 +1,4 @@
-"""Starts the workers of a TF_CONFIG cluster on loopback as real processes, for tests."""
+"""Starts the workers of a cluster on loopback as real processes, for tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pathlib
 import socket
 import subprocess
 import sys
+
+from tfpara import cluster, rendezvous
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -43,7 +45,16 @@ class Result:
 
 
 class Workers:
-    """Running workers of one cluster; a context manager that leaves none behind."""
+    """Running workers of one cluster; a context manager that leaves none behind.
+
+    Args:
+        program: of `programs/`.
+        options: of each worker, as JSON.
+        environ: more environment variables of each worker.
+        absent: workers of the cluster that are not started.
+        start: how the workers know each other: by "TF_CONFIG", or by "horovod", the variables of
+            Horovod, for which this process serves the store.
+    """
 
     def __init__(
         self,
@@ -51,13 +62,19 @@ class Workers:
         options: list[dict],
         environ: list[dict] | None = None,
         absent: int = 0,
+        start: str = "TF_CONFIG",
     ):
         addresses = [f"127.0.0.1:{port}" for port in free_ports(len(options) + absent)]
         self.addresses = addresses
         self.processes = []
+        self.store = rendezvous.Server() if start == "horovod" else None
         for rank, option in enumerate(options):
+            place = {"TF_CONFIG": tf_config(addresses, rank)}
+            if self.store:
+                view = cluster.read(place)
+                place = rendezvous.variables(view, "127.0.0.1", self.store.port)
             env = os.environ | {
-                "TF_CONFIG": tf_config(addresses, rank),
+                **place,
                 "TF_CPP_MIN_LOG_LEVEL": "2",
                 "TF_NUM_INTRAOP_THREADS": "1",
                 "TF_NUM_INTEROP_THREADS": "2",
@@ -83,6 +100,8 @@ class Workers:
                 process.kill()
             process.wait()
             process.stdout.close()
+        if self.store:
+            self.store.close()
 
     def results(self, timeout: float = 180) -> list[Result]:
         """Waits for all workers."""

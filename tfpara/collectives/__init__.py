@@ -4,12 +4,14 @@ A backend offers the operations of `Collectives`. Buffers are one-dimensional te
 is known by its `name`, which every worker must use for the same operation on the same shapes.
 """
 
+from tfpara.collectives.horovod import HorovodCollectives
 from tfpara.collectives.in_process import Loopback, broadcast_to_devices, sum_on_first_device
 from tfpara.collectives.interface import Collectives
 from tfpara.collectives.ring import TensorFlowCollectives
 
 __all__ = [
     "Collectives",
+    "HorovodCollectives",
     "Loopback",
     "TensorFlowCollectives",
     "broadcast_to_devices",

@@ -2,13 +2,15 @@
 
 Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model), and
 fault: null, "nan" (weights become NaN), "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself),
-"load" (other weights than the chief's), "leave" (exits with 0 in the middle of training).
+"load" (other weights than the chief's), "leave" (exits with 0 in the middle of training), "sleep"
+(longer than the others wait).
 """
 
 import json
 import os
 import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -35,6 +37,8 @@ class Fault(keras.callbacks.Callback):
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif self.kind == "leave":
                 sys.exit(0)
+            elif self.kind == "sleep":
+                time.sleep(15)
 
 
 def main():
@@ -54,7 +58,7 @@ def main():
         model.set_weights([w + 1.0 for w in model.get_weights()])
     x = np.random.default_rng(0).normal(size=(400, 6)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :4])).batch(8)
-    callbacks = [Fault(strategy, fault)] if fault in ("nan", "kill", "stop", "leave") else []
+    callbacks = [Fault(strategy, fault)] if fault not in (None, "load") else []
     model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
     print("trained", flush=True)
 

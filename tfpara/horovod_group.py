@@ -1,0 +1,133 @@
+"""Joining the group of processes that Horovod connects, and leaving it.
+
+Every process keeps a port open for as long as it takes part. Horovod's own errors do not say whose
+connection broke; whose port is closed does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import socket
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfpara import rendezvous, startup
+from tfpara.cluster import Cluster
+from tfpara.collectives import Collectives
+from tfpara.collectives.horovod import HorovodCollectives, load
+from tfpara.exchange import everyones
+from tfpara.reach import unreachable
+
+_GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+_LEAVING_SECONDS = 2.0
+_REACH_SECONDS = 5.0
+
+
+class _Joined(NamedTuple):
+    """What this process keeps while it is in the group."""
+
+    cluster: Cluster
+    server: rendezvous.Server
+
+
+_joined: _Joined | None = None
+
+
+def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float) -> None:
+    """Joins the group, unless this process has done so before; every process must call it.
+
+    Args:
+        found: this process's view of the cluster, of several processes.
+        startup_timeout_seconds: longest wait for the others to come.
+        timeout_seconds: how long a process may be stopped before Horovod gives it up.
+
+    Raises:
+        ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
+            mpirun needs; or the processes are not those that Horovod sees.
+        startup.StartupError: processes that did not come.
+    """
+    global _joined
+    hvd = load()
+    if _joined is not None and _joined.cluster == found:
+        return
+    server = _meet(hvd, found, startup_timeout_seconds)
+    # Once it has begun, Horovod's own wait for a process that is stopped has this limit alone.
+    os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
+    hvd.init()
+    if (hvd.rank(), hvd.size()) != (found.rank, found.num_workers):
+        raise ValueError(
+            f"Horovod sees rank {hvd.rank()} of {hvd.size()}, but {_source(found)} says rank "
+            f"{found.rank} of {found.num_workers}. Start all processes by one horovodrun, mpirun "
+            "or tfpara-launch --collectives=horovod, and call hvd.init() nowhere else."
+        )
+    _joined = _Joined(found, server)
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """Leaves the group, if this process is in it; the others' operations fail from then on.
+
+    Waits a moment for the others to be done as well, unless an exception ends the program.
+    """
+    global _joined
+    if _joined is None:
+        return
+    joined, _joined = _joined, None
+    joined.server.close()
+    if not hasattr(sys, "last_value"):
+        waiting = threading.Thread(target=_part, args=(joined.cluster,), daemon=True)
+        waiting.start()
+        waiting.join(_LEAVING_SECONDS)
+    load().shutdown()
+
+
+def _part(found: Cluster) -> None:
+    with contextlib.suppress(tf.errors.OpError):
+        HorovodCollectives(found.num_workers, found.rank, "CPU:0", 0.0).barrier("leaving")
+
+
+def _source(found: Cluster) -> str:
+    return found.rank_variable or "TF_CONFIG"
+
+
+def _meet(hvd: Any, found: Cluster, timeout_seconds: float) -> rendezvous.Server:
+    """Meets the others; returns this process's open port."""
+    if not found.rank_variable:
+        startup.meet(found, timeout_seconds, "horovod")
+        host, _, port = found.addresses[0].rpartition(":")
+        os.environ.update(rendezvous.variables(found, host.strip("[]"), int(port)))
+        # Of the chief's port the others know, and it serves as the store.
+        return rendezvous.Server(int(found.address.rpartition(":")[2]))
+    if found.rank_variable == "HOROVOD_RANK":
+        rendezvous.meet(found, os.environ, timeout_seconds)
+    elif not hvd.mpi_built():
+        raise ValueError(
+            f"{found.rank_variable} is set, so mpirun has started this process, but Horovod was "
+            f"built without MPI. Run scripts/install_horovod.sh --mpi --venv={sys.prefix}, or "
+            "start by horovodrun --gloo or tfpara-launch --collectives=horovod."
+        )
+    return rendezvous.Server()
+
+
+def with_addresses(found: Cluster, collectives: Collectives) -> Cluster:
+    """The cluster with the addresses at which its processes can be probed, if they can.
+
+    Args:
+        found: what was joined.
+        collectives: between its processes; every one must call this.
+    """
+    if _joined is None or (found.addresses and not found.rank_variable):
+        return found
+    hvd, host = load(), "127.0.0.1"
+    if hvd.local_size() < hvd.size():
+        host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    addresses = everyones(f"{host}:{_joined.server.port}", collectives, "addresses")
+    whole = found._replace(addresses=tuple(addresses))
+    # Behind a firewall nobody can be told from the dead.
+    return found if unreachable(whole, _REACH_SECONDS) else whole
