@@ -10,7 +10,8 @@ server takes a part of the model with it: all processes end, and name it.
 
 Messages are JSON objects, one a line. From members: `hello` (who they are), `serving` (TensorFlow's
 server listens), `problem` (why it does not), `leaving` (the signal that asked them to end). From
-the chief: `welcome`, `end` (exit code and a sentence). Empty ones, from both, are signs of life.
+the chief: `welcome`, `end` (exit code and a sentence), `finishing` (the run is over when the
+connection ends). Empty ones, from both, are signs of life.
 """
 
 from __future__ import annotations
@@ -156,6 +157,17 @@ class Lobby:
     def finish(self) -> None:
         """Tells all that the run is over, waits until they have gone, and stops listening."""
         self._close(0, "")
+
+    def finish_with_process(self) -> None:
+        """Tells all that the run is over once this process is gone.
+
+        For the end of the chief's program: TensorFlow's own end still speaks to them.
+        """
+        with self._changed:
+            if self._end is None:
+                self._end = {"code": 0, "sentence": ""}
+                for guest in self._guests.values():
+                    guest.send(finishing=True)
 
     def fail(self, sentence: str, code: int = 1) -> None:
         """Tells all to print a sentence and to exit with a code, waits, and stops listening.

@@ -191,11 +191,14 @@ def _stay(
 ) -> NoReturn:
     """Sends signs of life until the run is over."""
     chief = cluster.describe("chief", 0)
-    beat_at, told = 0.0, False
+    beat_at, told, leaving = 0.0, False, False
     while True:
         select.select([channel], [], [], min(_TICK_SECONDS, beat_seconds(timeout_seconds)))
         for message in channel.receive():
             _obey(message)
+            leaving = leaving or "finishing" in message
+        if leaving and channel.closed:
+            raise _Over(0, "")
         now = time.monotonic()
         lost = ""
         if channel.closed:

@@ -1,40 +1,74 @@
-"""The processes of a cluster with parameter servers, as the chief uses them."""
+"""The processes of a cluster with parameter servers, as the chief's program uses them."""
 
 from __future__ import annotations
 
+import atexit
+import collections
+import contextlib
+import os
+import sys
+from types import TracebackType
 from typing import Any
 
 import tensorflow as tf
 
+from tfpara.parameter_server import cluster, serving
 from tfpara.parameter_server.cluster_run import Cluster
+from tfpara.parameter_server.lobby import Lobby
 
-_CHIEF = "/job:chief/replica:0/task:0"
+_DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
+_joined: dict[str, Processes] = {}  # by TF_CONFIG: a program may make several strategies
 
 
-class Processes:
-    """Starts this process's part; in the chief it returns when all processes are there.
+def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
+    """The processes of TF_CONFIG; in a worker or parameter server it never returns.
 
     Args:
         timeout_seconds: a parameter server that is silent for so long is given up.
         startup_timeout_seconds: longest wait for all processes.
+
+    Raises:
+        tfpara.cluster.ClusterError: TF_CONFIG is wrong.
+        tfpara.StartupError: processes that did not come, or see another cluster.
     """
+    found = cluster.read()
+    if not found.is_chief:
+        serving.serve_forever(found, startup_timeout_seconds)
+    key = os.environ["TF_CONFIG"]
+    if key not in _joined:
+        _joined[key] = Processes(Lobby, found, timeout_seconds, startup_timeout_seconds)
+    return _joined[key]
 
-    chief_device = f"{_CHIEF}/device:CPU:0"
-    record = None
 
-    def __init__(self, timeout_seconds: float, startup_timeout_seconds: float) -> None:
-        raise RuntimeError
+class Processes:
+    """Workers and parameter servers, from the chief."""
+
+    chief_device = _DEVICE.format("chief", 0)
+
+    def __init__(
+        self, kind: Any, found: Any, timeout_seconds: float, startup_timeout_seconds: float
+    ) -> None:
+        self._lost: collections.deque[int] = collections.deque()
+        self._exit_code = 0
+        self._failure = ""
+        self._lobby = kind(
+            found,
+            startup_timeout_seconds,
+            timeout_seconds,
+            on_worker_lost=self._lost.append,
+        )
+        self._lobby.gather()
+        self._connect(found.spec(self._lobby.tensorflow_address))
+        self._watch_the_end()
 
     def _connect(self, spec: dict[str, list[str]]) -> None:
+        self.num_workers = len(spec["worker"])
+        self.server_devices = [_DEVICE.format("ps", k) for k in range(len(spec["ps"]))]
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
         )
         strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        self.num_workers = len(spec["worker"])
-        self.server_devices = [
-            f"/job:ps/replica:0/task:{k}/device:CPU:0" for k in range(len(spec["ps"]))
-        ]
 
     def executor(
         self, server: Any, work: Any, chunks: Any, sync_period: int, choose_rate: Any, seed: int
@@ -44,4 +78,46 @@ class Processes:
         return Cluster(self._coordinator, server, work, chunks, sync_period, choose_rate)
 
     def check(self) -> None:
-        """Raises what the processes' connections have shown to be wrong."""
+        """Raises what the processes' connections have shown to be wrong.
+
+        Raises:
+            tfpara.ParameterServerError: a parameter server is gone, or all workers are.
+        """
+        self._lobby.check()
+
+    @property
+    def asked_to_end(self) -> str | None:
+        """A sentence, if a parameter server waits for the run to end in good order."""
+        return self._lobby.asked_to_end
+
+    def lost(self) -> list[int]:
+        """Workers that were lost since the last call."""
+        found = []
+        with contextlib.suppress(IndexError):
+            while True:
+                found.append(self._lost.popleft())
+        return found
+
+    def end_with(self, exit_code: int, sentence: str) -> None:
+        """What the other processes end with when this one does."""
+        self._exit_code, self._failure = exit_code, sentence
+
+    def _watch_the_end(self) -> None:
+        previous = sys.excepthook
+
+        def hook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            first = str(error).strip().splitlines()[:1]
+            self.end_with(1, f"the chief has failed: {': '.join([kind.__name__, *first])}")
+            previous(kind, error, traceback)
+
+        sys.excepthook = hook
+        # After the last line of the program, before TensorFlow's own end.
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self._exit_code:
+            self._lobby.fail(self._failure, self._exit_code)
+        else:
+            self._lobby.finish_with_process()

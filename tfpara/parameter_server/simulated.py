@@ -84,5 +84,14 @@ class _Simulated:
             record=self.record,
         )
 
+    asked_to_end = None
+
     def check(self) -> None:
         """Nothing can be gone."""
+
+    def lost(self) -> list[int]:
+        """No worker is."""
+        return []
+
+    def end_with(self, exit_code: int, sentence: str) -> None:
+        """There is nobody to tell."""

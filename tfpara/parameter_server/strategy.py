@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
 from tfpara.parameter_server.fit import Fit
-from tfpara.parameter_server.processes import Processes
+from tfpara.parameter_server import processes
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
 from tfpara.settings import checked_averages, checked_period, checked_seconds
@@ -88,7 +88,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             self._averages["average"] = rule.average
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
-        self._processes = _processes or Processes(timeout_seconds, startup_timeout_seconds)
+        self._processes = _processes or processes.join(
+            timeout_seconds, startup_timeout_seconds
+        )
         if isinstance(rule, AsyncEASGD):
             rule = rule.resolve(self._processes.num_workers)
         super().__init__(self._processes.chief_device)
@@ -285,6 +287,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             tfpara.ParameterServerError: a parameter server is gone.
         """
         self._processes.check()
+        for worker in self._processes.lost():
+            for server, _ in self._servers.values():
+                if hasattr(server, "forget"):
+                    server.forget(worker)
 
     def _server_of(self, model: keras.Model) -> Server | None:
         found = self._servers.get(model)
