@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfpara.parameter_server import logs, member
+from tfpara.parameter_server import member
 from tfpara.parameter_server.cluster import AsyncCluster
 
 _servers: list[tf.distribute.Server] = []  # a server ends when Python forgets it
@@ -24,8 +24,6 @@ def serve_forever(cluster: AsyncCluster, startup_timeout_seconds: float) -> NoRe
         cluster: this process's view of the cluster: a worker's or a parameter server's.
         startup_timeout_seconds: longest wait for the chief.
     """
-
-    logs.obey_level()
 
     def start(spec: dict[str, list[str]]) -> None:
         _servers.append(

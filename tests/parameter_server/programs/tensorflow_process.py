@@ -1,0 +1,65 @@
+"""A process of an asynchronous run with TensorFlow's servers: workers add to variables of the ps."""
+
+import os
+import sys
+import time
+
+from tfpara.parameter_server import cluster
+
+STARTUP_SECONDS, TIMEOUT_SECONDS = map(float, sys.argv[1:3])
+found = cluster.read()
+
+import tensorflow as tf  # noqa: E402
+
+from tfpara.parameter_server import serving  # noqa: E402
+from tfpara.parameter_server.lobby import Lobby  # noqa: E402
+
+if not found.is_chief:
+    serving.serve_forever(found, STARTUP_SECONDS)
+
+lobby = Lobby(found, STARTUP_SECONDS, TIMEOUT_SECONDS)
+lobby.gather()
+resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec(found.spec(lobby.tensorflow_address)),
+    task_type="chief",
+    task_id=0,
+    rpc_layer="grpc",
+)
+coordinator = tf.distribute.coordinator.ClusterCoordinator(
+    tf.distribute.ParameterServerStrategy(resolver)
+)
+counters = []
+for index in range(found.num_ps):
+    with tf.device(f"/job:ps/replica:0/task:{index}"):
+        counters.append(tf.Variable(0, dtype=tf.int64))
+
+
+@tf.function
+def add(times: tf.Tensor) -> tf.Tensor:
+    for _ in tf.range(times):
+        for counter in counters:
+            counter.assign_add(1)
+    return times
+
+
+def run(pieces: int, times: int) -> None:
+    for _ in range(pieces):
+        coordinator.schedule(add, args=(tf.constant(times),))
+    while not coordinator.done():
+        lobby.check()
+        time.sleep(0.01)
+
+
+run(4, 50)
+print("counted", *(int(counter.numpy()) for counter in counters), flush=True)
+if len(sys.argv) > 3:  # until someone ends it, or all is well again
+    while True:
+        lobby.check()
+        run(1, 1)
+        print("alive", *lobby.workers, flush=True)
+        if lobby.asked_to_end:
+            break
+        time.sleep(0.05)
+lobby.finish()
+sys.stdout.flush()
+os._exit(0)
