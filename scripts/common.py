@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,9 @@ _DEVICES = flags.DEFINE_integer(
     "replicas of this process on logical CPU devices; 0: one per GPU, or one on the CPU",
     lower_bound=0,
 )
+
+
+_calls: set[subprocess.Popen[bytes]] = set()  # under way
 
 
 class Failure(Exception):
@@ -93,9 +97,9 @@ def setup_tensorflow() -> list[str] | None:
         tf.config.threading.set_inter_op_parallelism_threads(_THREADS.value)
     if not _DEVICES.value:
         return None
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    logical = [tf.config.LogicalDeviceConfiguration()] * _DEVICES.value
-    tf.config.set_logical_device_configuration(cpu, logical)
+    from tfpara.simulation import make_devices
+
+    make_devices(_DEVICES.value)
     return [f"CPU:{number}" for number in range(_DEVICES.value)]
 
 
@@ -111,6 +115,45 @@ def part(strategy: Any) -> None:
     if strategy is not None and strategy.num_workers > 1:
         with contextlib.suppress(tf.errors.OpError):
             strategy.extended.control.barrier("end of the program")
+
+
+def call(out: Path, name: str, command: list[str]) -> list[str]:
+    """Runs `python -m COMMAND` with one thread.
+
+    Returns:
+        The lines that it printed, which are also left in OUT/NAME.log; at least one.
+
+    Raises:
+        Failure: it failed; with the last lines.
+    """
+    log = out / f"{name}.log"
+    threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment | dict.fromkeys(threads, "1"),
+        )
+    _calls.add(process)
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        _calls.discard(process)
+    lines = log.read_text(errors="replace").splitlines()
+    if code:
+        raise Failure("\n".join([f"{name} ended with code {code}; {log} ends:", *lines[-8:]]))
+    return lines or [""]
+
+
+def end_calls() -> None:
+    """Ends all calls that are under way, in whatever thread."""
+    for process in list(_calls):
+        process.terminate()
 
 
 def write_text(path: Path, text: str) -> None:

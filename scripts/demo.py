@@ -13,9 +13,7 @@ validation set in --out. samples/s is that of training, from the end of each epo
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -107,7 +105,7 @@ def main() -> None:
     best = min(results, key=lambda result: result["validation_frame_error_rate"])
     export = out / "export"
     chosen = [f"--run_dir={out / best['name']}", f"--weights={best['weights']}"]
-    _call(out, "export", ["scripts.export", *chosen, f"--out={export}"])
+    common.call(out, "export", ["scripts.export", *chosen, f"--out={export}"])
     common.write_json(out / "results.json", {"runs": results, "export": str(export)})
     _plot(out)
     _print_table(results)
@@ -122,7 +120,7 @@ def main() -> None:
 def _prepare(corpus: Path) -> None:
     minutes = _HELD_OUT.value
     print(f"speech: {_TRAIN.value + 2 * minutes:g} minutes in {corpus} ...", flush=True)
-    lines = _call(
+    lines = common.call(
         corpus.parent,
         "corpus",
         [
@@ -155,7 +153,7 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
     if workers > 1:
         launcher = ["tfpara.launch", "-n", str(workers), "--threads", "1", "--", sys.executable]
         command = [*launcher, "-m", *command]
-    _call(out, run.name, command)
+    common.call(out, run.name, command)
     history = _history(out, run.name)
     print(
         f"  validation frame error {_errors(history)[-1]:.2f} %, "
@@ -167,25 +165,6 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
 
 def _workers(run: _Run) -> int:
     return 1 if "--rule=none" in run.options else _WORKERS.value
-
-
-def _call(out: Path, name: str, command: list[str]) -> list[str]:
-    """Runs `python -m COMMAND`; returns what it printed, which is also left in OUT/NAME.log."""
-    log = out / f"{name}.log"
-    one = dict.fromkeys(
-        ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"} | one
-    with log.open("w") as file:
-        code = subprocess.run(
-            [sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, env=environment
-        ).returncode
-    lines = log.read_text(errors="replace").splitlines()
-    if code:
-        raise common.Failure(
-            "\n".join([f"{name} ended with code {code}; {log} ends:", *lines[-8:]])
-        )
-    return lines or [""]
 
 
 def _history(out: Path, name: str) -> dict[str, Any]:

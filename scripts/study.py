@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -41,7 +40,6 @@ _SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", low
 _ONLY = flags.DEFINE_list("only", [], "names of the runs to make; all if not set")
 
 _RBM = "rbm"  # what the DNNs start from
-_under_way: set[subprocess.Popen[bytes]] = set()
 
 
 class _Run(NamedTuple):
@@ -146,8 +144,7 @@ def _all(out: Path, chosen: list[_Run], jobs: int) -> list[dict[str, Any]]:
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for program in list(_under_way):
-                program.terminate()
+            common.end_calls()
             raise
     return [row for run in chosen for row in futures[run.name].result()]
 
@@ -164,7 +161,7 @@ def _prepare(out: Path) -> None:
     print(f"speech: {_TRAIN.value + 2 * _HELD_OUT.value:g} minutes ...", flush=True)
     minutes = [f"--{split}_minutes={_HELD_OUT.value}" for split in ("validation", "test")]
     command = ["scripts.prepare_speech", f"--out={out / 'corpus'}"]
-    _call(out, "corpus", [*command, f"--train_minutes={_TRAIN.value}", *minutes])
+    common.call(out, "corpus", [*command, f"--train_minutes={_TRAIN.value}", *minutes])
 
 
 def _pretrain(out: Path) -> None:
@@ -174,7 +171,7 @@ def _pretrain(out: Path) -> None:
         recipe = "--flagfile=scripts/recipes/001-pretrain.flags"
         shape = [f"--scale={_SCALE.value}", f"--seed={_SEED.value}"]
         where = [f"--corpus={out / 'corpus'}", f"--out={weights}"]
-        _call(out, _RBM, ["scripts.pretrain", recipe, *shape, *where])
+        common.call(out, _RBM, ["scripts.pretrain", recipe, *shape, *where])
 
 
 def _rbm_weights(out: Path) -> Path:
@@ -195,7 +192,7 @@ def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
         *([f"--simulate_replicas={_REPLICAS.value}"] if run.parallel else []),
         *([f"--init={_rbm_weights(out)}"] if run.pretrained else []),
     ]
-    _call(out, run.name, command)
+    common.call(out, run.name, command)
     rows = [_scored(out, run, weights) for weights in run.models]
     print(f"  {run.name}: {time.monotonic() - began:.0f} s", flush=True)
     return rows
@@ -205,7 +202,7 @@ def _scored(out: Path, run: _Run, weights: str) -> dict[str, Any]:
     run_dir = out / run.name
     scores = run_dir / f"test-{weights}.json"
     asked = ["scripts.evaluate", f"--run_dir={run_dir}", f"--weights={weights}"]
-    _call(out, f"{run.name}-{weights}", [*asked, f"--out={scores}", "--decode"])
+    common.call(out, f"{run.name}-{weights}", [*asked, f"--out={scores}", "--decode"])
     summary = json.loads((run_dir / "history.json").read_text())["summary"]
     found = json.loads(scores.read_text())
     names = ("frame_error_rate", "cross_entropy", "phone_error_rate")
@@ -218,26 +215,6 @@ def _scored(out: Path, run: _Run, weights: str) -> dict[str, Any]:
         "parameters": summary["parameters"],
         **{name: found[name] for name in names},
     }
-
-
-def _call(out: Path, name: str, command: list[str]) -> None:
-    """Runs `python -m COMMAND` with one thread; what it prints is left in OUT/NAME.log."""
-    log = out / f"{name}.log"
-    variables = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    with log.open("w") as file:
-        program = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment | dict.fromkeys(variables, "1"),
-        )
-        _under_way.add(program)
-        code = program.wait()
-        _under_way.discard(program)
-    if code:
-        end = log.read_text(errors="replace").splitlines()[-8:]
-        raise common.Failure("\n".join([f"{name} ended with code {code}; {log} ends:", *end]))
 
 
 def _setting(out: Path) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""How the demo and the study run other programs."""
+
+import signal
+
+import pytest
+
+from scripts import common
+
+
+def test_a_call_gives_the_lines_that_were_printed(tmp_path):
+    lines = common.call(tmp_path, "month", ["calendar", "2024", "2"])
+    assert "February 2024" in lines[0]
+    assert (tmp_path / "month.log").read_text().splitlines() == lines
+
+
+def test_a_failed_call_tells_how_it_ended(tmp_path):
+    with pytest.raises(common.Failure) as failed:
+        common.call(tmp_path, "none", ["no_such_program"])
+    text = str(failed.value)
+    assert f"none ended with code 1; {tmp_path}/none.log ends:" in text
+    assert "No module named no_such_program" in text.splitlines()[-1]
+
+
+def test_a_call_ends_with_who_waits_for_it(tmp_path, monkeypatch):
+    started = []
+    popen = common.subprocess.Popen
+    monkeypatch.setattr(
+        common.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
+    )
+
+    def leave(*_):
+        raise SystemExit(143)
+
+    former = signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(SystemExit):
+            common.call(tmp_path, "long", ["timeit", "-n1", "-r1", "import time; time.sleep(600)"])
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    assert started[0].wait(60) == -signal.SIGTERM
