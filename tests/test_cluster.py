@@ -180,6 +180,50 @@ def test_every_cluster_survives_tf_config(addresses, has_chief_job, data):
     assert cluster.read({"TF_CONFIG": made.tf_config()}) == made
 
 
+@pytest.mark.parametrize("names", cluster.RANK_VARIABLES)
+def test_rank_variables_describe_a_cluster(names):
+    for rank in range(3):
+        read = cluster.read({names[0]: str(rank), names[1]: "3"})
+        assert (read.num_workers, read.rank, read.is_chief) == (3, rank, rank == 0)
+        assert (read.addresses, read.address, read.rank_variable) == ((), "", names[0])
+        assert read.describe(rank) == ("chief" if rank == 0 else f"worker {rank}")
+    assert cluster.read({names[0]: "0", names[1]: "1"}) == cluster.ALONE
+    # horovodrun may itself use mpirun, and its variables come first.
+    both = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", names[0]: "1", names[1]: "2"}
+    assert cluster.read(both).rank_variable == "HOROVOD_RANK"
+
+
+def test_rank_variables_and_tf_config_that_agree():
+    env = environ(config(TWO, "worker", 1)) | {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "3"}
+    read = cluster.read(env)
+    assert (read.address, read.rank, read.num_workers) == ("node-3:4000", 2, 3)
+    assert read.rank_variable == "HOROVOD_RANK"
+    assert cluster.read({**env, "TF_CONFIG": "{}"}).addresses == ()
+
+
+@pytest.mark.parametrize(("rank", "size"), [("1", "3"), ("2", "4"), ("0", "1")])
+@pytest.mark.parametrize("names", cluster.RANK_VARIABLES)
+def test_rank_variables_that_contradict_tf_config(names, rank, size):
+    env = environ(config(TWO, "worker", 1)) | {names[0]: rank, names[1]: size}
+    with pytest.raises(cluster.ClusterError) as error:
+        cluster.read(env)
+    for word in (
+        f"{names[0]}={rank} of {size} processes contradicts TF_CONFIG",
+        "worker 2 (node-3:4000), rank 2 of 3",
+        f"Unset TF_CONFIG for processes that horovodrun or mpirun start, and {names[0]}",
+    ):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [("", "2"), ("0", ""), ("2", "2"), ("-1", "2"), ("x", "2"), ("0", "2.0"), ("0", "0")],
+)
+def test_bad_rank_variables(rank, size):
+    with pytest.raises(cluster.ClusterError, match="HOROVOD_RANK='.*', HOROVOD_SIZE='.*': the fir"):
+        cluster.read({"HOROVOD_RANK": rank, "HOROVOD_SIZE": size})
+
+
 def test_unreachable_lists_peers_that_do_not_listen():
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # reserved, but nobody listens

@@ -1,13 +1,14 @@
 """Starts the workers of a cluster on this machine: `tfpara-launch -n 2 -- python -m scripts.train`.
 
-Every worker gets a free port and a TF_CONFIG, its output a prefix. When one fails, the others are
-ended; then all are started again, if asked, or its exit code is returned. No worker outlives the
-launcher, however that ends. Only the standard library is imported.
+Every worker gets a free port and a TF_CONFIG, or the variables of Horovod; its output a prefix.
+When one fails, the others are ended; then all are started again, if asked, or its exit code is
+returned. No worker outlives the launcher, however that ends. Only the standard library is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
 import itertools
@@ -20,14 +21,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfpara import cluster, launch_output, launch_workers
+from tfpara import cluster, launch_output, launch_workers, rendezvous
+from tfpara.parameter_server import cluster as async_cluster
 
 # Below the range from which Linux takes the ports of outgoing connections, so that none of those
 # takes a port between our look and the worker's use of it.
 _PORTS = range(10000, 32768)
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _EPILOG = f"""
-The first worker is the chief. TF_CONFIG is replaced. stdin is empty.
+The first worker is the chief. TF_CONFIG and the variables of horovodrun and mpirun are replaced.
+stdin is empty.
 COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
 
 When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to report errors of their
@@ -38,6 +41,10 @@ With --max_restarts=K all workers are started again, at most K times, after one 
 any exit code but 0, or by a signal. That is for programs that go on from checkpoints
 (tfpara.callbacks.Checkpoint). It is not done once the launcher itself got a signal.
 
+With --ps=P there are P parameter servers and N workers besides the chief, for programs with
+tfpara.AsyncStrategy. The failure of a worker does not end the run as long as there is another, or
+--restart_workers=R allows to start it again; that of the chief or a parameter server does.
+
 Exit code: 0 if all workers returned 0; else that of the worker that failed first, or 128 + N if
 signal N ended it; 2 if workers could not be started. 75 means that a program was asked to end, by
 SIGTERM, wrote a checkpoint, and is to be started again: on Slurm by `sbatch --requeue` and
@@ -46,6 +53,8 @@ SIGTERM, wrote a checkpoint, and is to be started again: on Slurm by `sbatch --r
 Examples:
   tfpara-launch -n 2 -- python -m scripts.train --rule=bmuf
   tfpara-launch -n 4 --threads 1 script.py --epochs=3
+  tfpara-launch -n 2 --collectives=horovod script.py
+  tfpara-launch --ps 1 -n 2 --restart_workers 3 -- python -m scripts.train --rule=asgd
 """
 
 
@@ -58,12 +67,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         command = _command(options.command)
+        if options.restart_workers and not options.ps:
+            raise LaunchError(
+                f"--restart_workers={options.restart_workers} is for --ps: synchronous workers "
+                "are started again all together, by --max_restarts."
+            )
+        if options.ps and options.collectives != "tensorflow":
+            raise LaunchError(
+                f"--ps={options.ps} with --collectives={options.collectives}: asynchronous "
+                "training has no collectives. Leave one of them out."
+            )
         if options.log_dir is not None:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         console = launch_output.Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
-        return launch_workers.Launcher(
-            console, options.log_dir, options.grace, options.max_restarts
-        ).run(command, lambda: _environments(options))
+        launcher = launch_workers.Launcher(
+            console, options.log_dir, options.grace, options.max_restarts, options.restart_workers
+        )
+        with contextlib.ExitStack() as stores:
+            return launcher.run(command, lambda: _processes(options, stores))
     except (LaunchError, OSError) as error:
         print(f"tfpara-launch: {error}", file=sys.stderr)
         return 2
@@ -111,15 +132,75 @@ def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[c
     return [cluster.Cluster(addresses, *task, has_chief_job=True) for task in tasks]
 
 
-def _environments(options: argparse.Namespace) -> list[dict[str, str]]:
-    """One environment per worker, by rank."""
-    count = options.workers
+def local_async_clusters(
+    workers: int, ps: int, host: str = "127.0.0.1", port: int = 0
+) -> list[async_cluster.AsyncCluster]:
+    """The views of the chief, workers and parameter servers of this machine, in this order.
+
+    Args:
+        workers: workers; the chief is one more process.
+        ps: parameter servers.
+        host, port: as for `local_clusters`.
+
+    Raises:
+        LaunchError: as by `local_clusters`.
+    """
+    first, *others = local_clusters(1 + workers + ps, host, port)[0].addresses
+    chief = async_cluster.AsyncCluster(
+        first, tuple(others[:workers]), tuple(others[workers:]), "chief", 0
+    )
+    tasks = [("worker", k) for k in range(workers)] + [("ps", k) for k in range(ps)]
+    return [chief, *(chief._replace(task_type=job, task_index=k) for job, k in tasks)]
+
+
+def _processes(
+    options: argparse.Namespace, stores: contextlib.ExitStack
+) -> list[launch_workers.Process]:
+    """What to start, the chief first; `stores` closes what is served for them."""
+    if not options.ps:
+        environments = _environments(options, stores)
+        return [
+            launch_workers.Process(cluster.label(rank), environment)
+            for rank, environment in enumerate(environments)
+        ]
+    views = local_async_clusters(options.workers, options.ps, options.host, options.port)
+    common = _common(options, len(views))
+    return [
+        launch_workers.Process(
+            async_cluster.label(view.task_type, view.task_index),
+            {**common, "TF_CONFIG": view.tf_config()},
+            expendable=view.task_type == "worker",
+        )
+        for view in views
+    ]
+
+
+def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
+    """The part of the environment that all of `count` processes share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
     asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
     common = {"PYTHONUNBUFFERED": "1", **default, **os.environ, **asked}
-    clusters = local_clusters(count, options.host, options.port)
-    return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
+    for name in ("TF_CONFIG", *itertools.chain(*cluster.RANK_VARIABLES)):
+        common.pop(name, None)
+    return common
+
+
+def _environments(
+    options: argparse.Namespace, stores: contextlib.ExitStack
+) -> list[dict[str, str]]:
+    """One environment per worker, by rank."""
+    count = options.workers
+    common = _common(options, count)
+    if options.collectives == "tensorflow":
+        clusters = local_clusters(count, options.host, options.port)
+        return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
+    # Each start has a store of its own, without the addresses of workers that have ended.
+    [port] = _ports(options.host, options.port, 1)
+    store = rendezvous.Server(port, options.host)
+    stores.callback(store.close)
+    views = local_clusters(count, options.host)
+    return [{**common, **rendezvous.variables(each, options.host, port)} for each in views]
 
 
 def _ports(host: str, base: int, count: int) -> list[int]:
@@ -185,7 +266,22 @@ def _parser() -> argparse.ArgumentParser:
         type=whole(1, 10000),
         default=1,
         metavar="N",
-        help="number of workers, the chief included (default: 1)",
+        help="number of workers, the chief included (default: 1); with --ps it is one more",
+    )
+    add(
+        "--ps",
+        type=whole(0, 10000),
+        default=0,
+        metavar="P",
+        help="number of parameter servers, for programs with tfpara.AsyncStrategy (default: 0)",
+    )
+    add(
+        "--restart_workers",
+        type=whole(0, 10**9),
+        default=0,
+        metavar="R",
+        help="with --ps: start each worker again after a failure, at most R times, while the "
+        "others go on (default: 0)",
     )
     add(
         "--host",
@@ -196,7 +292,15 @@ def _parser() -> argparse.ArgumentParser:
         "--port",
         type=whole(0, 65535),
         default=0,
-        help="port of the chief; workers use the next ones (default: 0, any free ports)",
+        help="port of the chief; workers use the next ones (default: 0, any free ports). With "
+        "--collectives=horovod: where its processes find each other",
+    )
+    add(
+        "--collectives",
+        choices=("tensorflow", "horovod"),
+        default="tensorflow",
+        help="what connects the workers: TensorFlow, by TF_CONFIG, or Horovod over Gloo, by its "
+        "HOROVOD_ variables (default: tensorflow)",
     )
     add(
         "--threads",
