@@ -8,67 +8,13 @@ import re
 import select
 import signal
 import socket
-import subprocess
-import sys
-import time
 
 import pytest
+from launched import DEADLINE, FOREVER, Launched, default_signals, launch
 
 from tfpara import cluster, launch_output
 
-DEADLINE = 30.0  # seconds; reached only by a hang
-LAUNCH = (sys.executable, "-m", "tfpara.launch")
-FOREVER = "import signal\nwhile True: signal.pause()\n"
 RANK = "from tfpara import cluster\nrank = cluster.read().rank\n"
-
-
-def default_signals():
-    """Undoes what a background shell ignores, for the launcher leaves ignored signals so."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
-class Launched:
-    """A running launcher whose stdout is read as it comes."""
-
-    def __init__(self, *arguments, **options):
-        self.process = subprocess.Popen(
-            [*LAUNCH, *map(str, arguments)],
-            stderr=subprocess.PIPE,
-            **{"stdout": subprocess.PIPE, "preexec_fn": default_signals, **options},
-        )
-        self.seen = b""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.terminate()
-        self.process.communicate(timeout=DEADLINE)
-
-    def read_until(self, *words):
-        """Reads stdout until it holds all words."""
-        deadline = time.monotonic() + DEADLINE
-        while not all(word.encode() in self.seen for word in words):
-            left = deadline - time.monotonic()
-            if not select.select([self.process.stdout], [], [], max(0, left))[0]:
-                pytest.fail(f"no {words} in {self.seen!r}")
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                pytest.fail(f"no {words} in {self.seen!r}: {self.process.stderr.read()!r}")
-            self.seen += chunk
-
-    def finish(self):
-        """Returns (exit code, stdout, stderr)."""
-        out, err = self.process.communicate(timeout=DEADLINE)
-        return self.process.returncode, (self.seen + out).decode(), err.decode()
-
-
-def launch(*arguments, **options):
-    with Launched(*arguments, **options) as launched:
-        return launched.finish()
 
 
 @pytest.fixture

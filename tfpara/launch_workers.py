@@ -10,36 +10,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tfpara import cluster
 from tfpara import launch_output as output
+from tfpara import launch_signals as signals
 
 # After a failure the others have this long to end by themselves, so that their own error messages
 # come out, before they get SIGTERM.
 SETTLE_SECONDS = 2.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Reads the number of each worker's process group, once at its start and again at its end, and at
-# the launcher's end, however that came, kills those that had none.
-_GUARDIAN = """
-import os, signal, sys
-groups = set()
-for line in sys.stdin:
-    groups ^= {int(line)}
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except OSError:
-        pass
-"""
+
+
+class Process(NamedTuple):
+    """What to start.
+
+    Attributes:
+        name: in messages, before its output, and of its log file.
+        environment: its environment.
+        expendable: whether the run goes on when it has failed, as long as another such is there.
+    """
+
+    name: str
+    environment: dict[str, str]
+    expendable: bool = False
 
 
 class _Exit(NamedTuple):
-    rank: int
+    rank: int  # place among the processes
     code: int  # as a shell reports it
     how: str
+    by_signal: bool
 
 
 class Launcher:
@@ -50,6 +51,7 @@ class Launcher:
         log_dir: an existing folder for one file of output per worker; None for no files.
         grace: seconds between asking workers to end and SIGKILL.
         max_restarts: how often all workers are started again after one has failed.
+        restart_workers: how often each expendable one is, while the others go on.
     """
 
     def __init__(
@@ -58,28 +60,32 @@ class Launcher:
         log_dir: Path | None,
         grace: float,
         max_restarts: int = 0,
+        restart_workers: int = 0,
     ) -> None:
         self._console, self._log_dir, self._grace = console, log_dir, grace
-        self._max_restarts = max_restarts
+        self._max_restarts, self._restart_workers = max_restarts, restart_workers
         self._events: queue.SimpleQueue[_Exit | int] = queue.SimpleQueue()
         self._restarts = 0
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._command: Sequence[str] = ()
+        self._processes: Sequence[Process] = ()
+        self._workers: list[subprocess.Popen[bytes]] = []  # as many
+        self._starts: list[int] = []
         self._readers: list[threading.Thread] = []
 
-    def run(
-        self, command: Sequence[str], environments: Callable[[], Sequence[dict[str, str]]]
-    ) -> int:
+    def run(self, command: Sequence[str], processes: Callable[[], Sequence[Process]]) -> int:
         """Starts workers, again where one has failed, and waits; returns the exit code.
 
         Args:
             command: program and arguments of each worker.
-            environments: called for each start; gives the environment of each worker.
+            processes: called for each start; gives the workers, the chief first.
         """
-        with _signals_to(self._events), _guardian() as tell_guardian:
+        self._command = command
+        with signals.signals_to(self._events), signals.guardian() as tell_guardian:
             while True:
                 start = time.monotonic()
-                failure, received = self._run_once(command, environments(), tell_guardian)
-                text = _summary(failure, received, len(self._workers), time.monotonic() - start)
+                self._processes = processes()
+                failure, received = self._run_once(tell_guardian)
+                text = self._summary(failure, received, time.monotonic() - start)
                 last = failure is None or received or self._restarts == self._max_restarts
                 if last:
                     break
@@ -90,29 +96,21 @@ class Launcher:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return failure.code if failure else 0
 
-    def _run_once(
-        self,
-        command: Sequence[str],
-        environments: Sequence[dict[str, str]],
-        tell_guardian: Callable[[int], None],
-    ) -> tuple[_Exit | None, int | None]:
-        """Starts one worker per environment and waits for all.
+    def _run_once(self, tell_guardian: Callable[[int], None]) -> tuple[_Exit | None, int | None]:
+        """Starts each process and waits for all.
 
         Returns:
             The first failure, and the first signal received.
         """
         self._workers, self._readers = [], []
+        self._starts = [0] * len(self._processes)
         with contextlib.ExitStack() as end:
-            for rank, environment in enumerate(environments):
-                self._start(rank, command, environment, end)
-                tell_guardian(self._workers[-1].pid)
-            waiters = [
-                threading.Thread(target=self._await, args=(rank,), daemon=True)
-                for rank in range(len(self._workers))
-            ]
-            for thread in (*self._readers, *waiters):  # not before: no fork beside threads
+            threads = []
+            for rank in range(len(self._processes)):
+                threads += self._start(rank, end, tell_guardian)
+            for thread in threads:  # not before: the first outputs shall not delay the last start
                 thread.start()
-            ended = self._supervise(tell_guardian)
+            ended = self._supervise(end, tell_guardian)
             for reader in self._readers:
                 reader.join(SETTLE_SECONDS)  # a process that left its group may hold the pipe
         failure, received = ended
@@ -122,23 +120,21 @@ class Launcher:
         return failure, received
 
     def _start(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: dict[str, str],
-        end: contextlib.ExitStack,
-    ) -> None:
-        name = cluster.label(rank)
+        self, rank: int, end: contextlib.ExitStack, tell_guardian: Callable[[int], None]
+    ) -> list[threading.Thread]:
+        """Starts a process; returns the threads, to be started, that look after it."""
+        name, environment, _ = self._processes[rank]
         log: BinaryIO | None = None
         if self._log_dir is not None:
             path = self._log_dir / f"{name.replace(' ', '-')}.log"
-            log = end.enter_context(path.open("ab" if self._restarts else "wb", buffering=0))
+            again = self._restarts or self._starts[rank]
+            log = end.enter_context(path.open("ab" if again else "wb", buffering=0))
         terminal = rank == 0 and sys.stdout.isatty()  # so that Keras draws its progress bar
         out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
         err, err_end = os.pipe()
         try:
             worker = subprocess.Popen(
-                command,
+                self._command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out_end,
@@ -149,12 +145,15 @@ class Launcher:
             os.close(out_end)
             os.close(err_end)
         end.callback(_signal_group, worker, signal.SIGKILL)
-        self._workers.append(worker)
-        for arguments in ((out, False, terminal), (err, True, False)):
-            reader = threading.Thread(
-                target=self._pass_on, args=(rank, name, log, *arguments), daemon=True
-            )
-            self._readers.append(reader)
+        self._workers[rank : rank + 1] = [worker]
+        self._starts[rank] += 1
+        tell_guardian(worker.pid)
+        readers = [
+            threading.Thread(target=self._pass_on, args=(rank, name, log, *arguments), daemon=True)
+            for arguments in ((out, False, terminal), (err, True, False))
+        ]
+        self._readers += readers
+        return [*readers, threading.Thread(target=self._await, args=(rank, worker), daemon=True)]
 
     def _pass_on(
         self, rank: int, name: str, log: BinaryIO | None, source: int, to_stderr: bool, raw: bool
@@ -175,56 +174,105 @@ class Launcher:
                 pass  # a full pipe would keep the worker from ending
         os.close(source)
 
-    def _await(self, rank: int) -> None:
-        worker = self._workers[rank]
+    def _await(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
         if hasattr(os, "waitid"):  # until the worker is reaped, its group cannot be another's
             os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
             _signal_group(worker, signal.SIGKILL)
         status = worker.wait()
         code, how = status, f"exit code {status}"
         if status < 0:
-            code, how = 128 - status, f"killed by {_signal_name(-status)}"
-        self._events.put(_Exit(rank, code, how))
+            code, how = 128 - status, f"killed by {signals.name_of(-status)}"
+        self._events.put(_Exit(rank, code, how, status < 0))
 
-    def _supervise(self, tell_guardian: Callable[[int], None]) -> tuple[_Exit | None, int | None]:
+    def _supervise(
+        self, end: contextlib.ExitStack, tell_guardian: Callable[[int], None]
+    ) -> tuple[_Exit | None, int | None]:
         """Waits for all workers; returns the first failure and the first signal received."""
         failure: _Exit | None = None
         received: int | None = None
-        deadline, at_deadline = float("inf"), signal.SIGTERM
-        running = len(self._workers)
-        while running:
-            event = self._next_event(deadline - time.monotonic())
+        deadline, at_deadline, forced = float("inf"), signal.SIGTERM, False
+        running = set(range(len(self._workers)))
+        spared: dict[int, tuple[float, _Exit]] = {}  # failed expendable ones, and when to see to it
+        while running or spared:
+            due = min((when, rank) for rank, (when, _) in spared.items()) if spared else None
+            event = self._next_event(min(deadline, due[0]) if due else deadline)
             now = time.monotonic()
-            if event is None:
+            if event is None and due and now < deadline:
+                _, event = spared.pop(due[1])
+                if self._may_restart(event):
+                    running.add(event.rank)
+                    for thread in self._start(event.rank, end, tell_guardian):
+                        thread.start()
+                elif not self._can_spare(event, running, spared):
+                    failure, deadline = event, now + SETTLE_SECONDS
+            elif event is None:
                 self._signal_all(at_deadline)
                 killed = at_deadline == signal.SIGKILL
                 deadline = float("inf") if killed else now + self._grace
-                at_deadline = signal.SIGKILL
+                at_deadline, forced = signal.SIGKILL, True
             elif isinstance(event, _Exit):
-                running -= 1
+                running.discard(event.rank)
                 tell_guardian(self._workers[event.rank].pid)
-                if event.code and failure is None:
+                if self._processes[event.rank].expendable:
+                    # Not at once: it may have ended because the chief has, or is about to.
+                    if event.code:
+                        spared[event.rank] = now + SETTLE_SECONDS, event
+                elif event.code and failure is None:
                     failure = event
                     if received is None:  # else they have been asked to end, and have --grace
                         deadline = min(deadline, now + SETTLE_SECONDS)
+                elif event.rank == 0 and self._asynchronous():
+                    deadline = min(deadline, now + self._grace)  # the others have no more to do
+                    if event.code and not forced and failure and not failure.by_signal:
+                        failure = event  # others end with the chief, and mostly before it
             elif event != signal.SIGPIPE or received is None:
                 passed_on = signal.SIGTERM if event == signal.SIGPIPE else event
                 self._signal_all(passed_on if received is None else signal.SIGKILL)
                 received = received or event
                 deadline, at_deadline = now + self._grace, signal.SIGKILL
+            if failure or received or 0 not in running:
+                spared.clear()
         return failure, received
 
-    def _next_event(self, timeout_seconds: float) -> _Exit | int | None:
-        if timeout_seconds == float("inf"):
+    def _asynchronous(self) -> bool:
+        return any(process.expendable for process in self._processes)
+
+    def _may_restart(self, ended: _Exit) -> bool:
+        starts = self._starts[ended.rank]
+        if starts > self._restart_workers:
+            return False
+        name = self._processes[ended.rank].name
+        _say(f"{name} failed: {ended.how}; restart {starts} of {self._restart_workers}")
+        return True
+
+    def _can_spare(self, ended: _Exit, running: set[int], spared: Collection[int]) -> bool:
+        """Whether the run goes on without a worker: as long as there is another."""
+        if not any(self._processes[rank].expendable for rank in running.union(spared)):
+            return False
+        _say(f"{self._processes[ended.rank].name} failed: {ended.how}; the others go on")
+        return True
+
+    def _next_event(self, until: float) -> _Exit | int | None:
+        if until == float("inf"):
             return self._events.get()
         try:
-            return self._events.get(timeout=max(0.0, timeout_seconds))
+            return self._events.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             return None
 
     def _signal_all(self, number: int) -> None:
         for worker in self._workers:
             _signal_group(worker, number)
+
+    def _summary(self, failure: _Exit | None, received: int | None, seconds: float) -> str:
+        count, kind = len(self._processes), "processes" if self._asynchronous() else "workers"
+        text = f"all {count} {kind} done" if count > 1 else "worker done"
+        if failure:
+            text = f"{self._processes[failure.rank].name} failed first: {failure.how};"
+            text += f" all {kind} ended" if count > 1 else " ended"
+        if received:
+            text = f"got {signals.name_of(received)}; {text}"
+        return f"{text} after {seconds:.1f} s"
 
 
 def _signal_group(worker: subprocess.Popen[bytes], number: int) -> None:
@@ -234,58 +282,6 @@ def _signal_group(worker: subprocess.Popen[bytes], number: int) -> None:
             os.killpg(worker.pid, number)
 
 
-def _summary(failure: _Exit | None, received: int | None, count: int, seconds: float) -> str:
-    text = f"all {count} workers done" if count > 1 else "worker done"
-    if failure:
-        text = f"{cluster.label(failure.rank)} failed first: {failure.how};"
-        text += " all workers ended" if count > 1 else " ended"
-    if received:
-        text = f"got {_signal_name(received)}; {text}"
-    return f"{text} after {seconds:.1f} s"
-
-
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"tfpara-launch: {text}", file=sys.stderr, flush=True)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-@contextlib.contextmanager
-def _signals_to(events: queue.SimpleQueue[_Exit | int]) -> Iterator[None]:
-    """Turns signals into events. Those ignored, as under nohup, stay ignored, by workers too."""
-    handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    former = {
-        number: signal.signal(number, lambda received, _: events.put(received))
-        for number in handled
-    }
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _guardian() -> Iterator[Callable[[int], None]]:
-    """Starts the process that ends the workers if the launcher is killed."""
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GUARDIAN],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        bufsize=0,
-    ) as process:
-
-        def tell(group: int) -> None:
-            if process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.write(b"%d\n" % group)
-
-        yield tell

@@ -1,4 +1,4 @@
-"""A process of an asynchronous run with TensorFlow's servers: workers add to variables of the ps."""
+"""A process of an asynchronous run with TensorFlow: workers count in variables of the ps."""
 
 import os
 import sys

@@ -1,0 +1,67 @@
+"""A running `tfpara-launch`, for tests."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+DEADLINE = 30.0  # seconds; reached only by a hang
+LAUNCH = (sys.executable, "-m", "tfpara.launch")
+FOREVER = "import signal\nwhile True: signal.pause()\n"
+
+
+def default_signals():
+    """Undoes what a background shell ignores, for the launcher leaves ignored signals so."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class Launched:
+    """A running launcher whose stdout is read as it comes."""
+
+    def __init__(self, *arguments, **options):
+        self.process = subprocess.Popen(
+            [*LAUNCH, *map(str, arguments)],
+            **{
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "preexec_fn": default_signals,
+                **options,
+            },
+        )
+        self.seen = b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.terminate()
+        self.process.communicate(timeout=DEADLINE)
+
+    def read_until(self, *words):
+        """Reads stdout until it holds all words."""
+        deadline = time.monotonic() + DEADLINE
+        while not all(word.encode() in self.seen for word in words):
+            left = deadline - time.monotonic()
+            if not select.select([self.process.stdout], [], [], max(0, left))[0]:
+                pytest.fail(f"no {words} in {self.seen!r}")
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                pytest.fail(f"no {words} in {self.seen!r}: {self.process.stderr.read()!r}")
+            self.seen += chunk
+
+    def finish(self):
+        """Returns (exit code, stdout, stderr)."""
+        out, err = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, (self.seen + out).decode(), (err or b"").decode()
+
+
+def launch(*arguments, **options):
+    with Launched(*arguments, **options) as launched:
+        return launched.finish()

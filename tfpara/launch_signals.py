@@ -1,0 +1,69 @@
+"""The launcher's signals: those that it passes on, and what ends the workers if it is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Reads the number of each worker's process group, once at its start and again at its end, and at
+# the launcher's end, however that came, kills those that had none.
+_GUARDIAN = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    groups ^= {int(line)}
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+def name_of(number: int) -> str:
+    """A signal's name, such as "SIGTERM"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+@contextlib.contextmanager
+def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
+    """Turns signals into events. Those ignored, as under nohup, stay ignored, by workers too."""
+    handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    former = {
+        number: signal.signal(number, lambda received, _: events.put(received))
+        for number in handled
+    }
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def guardian() -> Iterator[Callable[[int], None]]:
+    """Starts the process that ends the workers if the launcher is killed."""
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARDIAN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        bufsize=0,
+    ) as process:
+
+        def tell(group: int) -> None:
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.write(b"%d\n" % group)
+
+        yield tell
