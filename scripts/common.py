@@ -213,6 +213,9 @@ def _guarded(main: Callable[[], None]) -> int:
 
 def _leave(code: int) -> NoReturn:
     """Ends the process at once: TensorFlow's own end waits for other workers' heartbeats."""
+    from tfpara import horovod_group
+
+    horovod_group.leave(orderly=code == 0)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

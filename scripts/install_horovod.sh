@@ -48,6 +48,28 @@ for stack in full latest; do
 done
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 
+loads() { # loads: whether the environment has a Horovod that was built for its TensorFlow
+  TF_CPP_MIN_LOG_LEVEL=3 "$python" - "$tensorflow" "$transport" <<'END'
+import json
+import pathlib
+import sys
+
+import horovod.tensorflow as horovod
+
+tensorflow, transport = sys.argv[1:]
+record = pathlib.Path(horovod.__file__).parents[1] / "metadata.json"
+built_for = json.loads(record.read_text())["tensorflow"]
+if built_for != tensorflow:
+    sys.exit(f"it was built for TensorFlow {built_for}")
+if not (horovod.mpi_built() if transport == "mpi" else horovod.gloo_built()):
+    sys.exit(f"it was built without {transport}")
+END
+}
+if loads 2>/dev/null; then
+  say "Horovod (${transport^^}, TensorFlow $tensorflow) is in $venv already"
+  exit
+fi
+
 check_tools() {
   local missing=() tool packages="g++ make cmake"
   if [ "$transport" = mpi ]; then packages="$packages libopenmpi-dev openmpi-bin"; fi
@@ -96,12 +118,7 @@ else
 fi
 pip install --quiet "${constraints[@]}" packaging cloudpickle psutil pyyaml
 pip install --quiet --no-deps --no-index --force-reinstall "$kept"/*.whl
-if ! TF_CPP_MIN_LOG_LEVEL=3 "$python" -c '
-import sys
-import horovod.tensorflow as horovod
-if not (horovod.mpi_built() if sys.argv[1] == "mpi" else horovod.gloo_built()):
-    sys.exit(f"it has no {sys.argv[1]}")
-' "$transport"; then
+if ! loads; then
   fail "Horovod was installed in $venv, but does not load there. Remove $kept and run this again"
 fi
 say "Horovod $version (${transport^^}, TensorFlow $tensorflow) is in $venv"

@@ -13,6 +13,7 @@ from absl import flags
 from scripts import common
 from tfpara import algorithms, cluster
 from tfpara.aggregation import AGGREGATIONS
+from tfpara.collectives.choice import COLLECTIVES
 from tfpara.simulation import simulate
 from tfpara.strategy import PeriodicSyncStrategy
 
@@ -43,6 +44,13 @@ _AGGREGATION = flags.DEFINE_enum(
     list(AGGREGATIONS),
     "who keeps the global model and averages: every worker all of them (replicated), or every "
     "replica its part (sharded); auto: sharded for models of 16 MB and more",
+)
+_COLLECTIVES = flags.DEFINE_enum(
+    "collectives",
+    "auto",
+    list(COLLECTIVES),
+    "what connects the workers; auto: Horovod where horovodrun, mpirun or tfpara-launch "
+    "--collectives=horovod has started them, else TensorFlow",
 )
 _EMA = flags.DEFINE_list(
     "ema_decay", [], "decays, in (0, 1), of moving averages over the syncs' global models"
@@ -85,6 +93,7 @@ def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
         "averages": averages,
         "local_state": _LOCAL_STATE.value,
         "aggregation": _AGGREGATION.value,
+        "collectives": _COLLECTIVES.value,
         "data_plan": data_plan,
         "timeout_seconds": _TIMEOUT.value,
         "startup_timeout_seconds": _STARTUP.value,

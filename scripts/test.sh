@@ -3,8 +3,9 @@
 #
 #   scripts/test.sh [--stack=full|latest] [--venv=DIR] [pytest arguments]
 #
-# full (default): TensorFlow 2.17 with tensorflow-io; formatting, lint, types and all tests.
-# latest: the latest TensorFlow and Keras; the tests of the library alone.
+# full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
+# builds (g++, make and cmake are needed); formatting, lint, types and all tests.
+# latest: the latest TensorFlow and Keras; the tests of the library alone, without Horovod.
 #
 # What is tested is the built wheel, as a user would install it, not the source tree. The first run
 # of a stack downloads and installs its packages; later runs reuse them.
@@ -46,6 +47,8 @@ check() { # check NAME COMMAND...
 # Two processes share the test files; "-n 0" among the arguments is one, for a debugger.
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n 2 --dist loadfile)
 if [ "$stack" = full ]; then
+  check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
+  export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
   check "Types (mypy)" "$venv/bin/mypy"

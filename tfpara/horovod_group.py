@@ -67,20 +67,22 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             "or tfpara-launch --collectives=horovod, and call hvd.init() nowhere else."
         )
     _joined = _Joined(found, server)
-    atexit.register(leave)
+    # Where an exception ends the program, the others are elsewhere.
+    atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
 
 
-def leave() -> None:
+def leave(orderly: bool) -> None:
     """Leaves the group, if this process is in it; the others' operations fail from then on.
 
-    Waits a moment for the others to be done as well, unless an exception ends the program.
+    Args:
+        orderly: whether to wait a moment for the others to leave as well.
     """
     global _joined
     if _joined is None:
         return
     joined, _joined = _joined, None
     joined.server.close()
-    if not hasattr(sys, "last_value"):
+    if orderly:
         waiting = threading.Thread(target=_part, args=(joined.cluster,), daemon=True)
         waiting.start()
         waiting.join(_LEAVING_SECONDS)
