@@ -1,6 +1,7 @@
 """Kaldi's features: log-mel and MFCC, their deltas, normalisation, splice and stacking.
 
-`log_mel` and `mfcc` are NumPy in and out and run kaldi-native-fbank. The others are TensorFlow
+`log_mel` and `mfcc`, like those of `input.plp` and `input.pitch`, are NumPy in and out and run
+kaldi-native-fbank. The others are TensorFlow
 functions that can be traced with an unknown number of frames, for use in tf.data and in an exported
 model: a corpus is prepared with `apply_cmvn` and `add_deltas`, training reads through `normalise`
 and `splice` or `stack`.
@@ -48,6 +49,25 @@ def log_mel(
     _set_frames(options, sample_rate, num_mel)
     options.use_energy = False
     return _compute(library.OnlineFbank(options), samples, sample_rate, num_mel)
+
+
+def energies(
+    samples: np.ndarray, sample_rate: int = SAMPLE_RATE, num_mel: int = NUM_MEL
+) -> tuple[np.ndarray, np.ndarray]:
+    """The frames of `log_mel` before the logarithm, and the logarithm of each frame's energy.
+
+    Returns:
+      float32 [num_frames, num_mel], energies of the filters; and float32 [num_frames], the log of
+      the sum of squares before pre-emphasis and window (Kaldi's "raw energy"). Arguments and
+      errors as of `log_mel`.
+    """
+    library = _library()
+    options = library.FbankOptions()
+    _set_frames(options, sample_rate, num_mel)
+    options.use_energy = options.raw_energy = True
+    options.use_log_fbank = False
+    found = _compute(library.OnlineFbank(options), samples, sample_rate, 1 + num_mel)
+    return found[:, 1:], found[:, 0]
 
 
 def mfcc(

@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from input import audio_files, features, kaldi, kaldi_tables
+from input import audio_files, features, kaldi, kaldi_tables, pitch, plp
 from input.kaldi_tables import Location
 from input.records import CorpusError
 
 OVERSHOOT = 0.5  # seconds that a segment may end after its recording: extract-segments' default
-KINDS = ("fbank", "mfcc")
+KINDS = ("fbank", "mfcc", "plp")
 
 
 class Problem(NamedTuple):
@@ -51,7 +51,8 @@ class Extraction:
 
     kind: str = "fbank"
     num_mel: int = features.NUM_MEL  # of "fbank"
-    num_ceps: int = features.NUM_CEPS  # of "mfcc"
+    num_ceps: int = features.NUM_CEPS  # of "mfcc" and "plp"
+    pitch: bool = False  # whether Kaldi's three pitch features are appended
     audio: audio_files.Options = audio_files.Options()
 
     def __post_init__(self) -> None:
@@ -64,9 +65,16 @@ class Extraction:
             )
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
+        frames = self._spectral(samples)
+        if not self.pitch or not len(frames):
+            return frames
+        return pitch.append(frames, pitch.pitch(samples, self.audio.sample_rate))
+
+    def _spectral(self, samples: np.ndarray) -> np.ndarray:
         if self.kind == "fbank":
             return features.log_mel(samples, self.audio.sample_rate, self.num_mel)
-        return features.mfcc(samples, self.audio.sample_rate, self.num_ceps)
+        cepstra = {"mfcc": features.mfcc, "plp": plp.plp}[self.kind]
+        return cepstra(samples, self.audio.sample_rate, self.num_ceps)
 
 
 class KaldiFeatures:

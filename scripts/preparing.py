@@ -62,11 +62,17 @@ _FEATURES = flags.DEFINE_enum(
     "features",
     _EXTRACTION.kind,
     sources.KINDS,
-    "what is computed from audio: log-mel filterbank energies or cepstral coefficients",
+    "what is computed from audio: log-mel filterbank energies, cepstral coefficients, or those of"
+    " perceptual linear prediction",
 )
 _NUM_MEL = flags.DEFINE_integer("num_mel", _EXTRACTION.num_mel, "filters of --features=fbank")
 _NUM_CEPS = flags.DEFINE_integer(
-    "num_ceps", _EXTRACTION.num_ceps, "coefficients of --features=mfcc, at most 23"
+    "num_ceps",
+    _EXTRACTION.num_ceps,
+    "coefficients of --features=mfcc, at most 23, or plp, at most 13",
+)
+_PITCH = flags.DEFINE_bool(
+    "pitch", False, "append Kaldi's three pitch features to what is computed from audio"
 )
 _SAMPLE_RATE = flags.DEFINE_integer(
     "sample_rate", _EXTRACTION.audio.sample_rate, "of the audio, in Hz"
@@ -187,7 +193,9 @@ def _extraction() -> sources.Extraction:
     reading = audio_files.Options(
         sample_rate=_SAMPLE_RATE.value, resample=_RESAMPLE.value, decoder=_DECODER.value
     )
-    return sources.Extraction(_FEATURES.value, _NUM_MEL.value, _NUM_CEPS.value, reading)
+    return sources.Extraction(
+        _FEATURES.value, _NUM_MEL.value, _NUM_CEPS.value, _PITCH.value, reading
+    )
 
 
 def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extraction) -> dict:
@@ -199,12 +207,17 @@ def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extracti
             f" {', '.join(split for split, audio in from_audio.items() if audio)} would get"
             " features from audio. Make all of the same kind, or add --from_audio"
         )
-    if not from_audio["train"]:
+    computed = from_audio["train"]
+    of_audio = (_FEATURES, _NUM_MEL, _NUM_CEPS, _PITCH)
+    what = "features computed from audio (with --from_audio, where there is a feats.scp)"
+    common.only_for(computed, of_audio, what)
+    if not computed:
         return {"features": "given"}
-    size = {"fbank": "num_mel", "mfcc": "num_ceps"}[extraction.kind]
+    size = "num_mel" if extraction.kind == "fbank" else "num_ceps"
     return {
         "features": extraction.kind,
         size: getattr(extraction, size),
+        **({"pitch": True} if extraction.pitch else {}),
         "sample_rate": extraction.audio.sample_rate,
         "resample": extraction.audio.resample,
     }

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from input import features, streams
+from input import features, pitch, streams
 from input.index import CorpusIndex
 from scripts.data import is_recurrent
 
@@ -101,9 +101,11 @@ def label_delay(description: Mapping[str, Any]) -> int:
 
 
 def _about(made: Mapping[str, Any], frame_dim: int) -> str:
-    kind = made.get("features", "fbank")
-    named = {"fbank": f"{frame_dim} log-mel energies", "mfcc": f"{frame_dim} MFCC"}
-    about = named.get(kind, f"{frame_dim} features as in the feats.scp of the corpus")
+    named = {"fbank": "log-mel energies", "mfcc": "MFCC", "plp": "PLP coefficients"}
+    kind = named.get(made.get("features", "fbank"))
+    about = f"{frame_dim} {kind or 'features as in the feats.scp of the corpus'}"
+    if kind and made.get("pitch"):
+        about = f"{frame_dim - pitch.DIM} {kind} and {pitch.DIM} pitch features"
     if made.get("cmvn") in ("speaker", "given"):
         return f"{about}, from which the mean has been taken as --cmvn={made['cmvn']} does"
     return about

@@ -36,10 +36,10 @@ def write_pdfs(path, labels):
     kaldiio.save_ark(str(path), {key: value.astype(np.int32) for key, value in labels.items()})
 
 
-def random_frames(speakers=4, utterances=3):
+def random_frames(speakers=4, utterances=3, dim=DIM):
     generator = np.random.default_rng(0)
     return {
-        f"s{speaker}-u{number}": generator.normal(5, 2, (20 + number, DIM)).astype(np.float32)
+        f"s{speaker}-u{number}": generator.normal(5, 2, (20 + number, dim)).astype(np.float32)
         for speaker in range(speakers)
         for number in range(utterances)
     }
@@ -100,6 +100,18 @@ def test_a_corpus_has_what_the_archives_had(data):
     assert len(names) > 1
     count = len(names)
     assert names == [f"train-{number:05d}-of-{count:05d}.tfrecord" for number in range(count)]
+
+
+@pytest.mark.parametrize("dim", [16, 43])
+def test_features_with_pitch_pass_unharmed(data, dim):
+    """13 cepstra or 40 filters, and what paste-feats joins to them, whatever it is."""
+    data.frames = random_frames(dim=dim)
+    data.write()
+    made = data.make(deltas=2)
+    assert made.corpus.feature_dim == 3 * dim
+    for key, (frames, *_) in content(made.corpus).items():
+        np.testing.assert_array_equal(frames[:, :dim], data.frames[key])
+        np.testing.assert_allclose(frames, features.add_deltas(data.frames[key]), atol=1e-5)
 
 
 def test_speakers_are_held_out_whole_and_drawn_from_the_seed(data):

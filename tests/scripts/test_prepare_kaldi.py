@@ -61,7 +61,7 @@ def test_kaldi_audio_with_utterances_skipped_is_reused(run_well, kaldi, tmp_path
         f"--data={kaldi}/audio",
         f"--ali={kaldi}/few.1",
         f"--out={tmp_path / 'corpus'}",
-        "--features=mfcc",
+        "--features=plp",
         "--cmvn=speaker",
         "--skip=labels",
         "--num_classes=12",
@@ -71,7 +71,7 @@ def test_kaldi_audio_with_utterances_skipped_is_reused(run_well, kaldi, tmp_path
     assert ended.out.endswith("; skipped 1 with features without labels\n")
     corpus = index.read(tmp_path / "corpus")
     assert corpus.feature_dim == 39
-    assert corpus.options["features"] == "mfcc"
+    assert (corpus.options["features"], corpus.options["num_ceps"]) == ("plp", 13)
     assert run_well("prepare_kaldi", *flags).out.startswith("reused ")
 
 
@@ -90,6 +90,7 @@ def test_librispeech_with_resampling(run_well, kaldi, tmp_path):
     [
         ("kaldi", ("--data=data",), ("one of --ali and --phones",)),
         ("kaldi", ("--data=data", "--ali=few.1"), ("s2-u1", "--skip=labels")),
+        ("kaldi", ("--data=data", "--ali=pdf.1", "--pitch"), ("--pitch=True is for features computed from audio",)),
         (
             "kaldi",
             ("--data=data", "--validation_data=audio", "--ali=pdf.1"),

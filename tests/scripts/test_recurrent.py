@@ -85,6 +85,11 @@ def test_the_exported_model_gives_the_posteriors_of_the_run(
         ({}, 2, "2 log-mel energies"),
         ({"features": "mfcc", "deltas": 1, "cmvn": "utterance", "norm_vars": True}, 3, "3 MFCC"),
         ({"features": "fbank", "deltas": 1, "cmvn": "utterance"}, 3, "3 log-mel energies"),
+        (
+            {"features": "plp", "deltas": 0, "pitch": True},
+            6,
+            "3 PLP coefficients and 3 pitch features",
+        ),
         ({"features": "given", "deltas": 0}, 6, "6 features as in the feats.scp of the corpus"),
         (
             {"features": "mfcc", "deltas": 0, "cmvn": "speaker"},
