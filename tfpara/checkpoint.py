@@ -93,7 +93,7 @@ class Checkpoints:
             "workers": self._strategy.num_workers,
             "bucket_sizes": self.synchronizer.global_state.bucket_sizes,
             "position": dict(position),
-            "states": self._states(),
+            "states": collected(self._extended.states),
         }
         try:
             self._together(lambda: self.store.begin(number), "begin", chief_only=True)
@@ -123,7 +123,7 @@ class Checkpoints:
             if problem is None:
                 read = self._together(lambda n=number: self.store.read_manifest(n), "manifest")
                 manifest = read[self._strategy.worker_index]
-                self._check_run(number, manifest)
+                check_run(self.store.path(number), manifest, self._of_a_run()["run"])
                 self._together(lambda n=number, m=manifest: self._load(n, m), "load")
                 if manifest["replicas"] != self._strategy.num_replicas:
                     self._start_anew()
@@ -190,36 +190,6 @@ class Checkpoints:
                 "optimizer": type(optimizer).__name__,
             }
         }
-
-    def _check_run(self, number: int, manifest: Mapping[str, Any]) -> None:
-        mine = json.loads(json.dumps(self._of_a_run()["run"], default=repr))
-        differing = differences({"the checkpoint": manifest["run"], "this run": mine})
-        if differing:
-            raise CheckpointError(
-                f"{self.store.path(number)} is of another run. {differing}. Resume with the same "
-                "settings, or give this run a directory of its own."
-            )
-        others = {k: v for k, v in manifest["versions"].items() if versions().get(k) != v}
-        if others:
-            warnings.warn(
-                f"{self.store.path(number)} was written with "
-                f"{', '.join(f'{k} {v}' for k, v in others.items())}; numbers may differ in the "
-                "last digits.",
-                stacklevel=2,
-            )
-
-    def _states(self) -> dict[str, Any]:
-        """Of callbacks, as JSON carries them; asked for on every worker, so that all fail alike."""
-        found = {}
-        for name, holder in self._extended.states.items():
-            try:
-                found[name] = json.loads(json.dumps(holder.get_state()))
-            except (TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"the state of {name!r} cannot be kept ({error}): get_state() must return "
-                    "numbers, texts, lists and dicts of Python's own."
-                ) from error
-        return found
 
     # -- what is in a part ---------------------------------------------------------------------
 
@@ -370,3 +340,48 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+
+
+def check_run(path: Any, manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Compares what a checkpoint is of with what this run is; other versions are a warning.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of the checkpoint.
+        mine: settings of this run, by name.
+
+    Raises:
+        CheckpointError: they differ; the message says in what.
+    """
+    mine = json.loads(json.dumps(mine, default=repr))
+    differing = differences({"the checkpoint": manifest["run"], "this run": mine})
+    if differing:
+        raise CheckpointError(
+            f"{path} is of another run. {differing}. Resume with the same settings, or give this "
+            "run a directory of its own."
+        )
+    others = {k: v for k, v in manifest["versions"].items() if versions().get(k) != v}
+    if others:
+        warnings.warn(
+            f"{path} was written with {', '.join(f'{k} {v}' for k, v in others.items())}; numbers "
+            "may differ in the last digits.",
+            stacklevel=3,
+        )
+
+
+def collected(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of objects with `get_state`, by name, as JSON carries them.
+
+    Raises:
+        CheckpointError: one cannot be carried.
+    """
+    found = {}
+    for name, holder in states.items():
+        try:
+            found[name] = json.loads(json.dumps(holder.get_state()))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state of {name!r} cannot be kept ({error}): get_state() must return "
+                "numbers, texts, lists and dicts of Python's own."
+            ) from error
+    return found

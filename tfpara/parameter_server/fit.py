@@ -103,9 +103,23 @@ class Fit:
         callbacks.on_train_end(logs)
         return model.history
 
-    def resume(self, epoch: int) -> None:
-        """Goes on in an epoch, from what the servers' books say; in `on_train_begin`."""
-        self.epoch = self._resumed_epoch = epoch
+    def resume(self, epoch: int, within: bool, finished: bool) -> None:
+        """Goes on where a checkpoint was; in `on_train_begin`.
+
+        Args:
+            epoch: to go on with.
+            within: whether some of it is in the model, as the servers' books say.
+            finished: whether the run has stopped before.
+        """
+        self.epoch = epoch
+        self._resumed_epoch = epoch if within else None
+        self._model.stop_training = finished
+
+    def end(self) -> None:
+        """Leaves the workers idle, and the model with the global weights, however `run` ended."""
+        with contextlib.suppress(tf.errors.OpError):  # the cluster may be gone
+            self.server.books.halted.assign(True)
+            self._strategy.read(self._model)
 
     @property
     def num_chunks(self) -> int:

@@ -158,16 +158,20 @@ class Lobby:
         """Tells all that the run is over, waits until they have gone, and stops listening."""
         self._close(0, "")
 
-    def finish_with_process(self) -> None:
+    def end_with_process(self, code: int = 0, sentence: str = "") -> None:
         """Tells all that the run is over once this process is gone.
 
         For the end of the chief's program: TensorFlow's own end still speaks to them.
+
+        Args:
+            code: their exit code.
+            sentence: the cause, unless it is 0.
         """
         with self._changed:
             if self._end is None:
-                self._end = {"code": 0, "sentence": ""}
+                self._end = {"code": code, "sentence": sentence}
                 for guest in self._guests.values():
-                    guest.send(finishing=True)
+                    guest.send(finishing=self._end)
 
     def fail(self, sentence: str, code: int = 1) -> None:
         """Tells all to print a sentence and to exit with a code, waits, and stops listening.

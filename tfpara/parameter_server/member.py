@@ -191,14 +191,15 @@ def _stay(
 ) -> NoReturn:
     """Sends signs of life until the run is over."""
     chief = cluster.describe("chief", 0)
-    beat_at, told, leaving = 0.0, False, False
+    beat_at, told = 0.0, False
+    finishing: dict[str, Any] = {}
     while True:
         select.select([channel], [], [], min(_TICK_SECONDS, beat_seconds(timeout_seconds)))
         for message in channel.receive():
             _obey(message)
-            leaving = leaving or "finishing" in message
-        if leaving and channel.closed:
-            raise _Over(0, "")
+            finishing = message.get("finishing", finishing)
+        if finishing and channel.closed:
+            raise _Over(int(finishing["code"]), str(finishing["sentence"]))
         now = time.monotonic()
         lost = ""
         if channel.closed:

@@ -130,8 +130,36 @@ class Server:
 
     # What workers run, in their graphs.
 
+    def rate(self) -> tf.Tensor:
+        """The learning rate of the optimizer on the servers, where it is a number."""
+        with tf.device(self.first.device):
+            return tf.identity(self.first.optimizer[self._rate_index])
+
+    def set_rate(self, rate: tf.Tensor) -> list[tf.Tensor]:
+        """Gives all servers a learning rate; returns what must have run for it to be so."""
+        done = []
+        for shard in self.shards:
+            with tf.device(shard.device):
+                variable = shard.optimizer[self._rate_index]
+                done.append(
+                    shard.lock.execute(lambda variable=variable: tf.identity(variable.assign(rate)))
+                )
+        return done
+
+    @property
+    def _rate_index(self) -> int:
+        at = None if self.first.steps is None else self.first.steps.rate_index
+        if at is None:
+            raise ValueError("the servers have no learning rate that is a number.")
+        return at
+
     def pull(self, worker: tf.Tensor) -> Pulled:
-        """Reads the model. Waits where the rule bounds the staleness."""
+        """Reads the model, for a push of a worker."""
+        del worker
+        return self.read()
+
+    def read(self) -> Pulled:
+        """Reads the model."""
         weights: list[Any] = [None] * len(self.names)
         state: list[tf.Tensor] = []
         versions, halted = [], None
@@ -147,7 +175,6 @@ class Server:
             versions.append(rest[0])
             if shard is self.first:
                 halted, *state = rest[1:]
-        del worker
         return Pulled(weights, state, versions, halted)
 
     def push(self, push: Push, pulled: Pulled) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -303,6 +330,7 @@ class Server:
         """All that a checkpoint must hold, by name; fixed by the model and number of servers."""
         found: dict[str, tf.Variable] = {}
         for shard in self.shards:
+            found[f"version/{shard.number}"] = shard.version
             for k, variable in zip(shard.indices, shard.weights, strict=True):
                 found[f"weight/{k}"] = variable
             for name, states in shard.averages.items():

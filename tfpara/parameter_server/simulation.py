@@ -108,7 +108,9 @@ class Simulation:
         self._work = work
         self._chunks = chunks
         self._period = sync_period
-        self._choose_rate = choose_rate
+        self._choose_rate = choose_rate and tf.function(
+            choose_rate, autograph=False, reduce_retracing=True
+        )
         self._speeds = list(speeds)
         self._random = [np.random.default_rng([seed, k]) for k in range(len(speeds))]
         start = [tf.convert_to_tensor(value) for value in work.optimizer_start]

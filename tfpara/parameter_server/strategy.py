@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
-from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server import processes
+from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
 from tfpara.settings import checked_averages, checked_period, checked_seconds
@@ -88,9 +88,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             self._averages["average"] = rule.average
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
-        self._processes = _processes or processes.join(
-            timeout_seconds, startup_timeout_seconds
-        )
+        self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
         if isinstance(rule, AsyncEASGD):
             rule = rule.resolve(self._processes.num_workers)
         super().__init__(self._processes.chief_device)
@@ -184,6 +182,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             return running.run(epochs, initial_epoch, verbose, callbacks, validation)
         finally:
             self.running = None
+            running.end()
 
     @contextlib.contextmanager
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
@@ -239,6 +238,20 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     def start_mean(self, model: keras.Model) -> None:
         """Has AveragedASGD's average go on as the mean of the models."""
         self._servers[model][0].start_mean("average")
+
+    @property
+    def asked_to_end(self) -> str | None:
+        """A sentence, if a parameter server waits for the run to end in good order."""
+        return self._processes.asked_to_end
+
+    def end_with(self, exit_code: int, sentence: str) -> None:
+        """What the other processes end with when this one does.
+
+        Args:
+            exit_code: theirs.
+            sentence: what they print.
+        """
+        self._processes.end_with(exit_code, sentence)
 
     def keep_state(self, name: str, holder: Any) -> None:
         """Has the state of an object kept in checkpoints and restored from them.

@@ -57,6 +57,7 @@ class Work:
         spec: the element spec of the minibatches.
 
     Attributes:
+        model: the Keras model.
         state: the model's variables that `Block.state` stands for.
 
     Raises:
@@ -66,7 +67,7 @@ class Work:
     def __init__(self, model: keras.Model, rule: Any, spec: Any) -> None:
         _check(model)
         _build_metrics(model, spec)
-        self._model = model
+        self.model = model
         self._rule = rule
         carried = {id(v) for v in carried_states(model)}
         frozen = [v for v in model.non_trainable_variables if v.value.trainable]
@@ -131,26 +132,10 @@ class Work:
 
     def add(self, block: Block, data: Any) -> Block:
         """The block with one more minibatch: (x, y) or (x, y, sample_weight)."""
-        model = self._model
+        model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         samples = tf.shape(tf.nest.flatten(x)[0])[0]
-        variables = [
-            *model.trainable_variables,
-            *self._frozen,
-            *self.state,
-            *self._own,
-            *self._metrics,
-        ]
-        values = [
-            *block.weights,
-            *map(tf.convert_to_tensor, self._frozen_values),
-            *block.state,
-            *block.own,
-            *block.metrics,
-        ]
-        scope = keras.StatelessScope(
-            state_mapping=list(zip(variables, values, strict=True)), collect_losses=True
-        )
+        scope = self._scope(block.weights, block.state, block.own, block.metrics)
         with tf.GradientTape() as tape:
             tape.watch(block.weights)
             with scope:
@@ -187,6 +172,49 @@ class Work:
             metrics=now(self._metrics),
             minibatches=block.minibatches + 1,
             samples=block.samples + tf.cast(samples, tf.int64),
+        )
+
+    def loss(
+        self,
+        weights: Sequence[tf.Tensor],
+        state: Sequence[tf.Tensor],
+        own: Sequence[tf.Tensor],
+        data: Any,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The loss of a minibatch, as in evaluation, and its number of samples (float)."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        zeros = [tf.zeros_like(v.value) for v in self._metrics]
+        with self._scope(weights, state, own, zeros):
+            outputs = self.model(x, training=False)
+            loss = self.model.compute_loss(
+                x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=False
+            )
+        return tf.cast(loss, tf.float32), tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+
+    def _scope(
+        self,
+        weights: Sequence[tf.Tensor],
+        state: Sequence[tf.Tensor],
+        own: Sequence[tf.Tensor],
+        metrics: Sequence[tf.Tensor],
+    ) -> Any:
+        """The scope in which tensors stand in for the model's variables."""
+        variables = [
+            *self.model.trainable_variables,
+            *self._frozen,
+            *self.state,
+            *self._own,
+            *self._metrics,
+        ]
+        values = [
+            *weights,
+            *map(tf.convert_to_tensor, self._frozen_values),
+            *state,
+            *own,
+            *metrics,
+        ]
+        return keras.StatelessScope(
+            state_mapping=list(zip(variables, values, strict=True)), collect_losses=True
         )
 
     def push(

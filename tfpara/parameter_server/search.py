@@ -1,0 +1,129 @@
+"""The choice of a learning rate for each chunk, on the worker that trains it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara.algorithms.keras_step import KerasSteps
+from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.work import Work
+from tfpara.schedules import candidate_rates
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchRate:
+    """Before each chunk, tries learning rates on the first part of it and takes the best.
+
+    The worker that gets the chunk pulls the model, trains it on the sample with each candidate (by
+    itself, with an optimizer that starts anew), and takes the candidate with the smallest loss on
+    the sample afterwards, the lowest of equal ones; a loss that is not finite never wins. If none
+    is finite the rate stays. The chunk is then trained with that rate, and it is the one that the
+    next chunks' candidates are multiples of: the rate may rise or fall.
+
+    Args:
+        factors: candidates, as multiples of the present rate, each > 0.
+        part: of a chunk that is the sample, 0 < part ≤ 1, at least one minibatch; needs data whose
+            number of minibatches is known.
+        minibatches: of the sample, in place of `part`.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: paper 002, section 4.1, "ASGD-search", with about 3 % of a chunk of an hour of speech,
+    from a rate of 0.008.
+    """
+
+    factors: tuple[float, ...] = (0.5, 1.0, 2.0)
+    part: float = 0.03
+    minibatches: int | None = None
+
+    def __post_init__(self) -> None:
+        candidate_rates(1.0, self.factors)
+        if not 0.0 < self.part <= 1.0:
+            raise ValueError(f"part={self.part!r} is outside (0, 1]. The paper's is 0.03.")
+        if self.minibatches is not None and self.minibatches < 1:
+            raise ValueError(f"minibatches={self.minibatches!r} must be at least 1.")
+
+    def function(
+        self, server: Server, work: Work, chunks: Chunks
+    ) -> Callable[[tf.data.Dataset], tf.Tensor]:
+        """What a worker calls with a chunk's minibatches to get its rate; for graphs.
+
+        Raises:
+            ValueError: the rate is a schedule, or the rule has no rate on the server, or the number
+                of minibatches is not known.
+        """
+        if server.learning_rate is None:
+            raise ValueError(
+                "search_rate needs an optimizer with a number as its learning rate, and a rule "
+                "whose optimizer is on the server: ASGD or AveragedASGD."
+            )
+        count = self.minibatches
+        if count is None:
+            if chunks.num_minibatches is None:
+                raise ValueError(
+                    "search_rate: the number of minibatches of a chunk is not known. Give "
+                    "SearchRate(minibatches=...)."
+                )
+            count = max(1, math.floor(self.part * chunks.num_minibatches / chunks.count))
+        trial = _Trial(server, work, count)
+
+        def choose(minibatches: tf.data.Dataset) -> tf.Tensor:
+            return trial.best(minibatches, sorted(set(self.factors)))
+
+        return choose
+
+
+class _Trial:
+    """Trains a copy of the global model on a sample."""
+
+    def __init__(self, server: Server, work: Work, count: int) -> None:
+        self._server = server
+        self._work = work
+        self._count = count
+        self._steps = KerasSteps(work.model.optimizer, work.model.trainable_variables)
+        self._at: Any = self._steps.rate_index
+
+    def best(self, minibatches: tf.data.Dataset, factors: list[float]) -> tf.Tensor:
+        """The best of the present rate's multiples, which becomes the servers' rate."""
+        sample = minibatches.take(self._count)
+        pulled = self._server.read()
+        before = self._server.rate()
+        rates = tf.stack([before * factor for factor in factors])
+        losses = tf.stack([self._loss(sample, pulled, before * factor) for factor in factors])
+        finite = tf.math.is_finite(losses)
+        place = tf.argmin(tf.where(finite, losses, losses.dtype.max))
+        chosen = tf.where(tf.reduce_any(finite), tf.gather(rates, place), before)
+        with tf.control_dependencies(self._server.set_rate(chosen)):
+            return tf.identity(chosen)
+
+    def _loss(self, sample: tf.data.Dataset, pulled: Any, rate: tf.Tensor) -> tf.Tensor:
+        """The loss on the sample after training on it with a rate."""
+        own = self._work.own_start(tf.zeros([], tf.int64))
+        start = [tf.convert_to_tensor(value) for value in self._steps.initial]
+        start[self._at] = rate
+
+        # tf.data takes a list for a tensor: tuples.
+        def train(place: Any, data: Any) -> Any:
+            weights, state, optimizer = place
+            block = self._work.begin(pulled._replace(weights=weights, state=state), own)
+            block = self._work.add(block, data)
+            weights, optimizer = self._steps(weights, optimizer, block.gradients)
+            return tuple(weights), tuple(block.state), tuple(optimizer)
+
+        def score(total: Any, data: Any) -> Any:
+            loss, samples = self._work.loss(weights, state, own, data)
+            return total[0] + loss * samples, total[1] + samples
+
+        first = (pulled.weights, pulled.state, start)
+        weights, state, _ = sample.reduce(
+            tuple(tuple(tf.identity(t) for t in tensors) for tensors in first), train
+        )
+        total, samples = sample.reduce((tf.zeros([]), tf.zeros([])), score)
+        return total / samples

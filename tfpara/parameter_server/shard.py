@@ -1,0 +1,170 @@
+"""What one parameter server holds: some of the weights, and how a push changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.algorithms import AsyncEASGD
+from tfpara.algorithms.keras_step import KerasSteps
+from tfpara.parameter_server.books import Progress
+
+NOT_FINITE = "a push would make this weight infinite or NaN:"
+
+
+class Shard:
+    """Some weights with their optimizer slots and averages, and a lock.
+
+    What a method says is "inside the lock" must be called in `lock.execute`.
+
+    Args:
+        device: of the parameter server.
+        number: its number.
+
+    Attributes:
+        indices: of its weights among the model's.
+        weights, optimizer: variables: the weights, and the state of `steps`.
+        averages: states of variables, by the average's name, one for each weight.
+        steps: the optimizer's step; None of rules whose workers have optimizers.
+        version: pushes so far.
+        progress: which minibatches are in these weights.
+    """
+
+    def __init__(self, device: str, number: int) -> None:
+        self.device = device
+        self.number = number
+        self.indices: list[int] = []
+        self.names: list[str] = []
+        self.weights: list[tf.Variable] = []
+        self.averages: dict[str, list[Any]] = {}
+        self.steps: KerasSteps | None = None
+        self.optimizer: list[tf.Variable] = []
+        with tf.device(device):
+            # Unnamed: resources of this name are this object's alone.
+            self.lock = tf.CriticalSection(name=f"shard_{number}")
+            self.version = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.progress = Progress(1)
+
+    def fill(
+        self,
+        weights: Sequence[keras.Variable],
+        rule: Any,
+        averages: Mapping[str, Any],
+        optimizer: Any,
+    ) -> None:
+        """Takes the model's weights of its `indices`."""
+        self._rule = rule
+        self._averages = averages
+        self.names = [weights[k].path for k in self.indices]
+        own = [weights[k] for k in self.indices]
+        with tf.device(self.device):
+            self.weights = [variable(v.value) for v in own]
+            for name, average in averages.items():
+                self.averages[name] = [_states(average.init(tf.identity(v.value))) for v in own]
+            if not isinstance(rule, AsyncEASGD):
+                # The workers clip: they see all gradients.
+                self.steps = KerasSteps(optimizer, own, clip=False)
+                self.optimizer = [variable(value) for value in self.steps.initial]
+
+    def divide(self, num_chunks: int) -> None:
+        """Epochs have so many chunks from here on."""
+        with tf.device(self.device):
+            self.progress = Progress(num_chunks)
+
+    def apply(self, push: Any, pulled: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
+        """The step with what was pushed; inside the lock.
+
+        Args:
+            push: a `Push` whose values are those of this shard's weights.
+            pulled: the `Pulled` that it was computed from.
+
+        Returns:
+            For each weight what the local model loses, of rules that have them; what must have run
+            before the lock is given back; and the staleness.
+        """
+        before = [tf.identity(v) for v in self.weights]
+        version = tf.identity(self.version)
+        staleness = version - pulled.versions[self.number]
+        moves: list[tf.Tensor] = []
+        optimizer: list[tf.Tensor] = []
+        if self.steps is None:
+            moves = [self._rule.move(v, w) for v, w in zip(push.values, before, strict=True)]
+            after = [w + m for w, m in zip(before, moves, strict=True)]
+        else:
+            after, optimizer = self._step(before, push, staleness, pulled)
+        after = [
+            tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
+            for w, name in zip(after, self.names, strict=True)
+        ]
+        with tf.control_dependencies([*after, *moves, *optimizer]):
+            written = [v.assign(w) for v, w in zip(self.weights, after, strict=True)]
+            written += [v.assign(s) for v, s in zip(self.optimizer, optimizer, strict=True)]
+            for name, average in self._averages.items():
+                for kept, new in zip(self.averages[name], after, strict=True):
+                    values = average.update(_read(kept), new)
+                    written += [
+                        v.assign(tf.cast(x, v.dtype)) for v, x in zip(kept, values, strict=True)
+                    ]
+            written.append(self.version.assign(version + 1))
+            written.append(self.progress.enter(push))
+        return moves, written, staleness
+
+    def _step(
+        self, weights: Sequence[tf.Tensor], push: Any, staleness: tf.Tensor, pulled: Any
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The optimizer's step, corrected as the rule says."""
+        steps: Any = self.steps
+        corrected = [
+            self._rule.gradient(g, pulled=pulled.weights[k], current=w)
+            for g, k, w in zip(push.values, self.indices, weights, strict=True)
+        ]
+        state = [tf.identity(v) for v in self.optimizer]
+        at = steps.rate_index
+        if at is None:
+            return steps(weights, state, corrected)
+        own = state[at]
+        chosen = tf.where(push.rate >= 0.0, tf.cast(push.rate, own.dtype), own)
+        state[at] = chosen * self._rule.rate_factor(tf.cast(staleness, own.dtype))
+        after, state = steps(weights, state, corrected)
+        state[at] = own
+        return after, state
+
+    def average(self, name: str) -> list[tf.Tensor]:
+        """The weights of an average."""
+        return [self._averages[name].value(_read(state)) for state in self.averages[name]]
+
+    def start_mean(self, name: str) -> None:
+        """Has the running average `name` go on as a mean."""
+        for state in self.averages[name]:
+            state.mean.assign(self._averages[name].start_mean(_read(state)).mean)
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """All that a checkpoint must hold, by name."""
+        found: dict[str, tf.Variable] = {}
+        for k, weight in zip(self.indices, self.weights, strict=True):
+            found[f"weight/{k}"] = weight
+        for name, states in self.averages.items():
+            for k, state in zip(self.indices, states, strict=True):
+                for field, part in zip(state._fields, state, strict=True):
+                    found[f"average/{name}/{k}/{field}"] = part
+        found.update({f"optimizer/{self.number}/{k}": v for k, v in enumerate(self.optimizer)})
+        found[f"version/{self.number}"] = self.version
+        found[f"progress/{self.number}"] = self.progress.done
+        return found
+
+
+def variable(value: Any) -> tf.Variable:
+    """A variable that starts with a value, on the current device."""
+    return tf.Variable(tf.identity(value), trainable=False)
+
+
+def _states(state: Any) -> Any:
+    """A NamedTuple of variables that holds the NamedTuple `state`."""
+    return type(state)(*(variable(tf.convert_to_tensor(value)) for value in state))
+
+
+def _read(state: Any) -> Any:
+    return type(state)(*(tf.identity(v) for v in state))
