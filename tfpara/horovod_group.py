@@ -49,13 +49,19 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
 
     Raises:
         ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
-            mpirun needs; or the processes are not those that Horovod sees.
+            mpirun needs; its elastic mode is asked for; or the processes are not those that Horovod sees.
         startup.StartupError: processes that did not come.
     """
     global _joined
     hvd = load()
     if _joined is not None and _joined.cluster == found:
         return
+    if os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0"):
+        raise ValueError(
+            "HOROVOD_ELASTIC is set: Horovod's elastic mode is not supported. Start a fixed number "
+            "of processes, by horovodrun without --min-np, or restart them from checkpoints by "
+            "tfpara-launch --max_restarts."
+        )
     server = _meet(hvd, found, startup_timeout_seconds)
     # Once it has begun, Horovod's own wait for a process that is stopped has this limit alone.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))

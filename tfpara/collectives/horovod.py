@@ -88,11 +88,7 @@ class HorovodCollectives:
         group: number of the group; names of different groups are different.
     """
 
-    # What all_reduce and reduce_scatter add up.
-    summed = (
-        *(tf.float16, tf.float32, tf.float64),
-        *(tf.int8, tf.uint8, tf.int32, tf.int64),
-    )
+    summed = frozenset({tf.float16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64})
 
     def __init__(
         self, size: int, rank: int, device: str, timeout_seconds: float, group: int = 0
@@ -225,7 +221,7 @@ class HorovodCollectives:
     def _check(self, buffers: Sequence[tf.Tensor], name: str) -> None:
         for buffer in buffers:
             if buffer.dtype not in self.summed:
-                known = ", ".join(dtype.name for dtype in self.summed)
+                known = ", ".join(sorted(dtype.name for dtype in self.summed))
                 raise ValueError(
                     f"Horovod cannot add up {buffer.dtype.name} ({name!r}), only {known}. Send one "
                     "of these, or use collectives='tensorflow'."

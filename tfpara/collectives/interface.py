@@ -11,12 +11,17 @@ import tensorflow as tf
 class Collectives(Protocol):
     """Operations that every worker of a group takes part in; usable eagerly and in graphs.
 
-    All of them raise the `tf.errors` of the backend: `UnavailableError` where a peer has died,
-    `DeadlineExceededError` where one was silent for longer than the timeout.
+    Where a peer has died or was silent for longer than the timeout, all of them raise a `tf.errors`
+    of the backend's, of which `tfpara.failures.explain` makes a sentence. Called eagerly they raise
+    `UnavailableError` for the dead and `DeadlineExceededError` for the silent.
+
+    size: of the group. rank: of this worker, 0 … size − 1. summed: the dtypes that all_reduce and
+    reduce_scatter add up.
     """
 
     size: int
     rank: int
+    summed: frozenset[tf.DType]
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""

@@ -30,6 +30,8 @@ class TensorFlowCollectives:
         group: number of the group; groups on different devices need different ones.
     """
 
+    summed = frozenset({tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
+
     def __init__(
         self,
         size: int,
