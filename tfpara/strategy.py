@@ -203,6 +203,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """The averages of the global model, by name."""
         return dict(self.extended.settings.averages)
 
+    @property
+    def weight_names(self) -> list[str]:
+        """What `weights` takes: "local", "global" and the averages' names."""
+        return ["local", "global", *self.extended.settings.averages]
+
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every local replica and, where it takes an optimizer step, counts it.
 
@@ -300,7 +305,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 inside the context. Or a model of another
                 strategy, or one that is part of the model that was trained.
         """
-        known = ["global", "local", *self.extended.settings.averages]
+        known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
         self.synchronize()

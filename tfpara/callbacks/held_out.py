@@ -83,7 +83,7 @@ class HeldOut(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         strategy = model.distribute_strategy
-        known = ["local", "global", *getattr(strategy, "averages", {})]
+        known = getattr(strategy, "weight_names", ["local", "global"])
         asked = [self._asked] if isinstance(self._asked, str) else list(self._asked)
         self._which = known if asked == ["all"] else asked
         unknown = [which for which in self._which if which not in known]

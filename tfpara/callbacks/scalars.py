@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+
+_LARGEST = 10_000
 
 
 class Scalars:
@@ -17,18 +20,33 @@ class Scalars:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        self._directory = directory
+        self._directory = None if directory is None else os.fspath(directory)
         self._writer: tf.summary.SummaryWriter | None = None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes values by name, as those of a step."""
         if self._directory is None:
             return
+        writer = self._made()
+        with writer.as_default(step=step):
+            for name, value in values.items():
+                tf.summary.scalar(name, value)
+        writer.flush()
+
+    def write_histogram(self, step: int, name: str, values: Any, counts: Any) -> None:
+        """Writes how often each of some values occurred, as a distribution of a step."""
+        if self._directory is None:
+            return
+        writer = self._made()
+        # TensorBoard counts single values; thousands show a distribution.
+        shares = np.ceil(np.asarray(counts) * min(1.0, _LARGEST / max(1, np.sum(counts))))
+        with writer.as_default(step=step):
+            tf.summary.histogram(name, np.repeat(values, shares.astype(int)))
+        writer.flush()
+
+    def _made(self) -> tf.summary.SummaryWriter:
         if self._writer is None:
             # A writer is a resource: not one of the strategy's, even where fit runs in its scope.
             with tf.init_scope():
-                self._writer = tf.summary.create_file_writer(os.fspath(self._directory))
-        with self._writer.as_default(step=step):
-            for name, value in values.items():
-                tf.summary.scalar(name, value)
-        self._writer.flush()
+                self._writer = tf.summary.create_file_writer(self._directory)
+        return self._writer

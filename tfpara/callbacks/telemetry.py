@@ -7,6 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from tfpara.callbacks.scalars import Scalars
 from tfpara.synchronizer import SyncStatistics
@@ -21,7 +22,9 @@ class Telemetry(keras.callbacks.Callback):
       compile) to the end of its last sync, held-out scores left out;
     * with a `PeriodicSyncStrategy`: `sync_ms`, mean time of a sync in milliseconds, waiting for
       slower workers included; `sync_fraction`, the share of the time in syncs; `distance`, the
-      relative distance ‖w_i − w̄‖ / ‖w̄‖ of the replicas before the epoch's last sync.
+      relative distance ‖w_i − w̄‖ / ‖w̄‖ of the replicas before the epoch's last sync;
+    * with an `AsyncStrategy`: `pushes` of the epoch, `staleness`, their mean, and `staleness_max`,
+      the largest so far (255 stands for more). The whole distribution is a histogram in `log_dir`.
 
     The chief writes these and everything else in the epoch's log to `log_dir`. Put it first in the
     list of callbacks, so that its clock stops before others work.
@@ -43,6 +46,7 @@ class Telemetry(keras.callbacks.Callback):
         self._samples_per_epoch = samples_per_epoch
         self._unwritten: tuple[int, dict[str, Any]] | None = None
         self._first: _Mark | None = None
+        self._staleness: Any = None  # pushes of the last epoch by staleness
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -79,15 +83,23 @@ class Telemetry(keras.callbacks.Callback):
         if self._samples_per_epoch is not None:
             samples = rest * self._samples_per_epoch
         elif before is not None and after is not None:
-            samples = (after.samples - before.samples) * strategy.num_workers
+            # One worker's, where they work in step; those of all, where they do not.
+            share = strategy.num_workers if isinstance(after, SyncStatistics) else 1
+            samples = (after.samples - before.samples) * share
         else:
             return {}
         measured = {"samples_per_second": samples / seconds} if samples else {}
-        if before is not None and after is not None:
+        if isinstance(before, SyncStatistics) and isinstance(after, SyncStatistics):
             waited = after.sync_seconds - before.sync_seconds
             measured["sync_ms"] = 1000.0 * waited / max(after.syncs - before.syncs, 1)
             measured["sync_fraction"] = waited / seconds
             measured["distance"] = after.distance
+        elif before is not None and after is not None:
+            counts = after.staleness - before.staleness
+            measured["pushes"] = float(counts.sum())
+            measured["staleness"] = float(counts @ np.arange(len(counts)) / max(counts.sum(), 1))
+            measured["staleness_max"] = float(np.flatnonzero(after.staleness).max(initial=0))
+            self._staleness = counts
         return measured
 
     def _write(self) -> None:
@@ -97,6 +109,9 @@ class Telemetry(keras.callbacks.Callback):
         self._unwritten = None
         if getattr(self.model.distribute_strategy, "is_chief", True):
             self._scalars.write(epoch, logs)
+            if self._staleness is not None:
+                values = np.arange(len(self._staleness))
+                self._scalars.write_histogram(epoch, "staleness", values, self._staleness)
 
 
 class _Mark(NamedTuple):
@@ -104,4 +119,4 @@ class _Mark(NamedTuple):
 
     seconds: float
     step: int
-    statistics: SyncStatistics | None
+    statistics: Any

@@ -17,7 +17,7 @@ from tfpara.schedules import candidate_rates
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchRate:
+class ChunkRateSearch:
     """Before each chunk, tries learning rates on the first part of it and takes the best.
 
     The worker that gets the chunk pulls the model, trains it on the sample with each candidate (by
@@ -69,7 +69,7 @@ class SearchRate:
             if chunks.num_minibatches is None:
                 raise ValueError(
                     "search_rate: the number of minibatches of a chunk is not known. Give "
-                    "SearchRate(minibatches=...)."
+                    "ChunkRateSearch(minibatches=...)."
                 )
             count = max(1, math.floor(self.part * chunks.num_minibatches / chunks.count))
         trial = _Trial(server, work, count)

@@ -33,6 +33,11 @@ class AsyncStatistics(NamedTuple):
     by_worker: Any
 
     @property
+    def syncs(self) -> int:
+        """The pushes: what scores within a run are listed by."""
+        return self.pushes
+
+    @property
     def mean_staleness(self) -> float:
         """Over all pushes; 0 before the first."""
         total = self.staleness.sum()
@@ -104,6 +109,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     averages = property(lambda self: dict(self._averages), doc="Averages, by name.")
     num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
     record = property(lambda self: self._processes.record, doc="Pushes so far, if simulated.")
+    weight_names = property(lambda self: ["global", *self._averages], doc="What `weights` takes.")
     is_chief = True
     num_replicas = 1  # the chief's model
     worker_index = 0
@@ -155,7 +161,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
                 validation_freq: as in Keras.
             chunks: chunks of an epoch, for arrays and datasets; None: four for each worker from
                 arrays, and one for each from a dataset, of which every chunk reads the whole.
-            search_rate: a `tfpara.parameter_server.SearchRate`, to choose the rate of each chunk.
+            search_rate: a `tfpara.ChunkRateSearch`, to choose the rate of each chunk.
 
         Returns:
             The history: metrics of each epoch.
@@ -195,7 +201,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         Raises:
             ValueError: an unknown name; the message lists those there are.
         """
-        known = ["global", *self._averages]
+        known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
         server = self._server_of(model)

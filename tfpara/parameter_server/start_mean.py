@@ -1,0 +1,83 @@
+"""When averaged ASGD's running average becomes the mean of the models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+class StartMean(keras.callbacks.Callback):
+    """Scores the model and its running average on held-out data; starts the mean at the first win.
+
+    While workers train on, the chief takes the server's model and the average of that moment, every
+    so many chunks, and compares their losses. Once the average's is lower, it goes on as the mean
+    (`tfpara.algorithms.RunningThenMean`), and nothing is scored any more.
+
+    Args:
+        dataset: held-out data, in any form that `model.evaluate` takes.
+        every_chunks: chunks between two comparisons.
+        verbose: 1: prints a line when the mean starts; 0: none.
+
+    Raises:
+        ValueError: `every_chunks` below 1; at the start of `fit`, another rule than AveragedASGD.
+
+    Source: paper 002, section 2.3.
+    """
+
+    async_safe = False
+
+    def __init__(self, dataset: Any, every_chunks: int = 1, verbose: int = 1) -> None:
+        super().__init__()
+        if every_chunks < 1:
+            raise ValueError(f"every_chunks={every_chunks!r} must be at least 1.")
+        self._dataset = dataset
+        self._every = every_chunks
+        self._verbose = verbose
+        self._scored = 0  # chunks, over all epochs, at the last comparison
+        self._started = False
+
+    def get_state(self) -> dict[str, Any]:
+        return {"scored": self._scored, "started": self._started}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._scored, self._started = state["scored"], state["started"]
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        strategy = model.distribute_strategy
+        if not hasattr(getattr(strategy, "rule", None), "average"):
+            raise ValueError(
+                "StartMean needs a tfpara.AsyncStrategy with the rule tfpara.AveragedASGD."
+            )
+        strategy.keep_state("start_mean", self)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        running = self.model.distribute_strategy.running
+        self._compare(running.epoch * running.num_chunks + running.chunks_done)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        running = self.model.distribute_strategy.running
+        self._compare((epoch + 1) * running.num_chunks)
+        if logs is not None:
+            logs["mean_started"] = float(self._started)
+
+    def _compare(self, chunks: int) -> None:
+        if self._started or chunks - self._scored < self._every:
+            return
+        self._scored = chunks
+        losses = {}
+        strategy = self.model.distribute_strategy
+        for which in ("global", "average"):
+            with strategy.weights(self.model, which):
+                scores = self.model.evaluate(self._dataset, verbose=0, return_dict=True)
+                losses[which] = scores["loss"]
+        if losses["average"] < losses["global"]:
+            strategy.start_mean(self.model)
+            self._started = True
+            if self._verbose:
+                print(
+                    f"The running average scores better than the model ({losses['average']:.4f} "
+                    f"against {losses['global']:.4f}) after {chunks} chunks: the mean starts.",
+                    flush=True,
+                )
