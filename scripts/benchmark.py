@@ -16,6 +16,10 @@ for the same DNN; N replicas are simulated on devices of one process.
 Suite `input`: frames/s that the input pipeline gives on one core, from a corpus (--corpus), and
 frames/s that training the demo's model (4x512) takes on one core. `ratio_to_training` is the one
 over the other of the same round.
+
+Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
+and on limited links; see scripts.benchmark_peers. `predictions` has what the cost model says.
+scripts.benchmark_page puts the results into the documentation.
 """
 
 from __future__ import annotations
@@ -30,11 +34,14 @@ from typing import Any
 from absl import flags
 
 import tfpara
-from scripts import common
+from scripts import benchmark_peers, common
+from scripts.benchmark_prediction import costs_of, predictions
 from scripts.benchmark_processes import measure
+from scripts.benchmark_systems import elements_of
+from tfpara.planner import Link
 
 _SUITE = flags.DEFINE_enum(
-    "suite", "scaling", ["scaling", "averages", "memory", "input"], "what to measure"
+    "suite", "scaling", ["scaling", "averages", "memory", "input", "peers"], "what to measure"
 )
 _OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "times that everything is measured", lower_bound=1)
@@ -49,7 +56,15 @@ _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus, f
 _REPLICAS = flags.DEFINE_list(
     "replicas", ["1", "2", "4", "8"], "numbers of replicas of the suite memory"
 )
-_ELEMENTS = 12_466_779  # weights and biases of 1320-6x1024-5723
+_QUICK = flags.DEFINE_bool(
+    "quick", False, "suite peers: one round, two sync periods, loopback only"
+)
+_SIZES = {
+    "inputs": flags.DEFINE_integer("inputs", 1320, "width of an input frame", lower_bound=1),
+    "layers": flags.DEFINE_integer("layers", 6, "hidden layers", lower_bound=0),
+    "width": flags.DEFINE_integer("width", 1024, "units of a hidden layer", lower_bound=1),
+    "classes": flags.DEFINE_integer("classes", 5723, "output classes", lower_bound=2),
+}
 
 
 def main() -> None:
@@ -57,6 +72,9 @@ def main() -> None:
     out = Path(_OUT.value)
     if not out.parent.is_dir():
         raise common.Failure(f"--out={out}: there is no folder {out.parent}. Make it first.")
+    if _SUITE.value == "peers":
+        _peers(out)
+        return
     systems = {
         "scaling": _scaling_systems,
         "averages": _averages_systems,
@@ -71,32 +89,72 @@ def main() -> None:
             print(f"round {number + 1}  {name}: {_short(measured[name])}", flush=True)
         rounds.append(measured)
     rows = [_row(name, *systems[name], rounds) for name in systems]
-    content = {
+    common.write_json(out, {**_conditions(), "rows": rows})
+    _print_table(rows)
+
+
+def _peers(out: Path) -> None:
+    sizes = {"batch": _BATCH.value, **_sizes()}
+    periods, rounds, steps = _periods(), _ROUNDS.value, _STEPS.value
+    if _QUICK.value:
+        periods, rounds, steps = [min(periods), max(periods) // 4 or 1], 1, max(2, steps // 4)
+    links = [] if _QUICK.value else benchmark_peers.links()
+    found = benchmark_peers.measured(sizes, periods, steps, rounds, links)
+    conditions = _conditions()
+    conditions["versions"] |= benchmark_peers.versions()
+    model_bytes = 4 * elements_of(sizes)
+    costs = costs_of(found["rows"], sizes["batch"], model_bytes, benchmark_peers.LOOPBACK)
+    limited = {name: Link.of_mbit(mbit, delay) for name, mbit, delay in found.pop("links")}
+    predicted = predictions(found["rows"], costs, sizes["batch"], limited) if costs else []
+    common.write_json(out, {**conditions, "sizes": sizes, **found, "predictions": predicted})
+    _print_table(found["rows"])
+    for row in predicted:
+        print(
+            f"{row['link']:12} {row['system']:34} predicted "
+            f"{row['predicted_samples_per_second']:.0f} samples/s, measured / predicted "
+            f"{row['measured_over_predicted']:.2f}"
+        )
+
+
+def _conditions() -> dict[str, Any]:
+    return {
         "suite": _SUITE.value,
         "machine": _machine(),
         "versions": {
             "tfpara": tfpara.__version__,
             **{p: metadata.version(p) for p in ("tensorflow", "keras", "numpy")},
         },
-        "rows": rows,
     }
-    common.write_json(out, content)
-    _print_table(rows)
+
+
+def _sizes() -> dict[str, int]:
+    return {name: flag.value for name, flag in _SIZES.items()}
+
+
+def _periods() -> list[int]:
+    with common.bad_input():
+        return [int(period) for period in _PERIODS.value]
 
 
 def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     """Name → (processes, options of each)."""
-    periods = [int(period) for period in _PERIODS.value]
+    periods = _periods()
     longest = max(periods)
     steps = max(8, _STEPS.value // 4)
     plain = {"system": "plain", "sync_period": None, "batch": _BATCH.value, "steps": steps}
+    plain |= _sizes()
     systems: dict[str, tuple[int, dict[str, Any]]] = {
         "plain Keras": (1, plain),
         "plain Keras, independent": (2, plain),
         "tfpara, one worker": (1, {**plain, "system": "tfpara", "sync_period": longest}),
         "bare all-reduce": (
             2,
-            {"system": "all_reduce", "elements": _ELEMENTS, "bucket_bytes": 8 << 20, "steps": 21},
+            {
+                "system": "all_reduce",
+                "elements": elements_of(_sizes()),
+                "bucket_bytes": 8 << 20,
+                "steps": 21,
+            },
         ),
     }
     for period in periods:
@@ -107,11 +165,11 @@ def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
 
 
 def _averages_systems() -> dict[str, tuple[int, dict[str, Any]]]:
-    common_options = {"system": "syncs", "syncs": max(3, _STEPS.value // 4)}
+    common_options = {"system": "syncs", "syncs": max(3, _STEPS.value // 4), **_sizes()}
     return {
         f"{aggregation}, {averages} averages": (
             2,
-            {**common_options, "aggregation": aggregation, "averages": averages != "no"},
+            {**common_options, "strategy": {"aggregation": aggregation}, "averages": averages},
         )
         for aggregation in ("replicated", "sharded")
         for averages in ("no", "three")
@@ -122,7 +180,12 @@ def _memory_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     return {
         f"{aggregation}, {replicas} replica{'s' * (replicas > 1)}": (
             1,
-            {"system": "memory", "replicas": replicas, "aggregation": aggregation},
+            {
+                "system": "memory",
+                "replicas": replicas,
+                "aggregation": aggregation,
+                **_sizes(),
+            },
         )
         for aggregation in ("replicated", "sharded")
         for replicas in map(int, _REPLICAS.value)
@@ -157,7 +220,7 @@ def _row(
         values["ratio_to_independent"] = [a / b for a, b in zip(speed, independent, strict=True)]
         values["ratio_to_plain"] = [a / b for a, b in zip(speed, alone, strict=True)]
     if options["system"] == "syncs":
-        none = [r[f"{options['aggregation']}, no averages"]["sync_ms"] for r in rounds]
+        none = [r[f"{options['strategy']['aggregation']}, no averages"]["sync_ms"] for r in rounds]
         values["ratio_to_none"] = [a / b for a, b in zip(values["sync_ms"], none, strict=True)]
     if "frames_per_second" in values:
         training = [r["training, data in memory"]["frames_per_second"] for r in rounds]
@@ -192,17 +255,23 @@ _COLUMNS = {  # key: (title, width, format)
     "frames_per_second": ("frames/s", 10, ".0f"),
     "ratio_to_training": ("/training", 9, ".1f"),
     "state_bytes": ("bytes per replica", 17, ",.0f"),
+    "scaling": ("scaling", 7, ".2f"),
+    "bytes_per_sample": ("sent/sample", 11, ",.0f"),
+    "peak_memory_bytes": ("peak bytes", 13, ",.0f"),
 }
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
     columns = {key: c for key, c in _COLUMNS.items() if any(key in row for row in rows)}
     titles = " ".join(f"{title:>{width}}" for title, width, _ in columns.values())
-    print(f"\n{'system':30} {'workers':>7} {titles}")
+    several_links = len({row.get("link") for row in rows}) > 1
+    print(f"\n{'system':34} {'workers':>7} {titles}")
     for row in rows:
         cells = [(row.get(key), width, form) for key, (_, width, form) in columns.items()]
         text = " ".join(f"{'-' if v is None else format(v, f):>{w}}" for v, w, f in cells)
-        print(f"{row['system']:30} {row['workers']:>7} {text}")
+        absent = row.get("missing") or row.get("failed")
+        link = f"  {row['link']}" if several_links else ""
+        print(f"{row['system']:34} {row['workers']:>7} {absent or text}{link}")
 
 
 if __name__ == "__main__":

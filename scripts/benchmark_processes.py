@@ -2,76 +2,155 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
 
 from scripts import common
-from tfpara.launch import local_clusters
+from scripts.benchmark_links import Loopback, Namespaces
+from tfpara.cluster import Cluster
 
 _SECONDS = 600
 
 
-def measure(workers: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Starts the processes, lets them begin together, and puts their figures together."""
-    together = workers > 1 and options["system"] != "plain"
-    configs = [""] * workers
-    if together:
-        configs = [each.tf_config() for each in local_clusters(workers)]
-    processes = []
-    try:
-        for config in configs:
-            env = os.environ | {
-                "TF_CONFIG": config,
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "TF_NUM_INTRAOP_THREADS": "1",
-                "TF_NUM_INTEROP_THREADS": "1",
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [sys.executable, "-m", "scripts.benchmark_worker", json.dumps(options)]
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+class _Process(NamedTuple):
+    """A process that runs, and the file that has its standard error."""
+
+    popen: subprocess.Popen
+    errors: IO[str]
+
+
+def measure(
+    workers: int,
+    options: dict[str, Any],
+    *,
+    module: str = "scripts.benchmark_worker",
+    python: str = sys.executable,
+    place: Loopback | Namespaces | None = None,
+    seconds: float = _SECONDS,
+) -> dict[str, Any]:
+    """Starts the processes, lets them begin together, and puts their figures together.
+
+    Args:
+        workers: processes.
+        options: of `module`; those of the system "plain" know nothing of each other.
+        module: what each process runs.
+        python: the interpreter that runs it.
+        place: where they run; by default on loopback.
+        seconds: after them the processes are killed.
+
+    Raises:
+        Failure: a process ended before it gave its figures.
+    """
+    place = place or Loopback()
+    clusters = None
+    if workers > 1 and options["system"] != "plain":
+        clusters = place.clusters(workers)
+    commands = [
+        [*place.prefix(rank), python, "-m", module, json.dumps(options)] for rank in range(workers)
+    ]
+    environments = [_environment(place, clusters and clusters[r]) for r in range(workers)]
+    with _running(commands, environments, seconds) as processes:
         for process in processes:
             _expect(process, lambda line: line == "READY")
         for process in processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
+            process.popen.stdin.write("go\n")
+            process.popen.stdin.flush()
         parts = [json.loads(_expect(p, lambda line: line.startswith("{"))) for p in processes]
         for process in processes:
-            process.wait(_SECONDS)
-    finally:
+            process.popen.wait(seconds)
+    return _together(parts, place.shared)
+
+
+@contextlib.contextmanager
+def _running(
+    commands: Sequence[list[str]], environments: Sequence[dict[str, str]], seconds: float
+) -> Iterator[list[_Process]]:
+    """The processes, for a while; none outlives it."""
+    processes: list[_Process] = []
+
+    def kill() -> None:
         for process in processes:
-            process.kill()
-            process.wait()
+            process.popen.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    with contextlib.ExitStack() as stack:
+        try:
+            for command, environment in zip(commands, environments, strict=True):
+                # Not a pipe, which could fill up while nobody reads it.
+                errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+                popen = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+                processes.append(_Process(popen, errors))
+            yield processes
+        finally:
+            timer.cancel()
+            kill()
+            for process in processes:
+                process.popen.wait()
+                for pipe in (process.popen.stdin, process.popen.stdout):
+                    pipe.close()
+
+
+def _environment(place: Loopback | Namespaces, cluster: Cluster | None) -> dict[str, str]:
+    """One thread each; TF_CONFIG and the interface for those of a cluster."""
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    environment |= {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    if cluster is None:
+        return environment
+    # Gloo would take the interface that this machine's name belongs to.
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"), place.interface)
+    return environment | interfaces | {"TF_CONFIG": cluster.tf_config()}
+
+
+def _together(parts: Sequence[dict[str, Any]], shared_interface: bool) -> dict[str, Any]:
+    """Means of what each process has, and the sum of what they did."""
     figures = {
         k: statistics.mean(p[k] for p in parts)
         for k in parts[0]
-        if k.endswith(("_ms", "_bytes", "frames_per_second"))
+        if k.endswith(("_ms", "_memory_bytes", "state_bytes", "frames_per_second"))
     }
     if "sync_fraction" in parts[0]:
         figures["sync_fraction"] = statistics.mean(p["sync_fraction"] for p in parts)
+    if "weights_norm" in parts[0]:
+        norms = [p["weights_norm"] for p in parts]
+        figures["weights_differ"] = max(norms) / min(norms) - 1.0
     if "samples" in parts[0]:
+        samples = sum(p["samples"] for p in parts)
         seconds = max(p["ended"] for p in parts) - min(p["began"] for p in parts)
-        figures["samples_per_second"] = sum(p["samples"] for p in parts) / seconds
+        figures["samples_per_second"] = samples / seconds
+        if "sent_bytes" in parts[0]:
+            sent = [p["sent_bytes"] for p in parts]
+            figures["bytes_per_sample"] = (max(sent) if shared_interface else sum(sent)) / samples
     return figures
 
 
-def _expect(process: subprocess.Popen, wanted: Callable[[str], bool]) -> str:
-    for line in process.stdout:
+def _expect(process: _Process, wanted: Callable[[str], bool]) -> str:
+    for line in process.popen.stdout:
         if wanted(line.strip()):
             return line.strip()
+    code = process.popen.wait()
+    process.errors.seek(0)
     raise common.Failure(
-        f"a benchmark process ended with {process.wait(_SECONDS)}: {process.stderr.read()[-2000:]}"
+        f"a benchmark process ended with {code}: {process.errors.read()[-2000:].strip()}"
     )

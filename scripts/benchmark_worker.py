@@ -10,6 +10,8 @@ import sys
 import time
 from typing import Any
 
+from scripts.peers.process import peak_memory_bytes, sent_bytes, wait_for_the_others
+
 
 def main(options: dict[str, Any]) -> None:
     """Runs what `options["system"]` says; prints READY, waits for a line, prints a JSON line."""
@@ -25,11 +27,6 @@ def main(options: dict[str, Any]) -> None:
     print(json.dumps(figures(options)), flush=True)
 
 
-def _wait_for_the_others() -> None:
-    print("READY", flush=True)
-    sys.stdin.readline()
-
-
 def _train(options: dict[str, Any]) -> dict[str, Any]:
     import contextlib
 
@@ -38,45 +35,59 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     import tensorflow as tf
 
     import tfpara
-    from models.dnn import dnn
 
     strategy = None
     if options["system"] == "tfpara":
-        strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=options["sync_period"])
+        strategy = tfpara.PeriodicSyncStrategy(
+            tfpara.BSP(), sync_period=options["sync_period"], **options.get("strategy", {})
+        )
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = dnn(1320, 5723, layers=6, width=1024)
+        model = _dnn(options)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
     batch, steps = options["batch"], options["steps"]
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(batch, 1320)).astype("float32")
-    y = rng.integers(0, 5723, batch).astype("int32")
+    x = rng.normal(size=(batch, options.get("inputs", 1320))).astype("float32")
+    y = rng.integers(0, options.get("classes", 5723), batch).astype("int32")
 
     def repeated(_: Any = None) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensors((x, y)).repeat()
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
+    long_block = strategy is not None and "first" in options
+    if long_block:
+        strategy.set_sync_period(1)  # so that a first sync is not among those that are timed
     model.fit(data, epochs=1, steps_per_epoch=2, verbose=0)
-    _wait_for_the_others()
+    if long_block:
+        strategy.set_sync_period(options["sync_period"])
+    wait_for_the_others()
     # Timed from the end of the first block to the last sync: the rest of `fit` is not training.
-    first = options["sync_period"] or 1
+    # Where a block is long, from its first step on: one step less than so many syncs have.
+    first = options.get("first") or options["sync_period"] or 1
     begun: list[Any] = []
     times: list[float] = []
 
     def mark(batch: int, logs: Any) -> None:
         del logs
         if batch == first - 1:
-            begun.extend([time.time(), strategy.statistics() if strategy else None])
+            found = strategy.statistics() if strategy else None
+            begun.extend([time.time(), found, sent_bytes(options)])
 
     def finish(epoch: int, logs: Any) -> None:
         del epoch, logs
-        times.append(time.time())
+        times.extend([time.time(), sent_bytes(options)])
 
     callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=mark, on_epoch_end=finish)]
     model.fit(data, epochs=1, steps_per_epoch=first + steps, verbose=0, callbacks=callbacks)
-    (ended,) = times
-    began, before = begun
-    figures = {"began": began, "ended": ended, "samples": steps * batch}
+    ended, sent = times
+    began, before, sent_before = begun
+    figures = {
+        "began": began,
+        "ended": ended,
+        "samples": steps * batch,
+        "sent_bytes": sent - sent_before,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
     if strategy and before:
         now = strategy.statistics()
         syncs = now.syncs - before.syncs
@@ -95,7 +106,9 @@ def _all_reduce(options: dict[str, Any]) -> dict[str, Any]:
     import tfpara
     from tfpara.buffers import Layout
 
-    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1)
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(), sync_period=1, **options.get("strategy", {})
+    )
     layout = Layout([tf.TensorShape([options["elements"]])], options["bucket_bytes"])
     buffers = [tf.ones([size]) for size in layout.bucket_sizes]
     collectives = strategy.extended.collectives
@@ -106,7 +119,7 @@ def _all_reduce(options: dict[str, Any]) -> dict[str, Any]:
 
     times = []
     reduce()
-    _wait_for_the_others()
+    wait_for_the_others()
     for _ in range(options["steps"]):
         collectives.barrier("bare")
         began = time.perf_counter()
@@ -116,19 +129,26 @@ def _all_reduce(options: dict[str, Any]) -> dict[str, Any]:
     return {"sync_ms": 1000 * times[len(times) // 2], "buckets": len(buffers)}
 
 
-def _averages() -> dict[str, Any]:
+def _averages(which: str) -> dict[str, Any] | None:
     import tfpara
 
-    return {"ema-0.9": tfpara.EMA(0.9), "ema-0.99": tfpara.EMA(0.99), "ma": tfpara.MA()}
+    three = {"ema-0.9": tfpara.EMA(0.9), "ema-0.99": tfpara.EMA(0.99), "ma": tfpara.MA()}
+    return {"no": None, "one": {"ema": tfpara.EMA(0.99)}, "three": three}[which]
 
 
-def _compiled(strategy: Any) -> Any:
-    import keras
-
+def _dnn(options: dict[str, Any]) -> Any:
+    """The papers' network, if the options do not say another size."""
     from models.dnn import dnn
 
+    sizes = {"layers": options.get("layers", 6), "width": options.get("width", 1024)}
+    return dnn(options.get("inputs", 1320), options.get("classes", 5723), **sizes)
+
+
+def _compiled(strategy: Any, options: dict[str, Any]) -> Any:
+    import keras
+
     with strategy.scope():
-        model = dnn(1320, 5723, layers=6, width=1024)
+        model = _dnn(options)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
     return model
@@ -144,11 +164,11 @@ def _syncs(options: dict[str, Any]) -> dict[str, Any]:
     strategy = tfpara.PeriodicSyncStrategy(
         tfpara.BMUF(),
         sync_period=2,
-        aggregation=options["aggregation"],
-        averages=_averages() if options["averages"] else None,
+        averages=_averages(options["averages"]),
+        **options["strategy"],
     )
-    model = _compiled(strategy)
-    x, y = np.ones((4, 1320), "float32"), np.zeros(4, "int32")
+    model = _compiled(strategy, options)
+    x, y = np.ones((4, options.get("inputs", 1320)), "float32"), np.zeros(4, "int32")
     data = strategy.distribute_datasets_from_function(
         lambda _: tf.data.Dataset.from_tensors((x, y)).repeat()
     )
@@ -156,7 +176,7 @@ def _syncs(options: dict[str, Any]) -> dict[str, Any]:
     warm_up = min(18, options["syncs"])
     model.fit(data, epochs=1, steps_per_epoch=2 * warm_up, verbose=0)
     before = strategy.statistics()
-    _wait_for_the_others()
+    wait_for_the_others()
     model.fit(data, epochs=1, steps_per_epoch=2 * options["syncs"], verbose=0)
     now = strategy.statistics()
     waited = now.wait_seconds - before.wait_seconds
@@ -175,8 +195,8 @@ def _memory(options: dict[str, Any]) -> dict[str, Any]:
         aggregation=options["aggregation"],
         averages={"ema": tfpara.EMA(0.99), "ma": tfpara.MA()},
     )
-    held = strategy.state_bytes(_compiled(strategy))
-    _wait_for_the_others()
+    held = strategy.state_bytes(_compiled(strategy, options))
+    wait_for_the_others()
     return {"state_bytes": max(held)}
 
 
@@ -194,7 +214,7 @@ def _input(options: dict[str, Any]) -> dict[str, Any]:
     single = tf.data.Options()
     single.threading.private_threadpool_size = 1
     single.autotune.enabled = False
-    _wait_for_the_others()
+    wait_for_the_others()
     plan = {"num_replicas": 1, "replica_ids": [0], "sync_period": 20, "seed": 0}
     data = [
         pipeline.minibatches(corpus, "train", minibatch=options["batch"], epoch=epoch, **plan)
@@ -224,7 +244,7 @@ def _demo_training(options: dict[str, Any]) -> dict[str, Any]:
     x, y = np.ones((batch, width), "float32"), np.zeros(batch, "int32")
     data = tf.data.Dataset.from_tensors((x, y)).repeat()
     model.fit(data, steps_per_epoch=8, verbose=0)
-    _wait_for_the_others()
+    wait_for_the_others()
     began = time.perf_counter()
     model.fit(data, steps_per_epoch=steps, verbose=0)
     return {"frames_per_second": steps * batch / (time.perf_counter() - began)}

@@ -1,0 +1,157 @@
+"""Where the processes of a benchmark run: on this machine's loopback, or in network namespaces of
+their own, with a cable between them whose speed and delay are limited.
+
+Namespaces, the cable and its limits are made by `ip` and `tc`, which only root may use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from scripts import common
+from tfpara.cluster import Cluster
+from tfpara.launch_clusters import local_clusters
+
+_INTERFACE = "cable"
+_NETWORK = "10.77.0"  # seen in the two namespaces only
+_QUEUE_MS = 100
+
+
+class Loopback:
+    """All processes share this machine's loopback."""
+
+    interface = "lo"
+    shared = True  # the interface counts the bytes of all processes together
+    delay_ms = 0.0
+
+    def prefix(self, rank: int) -> list[str]:
+        """What is written before the command of a process."""
+        del rank
+        return []
+
+    def clusters(self, workers: int) -> list[Cluster]:
+        """The views that the workers have of their cluster, the chief's first."""
+        return local_clusters(workers)
+
+
+class Namespaces:
+    """Two network namespaces and a cable between them. Use `limited`, which removes them."""
+
+    interface = _INTERFACE
+    shared = False
+
+    def __init__(self) -> None:
+        self.names = [f"tfpara-{os.getpid()}-{end}" for end in range(2)]
+        self.delay_ms = 0.0
+        # A new one for each cluster: nothing of the last one is met there.
+        self._ports = itertools.count(20000)
+
+    def prefix(self, rank: int) -> list[str]:
+        """What is written before the command of a process."""
+        return ["ip", "netns", "exec", self.names[rank]]
+
+    def clusters(self, workers: int) -> list[Cluster]:
+        """The views that at most two workers have of their cluster, the chief's first."""
+        addresses = tuple(f"{_NETWORK}.{end + 1}:{next(self._ports)}" for end in range(workers))
+        tasks: list[tuple[Any, int]] = [("chief", 0), ("worker", 0)]
+        return [Cluster(addresses, *task, has_chief_job=True) for task in tasks[:workers]]
+
+    def make(self, mbit: float, delay_ms: float) -> None:
+        """Makes the namespaces and the cable, and limits both of its ends."""
+        for name in self.names:
+            _run("ip", "netns", "add", name)
+        first, second = self.names
+        _run(
+            *("ip", "link", "add", _INTERFACE, "netns", first, "type", "veth"),
+            *("peer", "name", _INTERFACE, "netns", second),
+        )
+        for end, name in enumerate(self.names):
+            inside = ["ip", "-n", name]
+            _run(*inside, "address", "add", f"{_NETWORK}.{end + 1}/24", "dev", _INTERFACE)
+            for interface in ("lo", _INTERFACE):
+                _run(*inside, "link", "set", interface, "up")
+            self._limit(name, mbit, delay_ms)
+
+    def _limit(self, name: str, mbit: float, delay_ms: float) -> None:
+        at = ["tc", "-n", name, "qdisc", "add", "dev", _INTERFACE]
+        # A bucket of 1 ms, and of one large packet at least. What waits, waits for _QUEUE_MS at
+        # most, like in a switch with that much memory.
+        burst = max(128 * 1024, int(mbit * 1e6 / 8 * 0.001))
+        speed = ["tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
+        _run(*at, "root", "handle", "1:", *speed)
+        if delay_ms:
+            delay = [*at, "parent", "1:1", "handle", "10:", "netem", "delay", f"{delay_ms}ms"]
+            # Not every kernel has it.
+            if subprocess.run(delay, capture_output=True).returncode == 0:
+                self.delay_ms = delay_ms
+
+    def remove(self) -> None:
+        """Removes what was made; the cable goes with its ends."""
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def limited(mbit: float, delay_ms: float = 0.0) -> Iterator[Namespaces]:
+    """Two namespaces with a cable of `mbit` Mbit/s and a delay in each direction, for a while.
+
+    They are removed on leaving, also by an error, Ctrl-C or SIGTERM. `delay_ms` of what is given is
+    0 where the kernel cannot delay.
+
+    Raises:
+        Failure: this process may not make them, or the tools are missing.
+    """
+    made = Namespaces()
+    with _ended_by_sigterm():
+        try:
+            made.make(mbit, delay_ms)
+            yield made
+        finally:
+            made.remove()
+
+
+def problem() -> str | None:
+    """What keeps this process from making limited links, or None."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} of iproute2 cannot be found. Install iproute2"
+    try:
+        with limited(1000):
+            return None
+    except common.Failure as failure:
+        return str(failure)
+
+
+def _run(*command: str) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        reason = " ".join(ended.stderr.split()) or f"exit code {ended.returncode}"
+        raise common.Failure(
+            f"a limited link could not be made: {_shown(command)}: {reason}. Only root may make one"
+        )
+
+
+def _shown(command: Sequence[str]) -> str:
+    return f"`{' '.join(command)}`"
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the program by an exception, so that everything is cleaned up."""
+
+    def end(number: int, frame: Any) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)

@@ -1,0 +1,228 @@
+"""The suite `peers` of scripts.benchmark: tfpara beside what a user would otherwise pick.
+
+All train the same network (1320-6x1024-5723) on one minibatch in memory, by SGD with momentum, with
+one thread for each worker. `scaling` is the speed of two workers over that of one process of the
+same system; `ratio_to_independent` over that of two processes of plain Keras that know nothing of
+each other, in the same round. A system that is not installed, or that fails, is listed as such.
+
+The limited links are cables between two network namespaces (scripts.benchmark_links).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from absl import flags
+
+from scripts import benchmark_links, common
+from scripts.benchmark_links import Loopback, Namespaces
+from scripts.benchmark_processes import measure
+from scripts.benchmark_systems import INDEPENDENT, TORCH_LOOPS, System, elements_of, systems_of
+
+_LINKS = flags.DEFINE_list(
+    "link_mbit",
+    ["1000", "100"],
+    "suite peers: limited links to measure too, in Mbit/s (needs root); empty for none",
+)
+_DELAY = flags.DEFINE_float(
+    "link_delay_ms", 10.0, "delay of a limited link, where the kernel has netem", lower_bound=0.0
+)
+_LINK_ROUNDS = flags.DEFINE_integer(
+    "link_rounds", 1, "times that everything is measured on each limited link", lower_bound=1
+)
+_TORCH = flags.DEFINE_string(
+    "torch_python", None, "python that has torch and torchft; without it they are left out"
+)
+_ONLY = flags.DEFINE_list(
+    "only", [], "suite peers: only systems whose names begin with one of these"
+)
+
+LOOPBACK = "loopback"
+# Systems that average at every step end with equal weights.
+_EQUAL = 1e-6
+_SECONDS = 300.0
+
+
+def links() -> list[float]:
+    """The limited links that were asked for, in Mbit/s.
+
+    Raises:
+        Failure: one is no speed, or this process may not make them.
+    """
+    with common.bad_input():
+        speeds = [float(mbit) for mbit in _LINKS.value]
+    for speed in speeds:
+        if not 0.1 <= speed <= 1e6:
+            raise common.Failure(f"--link_mbit={speed:g} must lie between 0.1 and 1000000 Mbit/s.")
+    problem = benchmark_links.problem() if speeds else None
+    if problem:
+        raise common.Failure(f"{problem}. --link_mbit= (empty) measures without limited links.")
+    return speeds
+
+
+def measured(
+    sizes: dict[str, int], periods: list[int], steps: int, rounds: int, limits: list[float]
+) -> dict[str, Any]:
+    """Measures everything; returns the rows, (name, Mbit/s, ms) of the links, and notes on them.
+
+    Args:
+        sizes: `batch`, `inputs`, `layers`, `width`, `classes`.
+        periods: of tfpara.
+        steps: timed minibatches at the longest period.
+        rounds: on loopback.
+        limits: the limited links, in Mbit/s.
+    """
+    systems = _chosen(systems_of(sizes, periods, steps))
+    rows = _measure_at(LOOPBACK, Loopback(), systems, rounds)
+    speeds = {r["system"]: r["samples_per_second"] for r in rows if "samples_per_second" in r}
+    made: list[tuple[str, float, float]] = []
+    notes = []
+    for mbit in limits:
+        label = f"{mbit:g} Mbit/s"
+        limited = [_shortened(s, mbit) for s in systems if s.workers > 1 and s.name != INDEPENDENT]
+        with benchmark_links.limited(mbit, _DELAY.value) as place:
+            made.append((label, mbit, place.delay_ms))
+            if place.delay_ms != _DELAY.value:
+                notes.append(f"{label}: without delay, since this kernel has no netem")
+            rows += _measure_at(label, place, limited, _LINK_ROUNDS.value, speeds)
+    return {"rows": rows, "links": made, "notes": notes}
+
+
+def _chosen(systems: list[System]) -> list[System]:
+    if not _ONLY.value:
+        return systems
+    chosen = [s for s in systems if s.name.startswith(tuple(_ONLY.value))]
+    if not chosen:
+        names = "; ".join(s.name for s in systems)
+        raise common.Failure(f"--only={','.join(_ONLY.value)} names no system. There are: {names}.")
+    return chosen
+
+
+def _shortened(system: System, mbit: float) -> System:
+    """Fewer exchanges where each takes long: about as many as fit into 15 seconds."""
+    options = dict(system.options)
+    elements = options.get("elements") or elements_of(options)
+    seconds = 4 * elements * 8 / (mbit * 1e6)
+    if options["system"] == "syncs":
+        options["syncs"] = min(options["syncs"], max(2, int(15 / (3 * seconds))))
+        return dataclasses.replace(system, options=options)
+    period = options["sync_period"] if options.get("sync_period") else 1
+    exchanges = max(2, int(15 / seconds))
+    if options["steps"] > exchanges * period:
+        options["steps"] = exchanges * period
+    if system.per_step:
+        options["warm_up"] = 1
+    return dataclasses.replace(system, options=options)
+
+
+def _measure_at(
+    label: str,
+    place: Loopback | Namespaces,
+    systems: list[System],
+    rounds: int,
+    speeds: dict[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """The rows of one link. `speeds`: those on loopback, of what is not measured here."""
+    results: list[dict[str, dict[str, Any]]] = []
+    for number in range(rounds):
+        found = {}
+        for system in systems:
+            found[system.name] = _measure(system, place)
+            shown = ", ".join(
+                f"{k} {v if isinstance(v, str) else format(v, '.4g')}"
+                for k, v in found[system.name].items()
+            )
+            print(f"{label}, round {number + 1}  {system.name}: {shown}", flush=True)
+        results.append(found)
+    return [_row(label, system, results, speeds or {}) for system in systems]
+
+
+def _measure(system: System, place: Loopback | Namespaces) -> dict[str, Any]:
+    """Its figures, or why there are none."""
+    why = _missing(system)
+    if why:
+        return {"missing": why}
+    options = {**system.options, "interface": place.interface}
+    try:
+        figures = measure(
+            system.workers,
+            options,
+            module=system.module,
+            python=_python(system),
+            place=place,
+            seconds=_SECONDS,
+        )
+    except common.Failure as failure:
+        return {"failed": " ".join(str(failure).split())[-500:]}
+    if system.per_step and figures["weights_differ"] > _EQUAL:
+        return {"failed": "its workers ended with different weights, so it did not average"}
+    figures.pop("weights_differ", None)
+    return figures
+
+
+def _missing(system: System) -> str | None:
+    python = _python(system)
+    if python is None:
+        return "not installed: --torch_python names no python that has it"
+    if system.package and version_of(system.package, python) is None:
+        return f"not installed: {python} cannot import {system.package}"
+    return None
+
+
+def _python(system: System) -> str | None:
+    """The interpreter; None if no environment for it was named."""
+    return _TORCH.value if system.module == TORCH_LOOPS else sys.executable
+
+
+@functools.cache
+def version_of(package: str, python: str) -> str | None:
+    """The version of an importable package of an interpreter; None if it cannot be imported."""
+    name = package.split(".")[0]
+    code = f"import {package}; from importlib import metadata; print(metadata.version({name!r}))"
+    ended = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return ended.stdout.split()[-1] if ended.returncode == 0 and ended.stdout.split() else None
+
+
+def versions() -> dict[str, str]:
+    """Of the peers that are installed."""
+    pythons = {"horovod.tensorflow": sys.executable}
+    if _TORCH.value:
+        pythons |= {"torch": _TORCH.value, "torchft": _TORCH.value}
+    found = {p.split(".")[0]: version_of(p, python) for p, python in pythons.items()}
+    return {package: version for package, version in found.items() if version}
+
+
+def _row(
+    link: str,
+    system: System,
+    rounds: list[dict[str, dict[str, Any]]],
+    speeds: dict[str, float],
+) -> dict[str, Any]:
+    """Medians over the rounds that gave figures, with the smallest and largest value of each."""
+    row: dict[str, Any] = {
+        "link": link,
+        "system": system.name,
+        "family": system.family,
+        "workers": system.workers,
+        "sync_period": 1 if system.per_step else system.options.get("sync_period"),
+        "per_step": system.per_step,
+        "strategy": system.options.get("strategy", {}),
+    }
+    good = [r for r in rounds if not {"missing", "failed"} & set(r[system.name])]
+    if not good:
+        return row | rounds[-1][system.name]
+    values = {key: [r[system.name][key] for r in good] for key in good[0][system.name]}
+    for key, other in (("scaling", system.alone), ("ratio_to_independent", INDEPENDENT)):
+        bases = [r.get(other, {}).get("samples_per_second", speeds.get(other)) for r in good]
+        if "samples_per_second" in values and all(bases):
+            own = values["samples_per_second"]
+            values[key] = [a / b for a, b in zip(own, bases, strict=True)]
+    for key, series in values.items():
+        row[key] = statistics.median(series)
+        row[f"{key}_range"] = [min(series), max(series)]
+    return row

@@ -1,0 +1,172 @@
+"""The systems of the suite `peers`: tfpara in its variants, its peers, and bare exchanges."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+TENSORFLOW_LOOPS, TORCH_LOOPS = "scripts.peers.tensorflow_loops", "scripts.peers.torch_loops"
+PLAIN, INDEPENDENT = "plain Keras", "plain Keras, independent"
+ONE_WORKER = "tfpara, one worker"
+SOCKET, HOROVOD_REDUCE, REDUCE = "bare socket copy", "bare Horovod all-reduce", "bare all-reduce"
+SYNC, HOROVOD_SYNC = "sync, BMUF and EMA", "sync, BMUF and EMA, Horovod"
+_TORCH_ALONE = "PyTorch, one process"
+_HOROVOD = "horovod.tensorflow"
+
+
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "Horovod": {"collectives": "horovod"},
+    "overlap": {"overlap": True},
+    "bf16": {"compression": "bf16"},
+    "int8": {"compression": "int8"},
+    "overlap, int8": {"overlap": True, "compression": "int8"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """One row of the table.
+
+    name: what it is called. workers: its processes. options: what each is told. module: what it
+    runs. alone: the name of the same system in one process. package: what must be installed.
+    family: "tfpara", "peer" or "reference". per_step: whether it averages at every step.
+    """
+
+    name: str
+    workers: int
+    options: dict[str, Any]
+    module: str = "scripts.benchmark_worker"
+    alone: str | None = None
+    package: str | None = None
+    family: str = "peer"
+    per_step: bool = False
+
+
+def systems_of(sizes: dict[str, int], periods: list[int], steps: int) -> list[System]:
+    """All systems.
+
+    Args:
+        sizes: `batch`, `inputs`, `layers`, `width`, `classes` of the network.
+        periods: sync periods of tfpara; its variants have the two longest, the peers the longest.
+        steps: timed minibatches at the longest period.
+    """
+    short = max(8, steps // 4)
+    step = {**sizes, "steps": short, "warm_up": 3, "sync_period": None}
+    return [
+        *_plain(step),
+        *_tfpara(step, sorted(periods), steps),
+        *_per_step_peers(step),
+        *_periodic_peers(step, max(periods), steps),
+        *_exchanges(sizes, short),
+    ]
+
+
+def _plain(step: dict[str, Any]) -> list[System]:
+    plain = {**step, "system": "plain"}
+    alone = {**step, "system": "tfpara", "sync_period": step["steps"], "first": 1}
+    return [
+        System(PLAIN, 1, plain, family="reference"),
+        System(INDEPENDENT, 2, plain, alone=PLAIN, family="reference"),
+        System(ONE_WORKER, 1, {**alone, "steps": step["steps"] - 1}, family="tfpara"),
+    ]
+
+
+def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System]:
+    ours = functools.partial(System, family="tfpara", alone=ONE_WORKER)
+    found = []
+    for period in periods:
+        options = {**step, "system": "tfpara", "sync_period": period}
+        if period == periods[-1]:
+            # A block that is not counted would take long: all but the first step are.
+            options |= {"first": 1, "steps": _whole_blocks(steps, period) - 1}
+        else:
+            share = (period / periods[-1]) ** 0.5
+            options["steps"] = _whole_blocks(share * steps, period)
+        found.append(ours(f"tfpara, period {period}", 2, options))
+        if period not in periods[-2:]:
+            continue
+        for label, strategy in _VARIANTS.items():
+            package = _HOROVOD if "collectives" in strategy else None
+            name = f"tfpara, period {period}, {label}"
+            found.append(ours(name, 2, {**options, "strategy": strategy}, package=package))
+    return found
+
+
+def _per_step_peers(step: dict[str, Any]) -> list[System]:
+    tensorflow = functools.partial(System, module=TENSORFLOW_LOOPS)
+    mirrored, horovod = {**step, "system": "mirrored"}, {**step, "system": "horovod"}
+    alone = {name: f"{name}, one worker" for name in ("MultiWorkerMirrored", "Horovod")}
+    per_step = {"per_step": True}
+    return [
+        tensorflow(alone["MultiWorkerMirrored"], 1, mirrored),
+        *(
+            tensorflow(name, 2, options, alone=alone[name], package=package, **per_step)
+            for name, options, package in (
+                ("MultiWorkerMirrored", mirrored, None),
+                ("Horovod", horovod, _HOROVOD),
+            )
+        ),
+        tensorflow(alone["Horovod"], 1, horovod, package=_HOROVOD),
+        System(_TORCH_ALONE, 1, {**step, "system": "plain"}, TORCH_LOOPS, package="torch"),
+        System(
+            "PyTorch DDP",
+            2,
+            {**step, "system": "ddp"},
+            TORCH_LOOPS,
+            alone=_TORCH_ALONE,
+            package="torch",
+            **per_step,
+        ),
+    ]
+
+
+def _periodic_peers(step: dict[str, Any], period: int, steps: int) -> list[System]:
+    options = {**step, "steps": _whole_blocks(steps, period), "sync_period": period}
+    return [
+        System(
+            f"{name}, period {period}",
+            2,
+            {**options, "system": system},
+            TORCH_LOOPS,
+            alone=_TORCH_ALONE,
+            package=package,
+        )
+        for name, system, package in (
+            ("PyTorch PeriodicModelAverager", "averager", "torch"),
+            ("PyTorch PostLocalSGDOptimizer", "post_local", "torch"),
+            ("torchft LocalSGD", "torchft_local", "torchft"),
+            ("torchft DiLoCo", "torchft_diloco", "torchft"),
+        )
+    ]
+
+
+def _exchanges(sizes: dict[str, int], syncs: int) -> list[System]:
+    """Syncs that nothing trains between, and bare exchanges of the same bytes."""
+    sync = {**sizes, "system": "syncs", "syncs": syncs, "averages": "one"}
+    bare = {"elements": elements_of(sizes), "steps": 11}
+    reference = functools.partial(System, family="reference")
+    horovod = {**bare, "system": "horovod_all_reduce"}
+    return [
+        System(
+            name, 2, {**sync, "strategy": {"collectives": kind}}, family="tfpara", package=package
+        )
+        for name, kind, package in (
+            (SYNC, "tensorflow", None),
+            (HOROVOD_SYNC, "horovod", _HOROVOD),
+        )
+    ] + [
+        reference(REDUCE, 2, {**bare, "system": "all_reduce", "bucket_bytes": 8 << 20}),
+        reference(HOROVOD_REDUCE, 2, horovod, TENSORFLOW_LOOPS, package=_HOROVOD),
+        reference(SOCKET, 2, {**bare, "system": "copy"}, "scripts.peers.socket_copy"),
+    ]
+
+
+def _whole_blocks(steps: float, period: int) -> int:
+    return max(1, round(steps / period)) * period
+
+
+def elements_of(sizes: dict[str, int]) -> int:
+    """Weights and biases of the network."""
+    widths = [sizes["inputs"], *[sizes["width"]] * sizes["layers"], sizes["classes"]]
+    return sum((a + 1) * b for a, b in zip(widths, widths[1:], strict=False))
