@@ -25,6 +25,7 @@ from absl import logging as absl_logging
 
 import tfpara.cluster
 import tfpara.failures
+import tfpara.parameter_server.cluster
 from tfpara.startup import StartupError
 
 _THREADS = flags.DEFINE_integer(
@@ -184,17 +185,52 @@ def _parse(argv: list[str]) -> list[str]:
     return rest
 
 
+def has_servers() -> bool:
+    """Whether TF_CONFIG is that of a cluster with parameter servers."""
+    return '"ps"' in os.environ.get("TF_CONFIG", "")
+
+
 def _guarded(main: Callable[[], None]) -> int:
     try:
-        with bad_input():
-            tfpara.cluster.read()  # before TensorFlow, which would hang over a wrong one
-        main()
+        with bad_input():  # before TensorFlow, which would hang over a wrong one
+            if has_servers():
+                tfpara.parameter_server.cluster.read()
+            else:
+                tfpara.cluster.read()
+        return _with_servers(main) if has_servers() else _in_step(main)
     except Failure as error:
         _complain(str(error))
         return 1
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
+
+
+def _with_servers(main: Callable[[], None]) -> int:
+    """Runs a program whose chief ends the other processes as it ends itself."""
+    from tfpara.parameter_server import processes
+
+    try:
+        main()
+    except (Failure, KeyboardInterrupt) as error:
+        processes.end_with(1, f"the chief has failed: {error or 'interrupted'}")
+        raise
+    except Exception as error:
+        message = _runtime_message(error)
+        if message is None:
+            raise
+        processes.end_with(1, message)
+        _complain(message)
+        return 1
+    return 0
+
+
+def _in_step(main: Callable[[], None]) -> int:
+    """Runs a program that every worker runs alike."""
+    try:
+        main()
+    except (Failure, KeyboardInterrupt):
+        raise
     except SystemExit as leaving:
         # A callback ends the program, such as Preempted; other workers do the same.
         if tfpara.cluster.read().num_workers > 1 and isinstance(leaving.code, int):
@@ -225,6 +261,11 @@ def _runtime_message(error: Exception) -> str | None:
     """One line for an error of data or of the cluster; None for a defect of the program."""
     import tensorflow as tf
 
+    from tfpara.parameter_server.errors import ChunkError, DivergedError
+    from tfpara.parameter_server.lobby import ParameterServerError
+
+    if isinstance(error, ChunkError | DivergedError | ParameterServerError):
+        return str(error)
     if not isinstance(error, tf.errors.OpError):
         return None
     explained = tfpara.failures.explain(error, tfpara.cluster.read())

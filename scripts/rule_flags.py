@@ -10,24 +10,30 @@ from typing import Any
 import tensorflow as tf
 from absl import flags
 
-from scripts import common
+from scripts import async_flags, common
 from tfpara import algorithms, cluster
 from tfpara.aggregation import AGGREGATIONS
 from tfpara.collectives.choice import COLLECTIVES
 from tfpara.simulation import simulate
 from tfpara.strategy import PeriodicSyncStrategy
 
-RULES = ("bsp", "bmuf", "bmuf_adam", "easgd", "diloco", "slowmo", "none")
+RULES = ("bsp", "bmuf", "bmuf_adam", "easgd", "diloco", "slowmo", *async_flags.RULES, "none")
 
 _RULE = flags.DEFINE_enum(
-    "rule", "bmuf", RULES, "how replicas agree; none: one replica, which is plain Keras bit for bit"
+    "rule",
+    "bmuf",
+    RULES,
+    "how replicas agree; asgd, aasgd (averaged) and easgd_async: asynchronous, with parameter "
+    "servers (tfpara-launch --ps 1); none: one replica, which is plain Keras bit for bit",
 )
 _ETA = flags.DEFINE_float("block_momentum", None, "BMUF: in [0, 1); 1 - 1/replicas if not set")
 _ZETA = flags.DEFINE_float("block_learning_rate", 1.0, "BMUF: positive")
 _NESTEROV = flags.DEFINE_boolean("nesterov", True, "BMUF: Nesterov block momentum, or classical")
 _COMPAT = flags.DEFINE_enum("compat", None, ["cntk", "fairseq"], "BMUF: the form of that toolkit")
 _ALPHA = flags.DEFINE_float(
-    "elasticity", None, "EASGD: in [0, 2/(replicas + 1)); 0.9/replicas if not set"
+    "elasticity",
+    None,
+    "EASGD: in [0, 2/(replicas + 1)), or in [0, 1] for easgd_async; 0.9/replicas if not set",
 )
 _OUTER_RATE = flags.DEFINE_float(
     "outer_learning_rate", None, "DiLoCo and SlowMo: positive; 0.7 for DiLoCo, 1 for SlowMo"
@@ -63,7 +69,10 @@ _STARTUP = flags.DEFINE_float(
     "startup_timeout_seconds", 300.0, "longest wait for all workers to start", lower_bound=1.0
 )
 _SIMULATE = flags.DEFINE_integer(
-    "simulate_replicas", 0, "replicas to simulate in this process; 0: none", lower_bound=0
+    "simulate_replicas",
+    0,
+    "replicas, or workers of an asynchronous rule, to simulate in this process; 0: none",
+    lower_bound=0,
 )
 
 _BMUF = ("bmuf", "bmuf_adam")
@@ -73,6 +82,16 @@ _OUTER = ("diloco", "slowmo")
 def rule_name() -> str:
     """The value of --rule."""
     return _RULE.value
+
+
+def is_async() -> bool:
+    """Whether the rule needs parameter servers."""
+    return _RULE.value in async_flags.RULES
+
+
+def simulated() -> int:
+    """The value of --simulate_replicas."""
+    return _SIMULATE.value
 
 
 def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
@@ -88,15 +107,20 @@ def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
     _check()
     rule, averages = _rule(), _averages()
     devices = common.setup_tensorflow()
-    options: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "sync_period": sync_period,
         "averages": averages,
+        "timeout_seconds": _TIMEOUT.value,
+        "startup_timeout_seconds": _STARTUP.value,
+    }
+    if is_async():
+        return async_flags.strategy(_RULE.value, _ALPHA.value, _SIMULATE.value, shared)
+    options: dict[str, Any] = {
+        **shared,
         "local_state": _LOCAL_STATE.value,
         "aggregation": _AGGREGATION.value,
         "collectives": _COLLECTIVES.value,
         "data_plan": data_plan,
-        "timeout_seconds": _TIMEOUT.value,
-        "startup_timeout_seconds": _STARTUP.value,
     }
     if _SIMULATE.value:
         if devices is not None:
@@ -120,9 +144,13 @@ def _check() -> None:
     name = _RULE.value
     common.only_for(name in _BMUF, (_ETA, _ZETA, _NESTEROV), "--rule=bmuf and bmuf_adam")
     common.only_for(name == "bmuf", (_COMPAT,), "--rule=bmuf")
-    common.only_for(name == "easgd", (_ALPHA,), "--rule=easgd")
+    common.only_for(name.startswith("easgd"), (_ALPHA,), "--rule=easgd and easgd_async")
     common.only_for(name in _OUTER, (_OUTER_RATE, _OUTER_MOMENTUM), "--rule=diloco and slowmo")
-    common.only_for(name != "none", (_LOCAL_STATE,), "rules other than --rule=none")
+    in_step = name != "none" and not is_async()
+    common.only_for(in_step, (_LOCAL_STATE,), "synchronous rules such as --rule=bmuf")
+    synchronous = (_AGGREGATION, _COLLECTIVES)
+    common.only_for(not is_async(), synchronous, "synchronous rules such as --rule=bmuf")
+    async_flags.check(name, _SIMULATE.value)
     if name == "none" and (cluster.read().num_workers > 1 or _SIMULATE.value > 1):
         raise ValueError(_ALONE)
 

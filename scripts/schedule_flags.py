@@ -11,20 +11,24 @@ from typing import Any
 import keras
 from absl import flags
 
-from scripts import common, model_flags, rule_flags
+from scripts import async_flags, common, model_flags, rule_flags
 from tfpara import callbacks, schedules
 from tfpara.optimizers import NGSGD
 
-_OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw")
+_OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw", "adapt")
 _MOMENTUM_DEFAULT = 0.9
 
 _OPTIMIZER = flags.DEFINE_enum(
-    "optimizer", "sgd", _OPTIMIZERS, "the local one; ngsgd: Kaldi's natural-gradient SGD"
+    "optimizer",
+    "sgd",
+    _OPTIMIZERS,
+    "the local one, or that of the parameter servers; ngsgd: Kaldi's natural-gradient SGD; adapt: "
+    "Adagrad with a memory of one gradient",
 )
 _RATE = flags.DEFINE_float(
     "learning_rate",
     None,
-    "at the start, per minibatch; if not set 0.1, for Adam 0.001",
+    "at the start, per minibatch; if not set 0.1, for Adam 0.001, for adapt 0.008",
     lower_bound=0,
 )
 _SCALE_RATE = flags.DEFINE_boolean(
@@ -41,9 +45,13 @@ _CLIP = flags.DEFINE_float(
 _SCHEDULE = flags.DEFINE_enum(
     "schedule",
     None,
-    ["constant", "exponential", "newbob"],
-    "of the learning rate: exponential decay over --epochs, or halved by held-out scores; constant "
-    "if not set, exponential with --final_learning_rate",
+    ["constant", "exponential", "newbob", "hand"],
+    "of the learning rate: exponential decay over --epochs, halved by held-out scores, or "
+    "multiplied by --decay_per_minibatch; constant if not set, exponential with "
+    "--final_learning_rate",
+)
+_HAND = flags.DEFINE_float(
+    "decay_per_minibatch", 0.999, "hand: factor after each minibatch, in (0, 1]"
 )
 _FINAL_RATE = flags.DEFINE_float(
     "final_learning_rate",
@@ -90,10 +98,14 @@ def check() -> None:
         ValueError: which, and why.
     """
     name, schedule = _OPTIMIZER.value, _schedule()
-    common.only_for(name not in _ADAM, (_MOMENTUM,), "--optimizer=sgd and ngsgd")
+    common.only_for(name in ("sgd", "ngsgd"), (_MOMENTUM,), "--optimizer=sgd and ngsgd")
+    _check_async(name, schedule)
+    if not 0.0 < _HAND.value <= 1.0:
+        raise ValueError(f"--decay_per_minibatch={_HAND.value} is outside (0, 1].")
     common.only_for(name == "adamw", (_DECAY,), "--optimizer=adamw")
     common.only_for(schedule == "exponential", (_FINAL_RATE,), "--schedule=exponential")
     common.only_for(schedule == "newbob", (_NEWBOB_BY,), "--schedule=newbob")
+    common.only_for(schedule == "hand", (_HAND,), "--schedule=hand")
     common.only_for(rule_flags.rule_name() == "bsp", (_SCALE_RATE,), "--rule=bsp")
     recurrent = model_flags.recurrent()
     common.only_for(not recurrent, (_MINIBATCH,), "--model=dnn; streams have --streams")
@@ -113,6 +125,29 @@ def check() -> None:
         schedules.OverfittingRule(_GUARD.value)
     sync_periods()
     minibatches()
+
+
+def _check_async(name: str, schedule: str) -> None:
+    """Refuses what parameter servers do not do."""
+    if name == "adapt" and len(minibatches()) > 1:
+        raise ValueError("--optimizer=adapt needs one --minibatch: it works on sums of gradients.")
+    if not rule_flags.is_async():
+        return
+    common.only_for(False, (_WARM,), "synchronous rules such as --rule=bmuf")
+    if name == "ngsgd":
+        raise ValueError(
+            "--optimizer=ngsgd reads each minibatch's activations, which parameter servers do not "
+            "see. Give --optimizer=sgd, or a synchronous rule."
+        )
+    if len(sync_periods()) > 1:
+        raise ValueError(
+            f"--sync_period={_PERIOD.value}: with parameter servers the period is one number."
+        )
+    if async_flags.rate_search() is not None and schedule != "constant":
+        raise ValueError(
+            f"--search_rate chooses the learning rate, and so does --schedule={schedule}. Leave "
+            "out one of them."
+        )
 
 
 def epochs() -> int:
@@ -142,10 +177,16 @@ def warm_start() -> callbacks.WarmStart:
 
 def optimizer(model: keras.Model, num_replicas: int) -> keras.optimizers.Optimizer:
     """The local optimizer, for a built model; call it in the strategy's scope."""
-    rate = _scaled(_first_rate(), num_replicas)
+    rate: Any = _scaled(_first_rate(), num_replicas)
+    if _schedule() == "hand":
+        # An iteration of the servers' optimizer is a push.
+        steps = next(iter(sync_periods().values())) if rule_flags.is_async() else 1
+        rate = keras.optimizers.schedules.ExponentialDecay(rate, 1, _HAND.value**steps)
     clip: dict[str, Any] = {"global_clipnorm": _CLIP.value}
     if _OPTIMIZER.value == "ngsgd":
         return NGSGD(rate, _MOMENTUM.value, **clip).attach(model)
+    if _OPTIMIZER.value == "adapt":
+        return schedules.Adapt(rate, gradient_scale=next(iter(minibatches().values())), **clip)
     if _OPTIMIZER.value == "adam":
         return keras.optimizers.Adam(rate, **clip)
     if _OPTIMIZER.value == "adamw":
@@ -161,7 +202,7 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
         chosen.append(callbacks.SyncPeriod(sync_periods()))
     if _WARM.value:
         chosen.append(warm)
-    if _schedule() == "newbob":
+    if _schedule() in ("newbob", "hand") or async_flags.rate_search() is not None:
         return chosen
     first = _scaled(_first_rate(), num_replicas)
     if _schedule() == "exponential":
@@ -207,7 +248,7 @@ def _schedule() -> str:
 def _first_rate() -> float:
     if _RATE.value is not None:
         return _RATE.value
-    return 0.001 if _OPTIMIZER.value in _ADAM else 0.1
+    return {"adam": 0.001, "adamw": 0.001, "adapt": 0.008}.get(_OPTIMIZER.value, 0.1)
 
 
 def _last_rate() -> float:

@@ -2,6 +2,7 @@
 
 python -m scripts.train --corpus=corpus --run_dir=runs/single --rule=none
 tfpara-launch -n 2 -- python -m scripts.train --corpus=corpus --run_dir=runs/bmuf --rule=bmuf
+tfpara-launch --ps 1 -n 2 -- python -m scripts.train --corpus=corpus --run_dir=runs/asgd --rule=asgd
 
 A replica is a device of a worker. The run directory gets the weights, the log, the flags,
 checkpoints and TensorBoard's event files; scripts.evaluate and scripts.export read it. Started
@@ -24,7 +25,7 @@ from absl import flags
 
 import tfpara
 from input import index, pipeline, streams
-from scripts import model_flags, rule_flags, runs, schedule_flags
+from scripts import async_flags, async_training, model_flags, rule_flags, runs, schedule_flags
 from scripts.data import TrainingData, held_out, is_recurrent
 from scripts.scores import scores
 from tfpara.checkpoint_store import CheckpointError
@@ -77,7 +78,7 @@ _TIMES = flags.DEFINE_integer(
 
 _PLANNED = (_SEED, _SHUFFLE, _STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
 
-for _module in (common, model_flags, rule_flags, schedule_flags):
+for _module in (common, model_flags, rule_flags, async_flags, schedule_flags):
     flags.adopt_module_key_flags(_module)
 
 
@@ -88,28 +89,35 @@ def main() -> None:
         corpus = index.read(_CORPUS.value)
         description = _description(corpus)
         first_period = next(iter(schedule_flags.sync_periods().values()))
+        # With parameter servers, all processes but the chief stay in here.
         strategy = rule_flags.strategy(first_period, _data_plan(corpus))
         keras.utils.set_random_seed(_SEED.value)
         model = _model(description, strategy)
         warm = schedule_flags.warm_start()
-        data = TrainingData(
-            corpus,
-            strategy,
-            description,
-            minibatch=schedule_flags.minibatches(),
-            sync_period=first_period,
-            seed=_SEED.value,
-            shuffle_frames=_SHUFFLE.value,
-            warm=warm,
-        )
-        validation = held_out(corpus, "validation", strategy, description)
+        order = {"seed": _SEED.value, "shuffle_frames": _SHUFFLE.value}
+        data: Any
+        if rule_flags.is_async():
+            data = async_training.ChunkedData(corpus, strategy, description, **order)
+            validation = held_out(corpus, "validation", None, description)
+        else:
+            data = TrainingData(
+                corpus,
+                strategy,
+                description,
+                minibatch=schedule_flags.minibatches(),
+                sync_period=first_period,
+                warm=warm,
+                **order,
+            )
+            validation = held_out(corpus, "validation", strategy, description)
         callbacks = _callbacks(run_dir, validation, data, warm)
+        checkpoint = _checkpoint(run_dir, strategy, _data_plan(corpus))
     history = _History()
     try:
         if strategy.is_chief:
             with common.bad_input():
                 _start_run(run_dir, description)
-        _fit(model, strategy, data, [*callbacks, history])
+        _fit(model, strategy, data, [*callbacks, history, checkpoint])
     except CheckpointError as error:
         common.part(strategy)
         anew = "" if _START_OVER.value else " To begin anew, give --start_over."
@@ -156,6 +164,7 @@ def _check() -> None:
     common.only_for(not recurrent, (_SHUFFLE,), "models of single frames, such as --model=dnn")
     if _MINUTES.value is not None and not _MINUTES.value > 0:
         raise ValueError(f"--checkpoint_minutes={_MINUTES.value} must be positive.")
+    common.only_for(not rule_flags.is_async(), (_SYNCS,), "synchronous rules such as --rule=bmuf")
     schedule_flags.check()
 
 
@@ -172,7 +181,7 @@ def _description(corpus: index.CorpusIndex) -> dict[str, Any]:
 def _data_plan(corpus: index.CorpusIndex) -> dict[str, Any]:
     """What all workers must agree on, and a run that is taken up again with the former one."""
     shared = [flag.name for flag in _PLANNED]
-    for module in (model_flags, schedule_flags):
+    for module in (model_flags, async_flags, schedule_flags):
         shared += [flag.name for flag in flags.FLAGS.get_key_flags_for_module(module)]
     plan = {name: str(flags.FLAGS[name].value) for name in shared}
     return {"corpus": corpus.fingerprint, "init": _file_mark(_INIT.value), **plan}
@@ -210,13 +219,15 @@ def _start_run(run_dir: Path, description: dict[str, Any]) -> None:
 
 
 def _callbacks(
-    run_dir: Path, validation: Any, data: TrainingData, warm: Any
+    run_dir: Path, validation: Any, data: Any, warm: Any
 ) -> list[keras.callbacks.Callback]:
     """All but the last ones."""
     replicas = data.strategy.num_replicas
+    choosing = async_training.before_scores(data, validation) if rule_flags.is_async() else []
     return [
         tfpara.callbacks.Telemetry(run_dir / "tensorboard", data.num_frames),
         *schedule_flags.before_scores(replicas, warm),
+        *choosing,
         scores(validation, list(data.strategy.averages), run_dir, _TIMES.value, data.num_steps),
         *schedule_flags.after_scores(
             runs.entropy_name(data.description), validation if _INIT.value else None
@@ -224,23 +235,24 @@ def _callbacks(
     ]
 
 
-def _fit(
-    model: keras.Model,
-    strategy: Any,
-    data: TrainingData,
-    callbacks: list[keras.callbacks.Callback],
-) -> None:
-    strategy.keep_state("data", data)
-    checkpoint = tfpara.callbacks.Checkpoint(
-        runs.checkpoints(Path(_RUN_DIR.value)),
+def _checkpoint(run_dir: Path, strategy: Any, plan: dict[str, Any]) -> keras.callbacks.Callback:
+    if rule_flags.is_async():
+        return async_training.checkpoint(run_dir, _MINUTES.value, _KEEP.value, plan)
+    return tfpara.callbacks.Checkpoint(
+        runs.checkpoints(run_dir),
         every_syncs=_SYNCS.value,
         every_minutes=_MINUTES.value,
         keep=_KEEP.value,
         may_change=() if schedule_flags.epochs_matter() else ("epochs",),
     )
+
+
+def _fit(
+    model: keras.Model, strategy: Any, data: Any, callbacks: list[keras.callbacks.Callback]
+) -> None:
     # Made here for the number of steps, and a progress bar on the chief alone.
     chosen = keras.callbacks.CallbackList(
-        [*callbacks, checkpoint],
+        callbacks,
         add_history=True,
         add_progbar=strategy.is_chief,
         verbose=1 if os.isatty(1) else 2,
@@ -248,6 +260,10 @@ def _fit(
         steps=data.num_steps,
         model=model,
     )
+    if rule_flags.is_async():
+        async_training.fit(model, data, chosen)
+        return
+    strategy.keep_state("data", data)
     dataset = strategy.datasets_by_epoch(data)
     model.fit(dataset, epochs=schedule_flags.epochs(), callbacks=chosen)
 
@@ -257,7 +273,7 @@ def _finish(
     strategy: Any,
     run_dir: Path,
     history: list[dict[str, float]],
-    data: TrainingData,
+    data: Any,
 ) -> None:
     """Leaves the weights and the log in the run's directory."""
     for which in ("global", *strategy.averages):
@@ -269,11 +285,14 @@ def _finish(
     summary = {
         "rule": "none" if rule_flags.rule_name() == "none" else repr(strategy.rule),
         "workers": strategy.num_workers,
-        "replicas": strategy.num_replicas,
+        "replicas": strategy.num_workers if rule_flags.is_async() else strategy.num_replicas,
         "frames": data.num_frames,
         "parameters": model.count_params(),
         **runs.speed(history),
     }
+    if rule_flags.is_async():
+        found = strategy.statistics(model)
+        summary |= {"pushes": found.pushes, "staleness": round(found.mean_staleness, 3)}
     common.write_json(run_dir / "history.json", {"summary": summary, "epochs": history})
     print(json.dumps({"run": str(run_dir), **summary}))
 

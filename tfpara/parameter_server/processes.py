@@ -40,6 +40,12 @@ def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
     return _joined[key]
 
 
+def end_with(exit_code: int, sentence: str) -> None:
+    """What the other processes end with when this one does, if they have been joined."""
+    for joined in _joined.values():
+        joined.end_with(exit_code, sentence)
+
+
 class Processes:
     """Workers and parameter servers, from the chief."""
 

@@ -1,0 +1,136 @@
+"""Flags of training with parameter servers, and the strategy that they make.
+
+Import it before TensorFlow, after `scripts.common`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from scripts import common
+from tfpara import algorithms
+
+RULES = ("asgd", "aasgd", "easgd_async")
+
+_CHUNK = flags.DEFINE_float(
+    "chunk_minutes", 60.0, "parameter servers: speech that a worker gets at a time, positive"
+)
+_STALENESS = flags.DEFINE_integer(
+    "max_staleness", None, "ASGD: pushes that may come between a pull and its push", lower_bound=0
+)
+_COMPENSATION = flags.DEFINE_float(
+    "delay_compensation", 0.0, "ASGD: lambda of DC-ASGD, 0 for none", lower_bound=0.0
+)
+_BY_STALENESS = flags.DEFINE_boolean(
+    "rate_by_staleness", False, "ASGD: divide the learning rate of a push by 1 + its staleness"
+)
+_RUNNING = flags.DEFINE_float(
+    "running_rate", 0.01, "averaged ASGD: rate of the running average, in (0, 1]"
+)
+_START_MEAN = flags.DEFINE_integer(
+    "start_mean_chunks",
+    1,
+    "averaged ASGD: chunks between two comparisons of the model with its running average on the "
+    "validation set; the first time that this is better it becomes the mean",
+    lower_bound=1,
+)
+_SEARCH = flags.DEFINE_boolean(
+    "search_rate", False, "ASGD: before each chunk try learning rates on a part of it"
+)
+_FACTORS = flags.DEFINE_list(
+    "search_factors", ["0.5", "1", "2"], "search_rate: candidates, as multiples of the present rate"
+)
+_PART = flags.DEFINE_float("search_part", 0.03, "search_rate: part of a chunk to try on, in (0, 1]")
+_SPREAD = flags.DEFINE_float(
+    "speed_spread",
+    0.2,
+    "simulated workers: standard deviation of the logarithm of a minibatch's time",
+    lower_bound=0.0,
+)
+_SLOW = flags.DEFINE_float(
+    "slow_worker", 1.0, "simulated workers: how many times slower than the others worker 0 is"
+)
+
+_ASGD = (_STALENESS, _COMPENSATION, _BY_STALENESS, _SEARCH)
+
+
+def check(name: str, simulated: int) -> None:
+    """Refuses flags that do not go together, or values out of range.
+
+    Args:
+        name: the value of --rule.
+        simulated: the value of --simulate_replicas.
+
+    Raises:
+        ValueError: which, and why.
+    """
+    common.only_for(name in RULES, (_CHUNK,), f"--rule={', '.join(RULES)}")
+    common.only_for(name in ("asgd", "aasgd"), _ASGD, "--rule=asgd and aasgd")
+    common.only_for(name == "aasgd", (_RUNNING, _START_MEAN), "--rule=aasgd")
+    common.only_for(_SEARCH.value, (_FACTORS, _PART), "--search_rate")
+    alone = name in RULES and simulated > 0
+    common.only_for(alone, (_SPREAD, _SLOW), "simulated workers, --simulate_replicas")
+    for flag in (_CHUNK, _SLOW):
+        if not flag.value > 0:
+            raise ValueError(f"--{flag.name}={flag.value} must be positive.")
+    rate_search()
+
+
+def strategy(name: str, elasticity: float | None, simulated: int, options: dict[str, Any]) -> Any:
+    """The strategy; in a worker or parameter server it never returns.
+
+    Args:
+        name: the value of --rule.
+        elasticity: of asynchronous EASGD.
+        simulated: workers to simulate; 0: those of TF_CONFIG.
+        options: arguments of `tfpara.AsyncStrategy`.
+    """
+    from tfpara.parameter_server.simulated import simulate_async
+    from tfpara.parameter_server.simulation import Speed
+    from tfpara.parameter_server.strategy import AsyncStrategy
+
+    rule = _rule(name, elasticity)
+    if not simulated:
+        return AsyncStrategy(rule, **options)
+    slow, others = Speed(_SLOW.value, _SPREAD.value), Speed(1.0, _SPREAD.value)
+    return simulate_async(simulated, rule, speeds=[slow, *[others] * (simulated - 1)], **options)
+
+
+def chunk_seconds() -> float:
+    """Speech of a chunk."""
+    return 60.0 * _CHUNK.value
+
+
+def rate_search() -> Any:
+    """The search for a chunk's learning rate; None without --search_rate."""
+    from tfpara.parameter_server.search import ChunkRateSearch
+
+    if not _SEARCH.value:
+        return None
+    try:
+        factors = tuple(float(factor) for factor in _FACTORS.value)
+    except ValueError:
+        raise ValueError(
+            f"--search_factors={','.join(_FACTORS.value)} must be numbers, such as 0.5,1,2."
+        ) from None
+    return ChunkRateSearch(factors, _PART.value)
+
+
+def start_mean_chunks() -> int:
+    """The value of --start_mean_chunks."""
+    return _START_MEAN.value
+
+
+def _rule(name: str, elasticity: float | None) -> Any:
+    if name == "easgd_async":
+        return algorithms.AsyncEASGD(elasticity)
+    options: dict[str, Any] = {
+        "max_staleness": _STALENESS.value,
+        "delay_compensation": _COMPENSATION.value,
+        "rate_by_staleness": _BY_STALENESS.value,
+    }
+    if name == "aasgd":
+        return algorithms.AveragedASGD(**options, running_rate=_RUNNING.value)
+    return algorithms.ASGD(**options)

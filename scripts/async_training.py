@@ -1,0 +1,103 @@
+"""Training with parameter servers, for `scripts.train`: data in chunks, and the strategy's own fit.
+
+Import it before TensorFlow, after `scripts.common`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+import tfpara
+from input.index import CorpusIndex
+from scripts import async_flags, runs, schedule_flags
+
+
+class ChunkedData:
+    """The training split in chunks, with what `scripts.train` asks of its data.
+
+    Args:
+        corpus: from `index.read`.
+        strategy: a `tfpara.AsyncStrategy`.
+        description: of the model.
+        seed: with the epoch, decides the order.
+        shuffle_frames: frames that are shuffled together.
+
+    Raises:
+        ValueError: chunks that are too short for the utterances.
+    """
+
+    def __init__(
+        self,
+        corpus: CorpusIndex,
+        strategy: Any,
+        description: Mapping[str, Any],
+        *,
+        seed: int,
+        shuffle_frames: int,
+    ) -> None:
+        from scripts.data import training_chunks
+
+        self.strategy = strategy
+        self.description = description
+        self.num_frames = corpus.num_frames("train")
+        self.chunks = training_chunks(
+            corpus,
+            description,
+            minibatch=schedule_flags.minibatches(),
+            seed=seed,
+            seconds=async_flags.chunk_seconds(),
+            shuffle_frames=shuffle_frames,
+        )
+        self.num_steps = self.chunks.num_minibatches
+
+
+def fit(
+    model: keras.Model,
+    data: ChunkedData,
+    callbacks: keras.callbacks.CallbackList,
+) -> None:
+    """Trains the model on the workers.
+
+    Args:
+        model: compiled.
+        data: the training data.
+        callbacks: all of them.
+    """
+    data.strategy.fit(
+        model,
+        data.chunks,
+        epochs=schedule_flags.epochs(),
+        callbacks=callbacks,
+        search_rate=async_flags.rate_search(),
+    )
+
+
+def checkpoint(
+    run_dir: Path, minutes: float | None, keep: int, plan: Mapping[str, Any]
+) -> tfpara.AsyncCheckpoint:
+    """The callback that writes checkpoints.
+
+    Args:
+        run_dir: of the run.
+        minutes: between checkpoints within epochs; None: none.
+        keep: how many stay.
+        plan: what a run that is taken up again must share with the former one.
+    """
+    matters = () if schedule_flags.epochs_matter() else ("epochs",)
+    return tfpara.AsyncCheckpoint(
+        runs.checkpoints(run_dir),
+        every_minutes=minutes,
+        keep=keep,
+        data_plan={key: value for key, value in plan.items() if key not in matters},
+    )
+
+
+def before_scores(data: ChunkedData, validation: Any) -> list[keras.callbacks.Callback]:
+    """The callbacks that averaged ASGD needs, before those that score the model."""
+    if not isinstance(data.strategy.rule, tfpara.AveragedASGD):
+        return []
+    return [tfpara.StartMean(validation, async_flags.start_mean_chunks())]
