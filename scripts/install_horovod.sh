@@ -96,7 +96,7 @@ build() { # build: makes the wheel, which is put in its place whole
   local work with_mpi=HOROVOD_WITHOUT_MPI=1
   if [ "$transport" = mpi ]; then with_mpi=HOROVOD_WITH_MPI=1; fi
   work=$(mktemp -d "$cache/building-XXXXXX")
-  trap 'rm -rf "$work"' EXIT
+  trap "rm -rf '$work'" EXIT
   if ! env PATH="$venv/bin:$PATH" MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}" HOROVOD_WITH_TENSORFLOW=1 \
       HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1 "$with_mpi" \
       "$python" -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation \

@@ -49,7 +49,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
 
     Raises:
         ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
-            mpirun needs; its elastic mode is asked for; or the processes are not those that Horovod sees.
+            mpirun needs; its elastic mode is asked for; or it sees other processes than these.
         startup.StartupError: processes that did not come.
     """
     global _joined
