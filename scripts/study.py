@@ -1,11 +1,13 @@
-"""Compares models, optimizers, initial weights and averages on one corpus: a table by one command.
+"""Compares ways to train on one corpus: a table by one command.
 
-python -m scripts.study --out=runs/study
+python -m scripts.study --out=runs/study                   models, optimizers, starts, averages
+python -m scripts.study --out=runs/async --suite=async     asynchronous rules, by sync period
 
-Trains what `_RUNS` lists on synthetic speech, --jobs runs at a time with a thread each, then scores
-each of their models on the test split: frame error rate, and phone error rate of the decoded
-phones. N replicas are simulated in one process. Leaves results.json, table.md, the runs and their
-logs in --out. A run that has ended is not trained again, and one that was interrupted goes on.
+Trains what the suite lists on synthetic speech, --jobs runs at a time with a thread each, then
+scores each of their models on the test split: frame error rate, and phone error rate of the decoded
+phones. N replicas, or asynchronous workers, are simulated in one process. Leaves results.json,
+table.md, the runs and their logs in --out. A run that has ended is not trained again, and one that
+was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from scripts import common  # isort: skip  # before TensorFlow
 
 from absl import flags
 
+_SUITE = flags.DEFINE_enum("suite", "models", ["models", "async"], "what is compared")
 _OUT = flags.DEFINE_string("out", "runs/study", "directory for corpus, runs and results")
 _TRAIN = flags.DEFINE_float("train_minutes", 20.0, "speech to train on, in minutes", 0.1)
 _HELD_OUT = flags.DEFINE_float(
@@ -40,10 +43,12 @@ _SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", low
 _ONLY = flags.DEFINE_list("only", [], "names of the runs to make; all if not set")
 
 _RBM = "rbm"  # what the DNNs start from
+_FIRST = "first-epoch"  # what the asynchronous runs start from, and those beside them
 
 
 class _Run(NamedTuple):
-    """A training run. `options` are flags of scripts.train, `models` the rows it is in."""
+    """A training run. `options` are flags of scripts.train, `models` the rows it is in, `start` the
+    run whose weights it starts from."""
 
     name: str
     model: str
@@ -51,7 +56,7 @@ class _Run(NamedTuple):
     parallel: bool
     options: tuple[str, ...]
     models: tuple[str, ...] = ("global",)
-    pretrained: bool = False
+    start: str = ""
 
 
 _DNN = ("--flagfile=scripts/recipes/001.flags", "--minibatch=128")
@@ -82,10 +87,10 @@ def _of_dnn(optimizer: str, pretrained: bool, parallel: bool) -> _Run:
     averaging = ", model averaging" if parallel else ""
     training = f"{title}{averaging}, {start} start"
     options = (*_DNN, f"--optimizer={optimizer}")
-    return _Run(name, "DNN", training, parallel, options, pretrained=pretrained)
+    return _Run(name, "DNN", training, parallel, options, start=_RBM if pretrained else "")
 
 
-_RUNS = (
+_MODELS = (
     *(
         _of_dnn(optimizer, pretrained, parallel)
         for optimizer, pretrained in (("sgd", True), ("ngsgd", True), ("ngsgd", False))
@@ -112,6 +117,50 @@ _RUNS = (
 )
 
 
+# Small minibatches, so that there are several syncs in an epoch even where the period is 80.
+_PLAIN = ("--model=dnn-003", "--minibatch=64", "--learning_rate=0.02", "--momentum=0.9")
+_FALLING = ("--schedule=exponential", "--final_learning_rate=0.001")
+_SERVERS = ("--chunk_minutes=1",)
+
+
+def _by_period(name: str, training: str, period: int, *options: str) -> _Run:
+    options = (*_PLAIN, *_FALLING, f"--sync_period={period}", *options)
+    return _Run(
+        f"{name}-{period}", "DNN", f"{training}, period {period}", True, options, start=_FIRST
+    )
+
+
+def _one_pass(name: str, training: str, *options: str) -> _Run:
+    options = (*_PLAIN, "--rule=aasgd", "--sync_period=1", "--epochs=1", *_SERVERS, *options)
+    return _Run(name, "DNN", training, True, options, ("global", "average"), start=_FIRST)
+
+
+_ASYNC = (
+    *(_by_period("asgd", "ASGD", period, "--rule=asgd", *_SERVERS) for period in (1, 5, 20, 80)),
+    *(_by_period("bmuf", "Nesterov BMUF", period, "--rule=bmuf") for period in (5, 20, 80)),
+    _by_period("easgd", "asynchronous EASGD", 20, "--rule=easgd_async", *_SERVERS),
+    _Run(
+        "asgd-passes",
+        "DNN",
+        "ASGD, several passes, Newbob",
+        True,
+        (
+            *_PLAIN,
+            "--rule=asgd",
+            "--sync_period=1",
+            "--schedule=newbob",
+            "--newbob_by=accuracy",
+            "--epochs=20",
+            *_SERVERS,
+        ),
+        start=_FIRST,
+    ),
+    _one_pass("aasgd-search", "averaged ASGD, one pass, rates searched", "--search_rate"),
+    _one_pass("aasgd-hand", "averaged ASGD, one pass, rates by hand", "--schedule=hand"),
+)
+_RUNS = {"models": _MODELS, "async": _ASYNC}
+
+
 def main() -> None:
     started = time.monotonic()
     out = Path(_OUT.value)
@@ -119,8 +168,10 @@ def main() -> None:
         chosen = _chosen()
         out.mkdir(parents=True, exist_ok=True)
     _prepare(out)
-    if any(run.pretrained for run in chosen):
+    if any(run.start == _RBM for run in chosen):
         _pretrain(out)
+    if any(run.start == _FIRST for run in chosen):
+        _first_epoch(out)
     jobs = _JOBS.value or os.cpu_count() or 1
     print(f"{len(chosen)} runs, {jobs} at a time ...", flush=True)
     rows = _all(out, chosen, jobs)
@@ -150,11 +201,12 @@ def _all(out: Path, chosen: list[_Run], jobs: int) -> list[dict[str, Any]]:
 
 
 def _chosen() -> list[_Run]:
-    known = {run.name: run for run in _RUNS}
+    runs = _RUNS[_SUITE.value]
+    known = {run.name: run for run in runs}
     unknown = [name for name in _ONLY.value if name not in known]
     if unknown:
         raise ValueError(f"--only: there is no run {unknown[0]!r}. There are: {', '.join(known)}.")
-    return [known[name] for name in _ONLY.value] or list(_RUNS)
+    return [known[name] for name in _ONLY.value] or list(runs)
 
 
 def _prepare(out: Path) -> None:
@@ -165,7 +217,7 @@ def _prepare(out: Path) -> None:
 
 
 def _pretrain(out: Path) -> None:
-    weights = _rbm_weights(out)
+    weights = _weights(out, _RBM)
     if not weights.is_file():
         print("RBMs ...", flush=True)
         recipe = "--flagfile=scripts/recipes/001-pretrain.flags"
@@ -174,8 +226,17 @@ def _pretrain(out: Path) -> None:
         common.call(out, _RBM, ["scripts.pretrain", recipe, *shape, *where])
 
 
-def _rbm_weights(out: Path) -> Path:
-    return out / _RBM / "model.weights.h5"
+def _first_epoch(out: Path) -> None:
+    """Trains the model that the asynchronous runs start from, on one replica."""
+    if not _weights(out, _FIRST).is_file():
+        print("the common first epoch ...", flush=True)
+        where = [f"--corpus={out / 'corpus'}", f"--run_dir={out / _FIRST}"]
+        shape = [f"--scale={_SCALE.value}", f"--seed={_SEED.value}", "--epochs=1", "--rule=none"]
+        common.call(out, _FIRST, ["scripts.train", *_PLAIN, *where, *shape])
+
+
+def _weights(out: Path, name: str) -> Path:
+    return out / name / "model.weights.h5"
 
 
 def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
@@ -183,17 +244,18 @@ def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
     run_dir = out / run.name
     command = [
         "scripts.train",
+        f"--epochs={_EPOCHS.value}",
         *run.options,
         f"--corpus={out / 'corpus'}",
         f"--run_dir={run_dir}",
         f"--scale={_SCALE.value * (1 if run.model == 'DNN' else 2)}",
-        f"--epochs={_EPOCHS.value}",
         f"--seed={_SEED.value}",
         *([f"--simulate_replicas={_REPLICAS.value}"] if run.parallel else []),
-        *([f"--init={_rbm_weights(out)}"] if run.pretrained else []),
+        *([f"--init={_weights(out, run.start)}"] if run.start else []),
     ]
     common.call(out, run.name, command)
-    rows = [_scored(out, run, weights) for weights in run.models]
+    seconds = time.monotonic() - began
+    rows = [{**_scored(out, run, weights), "seconds": seconds} for weights in run.models]
     print(f"  {run.name}: {time.monotonic() - began:.0f} s", flush=True)
     return rows
 
@@ -203,7 +265,8 @@ def _scored(out: Path, run: _Run, weights: str) -> dict[str, Any]:
     scores = run_dir / f"test-{weights}.json"
     asked = ["scripts.evaluate", f"--run_dir={run_dir}", f"--weights={weights}"]
     common.call(out, f"{run.name}-{weights}", [*asked, f"--out={scores}", "--decode"])
-    summary = json.loads((run_dir / "history.json").read_text())["summary"]
+    history = json.loads((run_dir / "history.json").read_text())
+    summary = history["summary"]
     found = json.loads(scores.read_text())
     names = ("frame_error_rate", "cross_entropy", "phone_error_rate")
     return {
@@ -213,6 +276,8 @@ def _scored(out: Path, run: _Run, weights: str) -> dict[str, Any]:
         "weights": weights,
         "replicas": summary["replicas"],
         "parameters": summary["parameters"],
+        "epochs": len(history["epochs"]),
+        "staleness": summary.get("staleness"),
         **{name: found[name] for name in names},
     }
 
@@ -234,13 +299,15 @@ def _setting(out: Path) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]]) -> str:
     names = {"global": "global", "ma": "MA"}
     lines = [
-        "| model | training | replicas | weights | test frame error % | test phone error % |",
-        "|---|---|---|---|---|---|",
+        "| model | training | replicas | epochs | weights | test frame error % | "
+        "test phone error % |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         weights = names.get(row["weights"], row["weights"].replace("ema-", "EMA "))
         lines.append(
-            f"| {row['model']} | {row['training']} | {row['replicas']} | {weights} | "
+            f"| {row['model']} | {row['training']} | {row['replicas']} | {row['epochs']} | "
+            f"{weights} | "
             f"{row['frame_error_rate']:.2f} | {row['phone_error_rate']:.2f} |"
         )
     return "\n".join(lines) + "\n"
