@@ -104,7 +104,7 @@ def unflat(vector, like):
 def simulate(
     kind, initial, minibatches, sync_period, optimizer, epochs=1, local_state="keep", **settings
 ):
-    """Trains len(minibatches) replicas.
+    """Trains len(minibatches) replicas; an optimizer may have `gradients` of its own.
 
     Returns: flat local models, Global, mean loss of the last epoch over all samples.
     """
@@ -120,7 +120,8 @@ def simulate(
             for r, sizes in enumerate(minibatches):
                 for step, size in list(enumerate(sizes))[start : start + sync_period]:
                     if size:
-                        loss, grads = gradients(local[r], *batch(r, step, size))
+                        of_optimizer = getattr(optimizers[r], "gradients", gradients)
+                        loss, grads = of_optimizer(local[r], *batch(r, step, size))
                         losses.append(loss)
                         sizes_seen.append(size)
                         local[r] = optimizers[r].step(local[r], grads)

@@ -1,9 +1,9 @@
 """A worker that trains a small network on data it draws itself, and saves what came of it.
 
-Options (JSON): rule (Python expression), sync_period, local_devices, optimizer (expression),
-epochs, minibatches (a list for each replica of minibatch sizes), local_state, averages,
-aggregation, steps_per_execution, out (npz path). Weights are initialised differently on each worker
-on purpose.
+Options (JSON), or a list of them for one training after the other: rule (Python expression),
+sync_period, local_devices, optimizer (expression), epochs, minibatches (a list for each replica of
+minibatch sizes), local_state, averages, aggregation, steps_per_execution, loss (expression), scales
+(of the inputs), out (npz path). Weights are initialised differently on each worker on purpose.
 """
 
 import json
@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
+from tfpara.simulation import make_devices
 
 
 def batch(replica, step, size):
@@ -23,11 +24,13 @@ def batch(replica, step, size):
 
 def main():
     options = json.loads(sys.argv[1])
+    for training in options if isinstance(options, list) else [options]:
+        train(training)
+
+
+def train(options):
     local = options["local_devices"]
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(local)]
-    )
+    make_devices(local)
     strategy = tfpara.PeriodicSyncStrategy(
         eval(options["rule"]),
         sync_period=options["sync_period"],
@@ -46,7 +49,9 @@ def main():
         )
         model.compile(
             eval(options["optimizer"]),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            eval(options["loss"])
+            if "loss" in options
+            else keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=options.get("steps_per_execution", 1),
         )
@@ -57,7 +62,8 @@ def main():
     def examples():
         for step in range(steps):
             for replica, of_replica in zip(strategy.local_replica_ids, sizes, strict=True):
-                yield batch(replica, step, of_replica[step] if step < len(of_replica) else 0)
+                x, y = batch(replica, step, of_replica[step] if step < len(of_replica) else 0)
+                yield x * np.float32(options.get("scales", 1.0)), y
 
     spec = (tf.TensorSpec([None, 6], tf.float32), tf.TensorSpec([None], tf.int32))
     data = strategy.distribute_datasets_from_function(
@@ -68,13 +74,16 @@ def main():
     for which in ["global", *strategy.averages]:
         with strategy.weights(model, which):
             results |= {f"{which}_{i}": w for i, w in enumerate(model.get_weights())}
-    for i, variable in enumerate(model.trainable_variables):
+    of_replicas = {f"_{i}": v for i, v in enumerate(model.trainable_variables)}
+    of_replicas |= {f":{v.path.replace('/', '.')}": v for v in model.optimizer.variables}
+    for name, variable in of_replicas.items():
+        kind = "optimizer" if name.startswith(":") else "replica"
         for replica, component in zip(
             strategy.local_replica_ids,
             strategy.experimental_local_results(variable.value),
             strict=True,
         ):
-            results[f"replica{replica}_{i}"] = component.numpy()
+            results[f"{kind}{replica}{name}"] = component.numpy()
     results["loss"] = history["loss"][-1]
     results["accuracy"] = history["accuracy"][-1]
     results["evaluation"] = model.evaluate(data, verbose=0)
