@@ -3,7 +3,8 @@
 scripts/demo.sh        (or python -m scripts.demo)
 
 From one common initial model, an epoch of single-process SGD, it trains single SGD on one process
-and each rule on --workers processes, a thread each, for the same epochs with the same schedule.
+and each rule on --workers processes, a thread each, for the same epochs with the same schedule;
+asynchronous SGD has a parameter server and a chief beside them.
 The run with Nesterov block momentum also keeps averages of its global models, which are rows of
 their own: they are never fed back, so that the training is the same. Then it prints a table, and
 leaves results.json, learning_curves.png, the runs and a SavedModel of the model that is best on the
@@ -75,6 +76,8 @@ _RUNS = (
     ),
     _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf", "--ma", f"--ema_decay={_EMA_DECAY}")),
     _Run("easgd", "EASGD", ("--rule=easgd",)),
+    # A parameter server, to which each worker pushes every minibatch.
+    _Run("asgd", "asynchronous SGD", ("--rule=asgd", "--sync_period=1", "--chunk_minutes=2")),
 )
 _AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
 
@@ -151,8 +154,9 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
         *schedule,
     ]
     if workers > 1:
-        launcher = ["tfpara.launch", "-n", str(workers), "--threads", "1", "--", sys.executable]
-        command = [*launcher, "-m", *command]
+        servers = ["--ps", "1"] if _is_async(run) else []
+        launcher = ["tfpara.launch", *servers, "-n", str(workers), "--threads", "1", "--"]
+        command = [*launcher, sys.executable, "-m", *command]
     common.call(out, run.name, command)
     history = _history(out, run.name)
     print(
@@ -161,6 +165,10 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
         f"{time.monotonic() - began:.0f} s",
         flush=True,
     )
+
+
+def _is_async(run: _Run) -> bool:
+    return "--rule=asgd" in run.options
 
 
 def _workers(run: _Run) -> int:
@@ -211,7 +219,7 @@ def _results(out: Path, corpus: Path) -> list[dict[str, Any]]:
                 "frame_error_rate": scores["frame_error_rate"],
                 "samples_per_second": summary["samples_per_second"],
                 "speedup": summary["samples_per_second"] / single,
-                "sync_fraction": summary["sync_fraction"],
+                "sync_fraction": None if _is_async(run) else summary["sync_fraction"],
             }
         )
     return results
@@ -221,10 +229,11 @@ def _print_table(results: list[dict[str, Any]]) -> None:
     width = max(len(r["title"]) for r in results)
     print(f"\n{'rule':{width}}  model     workers  test FER %  samples/s  speed-up  in sync %")
     for r in results:
+        in_sync = "-" if r["sync_fraction"] is None else f"{100 * r['sync_fraction']:.1f}"
         print(
             f"{r['title']:{width}}  {r['model']:8}  {r['workers']:7}  "
             f"{r['frame_error_rate']:10.2f}  {r['samples_per_second']:9.0f}  "
-            f"{r['speedup']:8.2f}  {100 * r['sync_fraction']:9.1f}"
+            f"{r['speedup']:8.2f}  {in_sync:>9}"
         )
     print()
 

@@ -25,6 +25,8 @@ for name in names:
     small += ["--streams=8"] if "lstm" in name or "cldnn" in name else ["--minibatch=512"]
     if name.startswith("003-dnn"):
         small.append("--warm_start_epochs=0")  # of a single epoch, that syncs
+    if name.startswith("002") or "asgd" in name or "async" in name:
+        small += ["--simulate_replicas=2", "--chunk_minutes=0.2"]
     where = [f"--flagfile=scripts/recipes/{name}.flags", f"--corpus={corpus}"]
     with flagsaver.flagsaver():
         flags.FLAGS(["train", *where, f"--run_dir={out}/{name}", *small])
@@ -59,6 +61,11 @@ def test_a_recipe_trains(runs, name):
     if "bmuf" in name or name.startswith("000"):
         assert rule.startswith("BMUF(") and "nesterov=False" in rule
         assert "block_momentum=0.9," in rule or name.startswith("003")
+    elif name.startswith("002") or "asgd" in name or "async" in name:
+        assert rule.startswith(("ASGD(", "AveragedASGD(", "AsyncEASGD("))
+        assert content["summary"]["pushes"] > 0
+        averaged = name.startswith("002") and name != "002-multipass"
+        assert (runs / name / "average.weights.h5").is_file() == averaged
     else:
         assert rule.startswith(("EASGD(", "BSP("))
     if name.startswith("000"):
