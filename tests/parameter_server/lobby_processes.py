@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from cluster_of_processes import free_ports
 
 from tfpara.parameter_server.cluster import AsyncCluster
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
-DEADLINE = 60.0  # seconds; reached only by a hang
+DEADLINE = 150.0  # seconds; reached only by a hang, or on a machine with far too much to do
 
 
 def views(workers: int, ps: int) -> dict[str, AsyncCluster]:
@@ -33,7 +34,8 @@ class Process:
     """A running process whose lines, of both its outputs, are read as they come."""
 
     def __init__(self, program: str, arguments: list[str], tf_config: str, **environ: str) -> None:
-        env = os.environ | {"TF_CONFIG": tf_config, "TF_CPP_MIN_LOG_LEVEL": "2"} | environ
+        threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+        env = os.environ | dict.fromkeys(threads, "1") | {"TF_CONFIG": tf_config} | environ
         self.popen = subprocess.Popen(
             [sys.executable, str(PROGRAMS / program), *arguments],
             env=env,
@@ -88,10 +90,17 @@ class Processes:
     """Processes by name; a context manager that leaves none behind."""
 
     def __init__(
-        self, workers: int, ps: int, startup_seconds: float = 60.0, timeout_seconds: float = 60.0
+        self,
+        workers: int,
+        ps: int,
+        startup_seconds: float = 60.0,
+        timeout_seconds: float = 60.0,
+        program: str = "lobby_process.py",
+        arguments: Sequence[str] = (),
     ) -> None:
         self.views = views(workers, ps)
-        self._arguments = [str(startup_seconds), str(timeout_seconds)]
+        self._program = program
+        self._arguments = [str(startup_seconds), str(timeout_seconds), *arguments]
         self._running: dict[str, Process] = {}
         self._all: list[Process] = []
 
@@ -112,7 +121,7 @@ class Processes:
         """Starts processes: all, if none are named; `view` replaces what they see."""
         for name in names or self.views:
             tf_config = (view or self.views[name]).tf_config()
-            self._running[name] = Process("lobby_process.py", self._arguments, tf_config)
+            self._running[name] = Process(self._program, self._arguments, tf_config)
             self._all.append(self._running[name])
 
     def start_all(self) -> None:

@@ -4,9 +4,13 @@ import contextlib
 import json
 import signal
 import socket
+import time
 
 import pytest
 from lobby_processes import DEADLINE, Processes
+
+from tfpara import StartupError
+from tfpara.parameter_server import admission, lobby
 
 
 def kill(process):
@@ -89,13 +93,13 @@ def test_all_name_the_chief_that_is_killed():
 
 
 def test_a_parameter_server_that_is_stopped_is_noticed():
-    with Processes(1, 1, timeout_seconds=2.0) as run:
+    with Processes(1, 1, timeout_seconds=4.0) as run:
         run.start_all()
         run["ps 0"].signal(signal.SIGSTOP)
         for code, output in run.ends("ps 0").values():
             assert code == 1
             assert f"ps 0 ({run.address('ps 0')}) is lost with its part of the model" in output
-            assert "it was silent for longer than timeout_seconds=2." in output
+            assert "it was silent for longer than timeout_seconds=4." in output
         run["ps 0"].signal(signal.SIGCONT)
         code, output = run["ps 0"].end()
         assert code == 1
@@ -103,7 +107,7 @@ def test_a_parameter_server_that_is_stopped_is_noticed():
 
 
 def test_a_worker_that_is_stopped_is_given_up_and_may_be_replaced():
-    with Processes(2, 1, timeout_seconds=2.0) as run:
+    with Processes(2, 1, timeout_seconds=4.0) as run:
         run.start_all()
         stopped = run["worker 1"]
         stopped.signal(signal.SIGSTOP)
@@ -116,7 +120,7 @@ def test_a_worker_that_is_stopped_is_given_up_and_may_be_replaced():
 
 
 def test_all_name_the_chief_that_is_stopped():
-    with Processes(1, 1, timeout_seconds=2.0) as run:
+    with Processes(1, 1, timeout_seconds=4.0) as run:
         run.start_all()
         run["chief"].signal(signal.SIGSTOP)
         for code, output in run.ends("chief").values():
@@ -125,17 +129,16 @@ def test_all_name_the_chief_that_is_stopped():
             assert sentence in output
 
 
-def test_a_chief_that_was_stopped_itself_takes_nobody_for_lost():
-    """It reads what has come before it looks at the clock."""
+def test_a_run_that_is_stopped_as_a_whole_goes_on():
+    """As by Ctrl-Z, or in a machine that sleeps: each was stopped itself, and blames nobody."""
     with Processes(1, 1, timeout_seconds=4.0) as run:
         run.start_all()
-        for name in ("worker 0", "ps 0"):
+        for name in ("chief", "worker 0", "ps 0"):
             run[name].signal(signal.SIGSTOP)
-        run["chief"].signal(signal.SIGSTOP)
-        with pytest.raises(Exception, match="timed out"):
-            run["chief"].popen.wait(3.0)
-        for name in ("worker 0", "ps 0", "chief"):
+        time.sleep(6.0)
+        for name in ("chief", "worker 0", "ps 0"):
             run[name].signal(signal.SIGCONT)
+        time.sleep(1.0)
         run["chief"].command("finish")
         ends = run.ends()
     assert [code for code, _ in ends.values()] == [0] * 3
@@ -143,12 +146,12 @@ def test_a_chief_that_was_stopped_itself_takes_nobody_for_lost():
 
 
 def test_a_run_without_workers_ends():
-    with Processes(1, 1, timeout_seconds=2.0) as run:
+    with Processes(1, 1, timeout_seconds=4.0) as run:
         run.start_all()
         kill(run["worker 0"])
         for code, output in run.ends("worker 0").values():
             assert code == 1
-            assert "all workers are gone, and none has come back for timeout_seconds=2;" in output
+            assert "all workers are gone, and none has come back for timeout_seconds=4;" in output
 
 
 def test_the_chief_may_end_all_with_a_code_and_a_sentence():
@@ -197,12 +200,12 @@ def test_a_worker_that_is_asked_to_end_does_so():
 
 
 def test_all_name_who_never_started():
-    with Processes(2, 2, startup_seconds=3.0) as run:
+    with Processes(2, 2, startup_seconds=8.0) as run:
         run.start("chief", "worker 1", "ps 0")
         for code, output in run.ends().values():
             assert code == 1
             assert (
-                "after 3 s these processes have not started: "
+                "after 8 s these processes have not started: "
                 f"ps 1 ({run.address('ps 1')}), worker 0 ({run.address('worker 0')}). Start one"
             ) in output
 
@@ -222,6 +225,7 @@ def test_all_report_a_tf_config_that_differs():
         other = run.views["worker 1"]
         other = other._replace(ps_addresses=("127.0.0.1:9",))
         run.start("chief", "ps 0")
+        run["ps 0"].wait_for("serving")
         run.start("worker 1", view=other)
         for code, output in run.ends().values():
             assert code == 1
@@ -265,6 +269,20 @@ def test_all_name_a_port_in_use():
             run.start("chief")
             code, output = run["chief"].end()
             assert code == 1 and f"port {port} of this process, chief" in output
+
+
+def test_an_address_that_leads_nowhere_is_named(monkeypatch):
+    """As behind a firewall: the worker reaches the chief, the chief not the worker."""
+    monkeypatch.setattr(admission.reach, "accepting", lambda addresses, _: addresses[:1])
+    with Processes(1, 1) as run:
+        hall = lobby.Lobby(run.views["chief"], 60.0, 60.0)
+        run.start("worker 0", "ps 0")
+        with pytest.raises(StartupError) as caught:
+            hall.gather()
+        sentence = str(caught.value)
+        assert sentence.startswith(f"worker 0 ({run.address('worker 0')}) came to the chief, but")
+        for code, output in run.ends().values():
+            assert code == 1 and output.endswith(f"tfpara: {sentence}\n")
 
 
 def test_another_version_is_named():

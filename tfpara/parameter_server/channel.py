@@ -12,6 +12,11 @@ _LONGEST_MESSAGE = 1 << 20  # bytes
 _READ = 1 << 16  # bytes
 
 
+def beat_seconds(timeout_seconds: float) -> float:
+    """Time between two signs of life, where silence of `timeout_seconds` means a loss."""
+    return min(2.0, timeout_seconds / 5.0)
+
+
 class Channel:
     """Sends and receives messages, each a JSON object, without waiting.
 

@@ -17,7 +17,6 @@ connection ends). Empty ones, from both, are signs of life.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import selectors
@@ -27,26 +26,21 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tfpara import reach, startup, version
-from tfpara.parameter_server.channel import Channel
+from tfpara import startup
+from tfpara.parameter_server import admission
+from tfpara.parameter_server.channel import Channel, beat_seconds
 from tfpara.parameter_server.cluster import AsyncCluster
 
 _TICK_SECONDS = 0.1
-_ANSWER_SECONDS = 10.0  # for a hello, a look at an address, and the others' end
+_ANSWER_SECONDS = 10.0  # for a hello, and for the others' end
 _LOG_SECONDS = 30.0
 # The chief's program has this long to end itself once the run has failed: TensorFlow may hold it.
 _LAST_SECONDS = 60.0
-_FIRST_FREE_PORT = 1024
 _log = logging.getLogger(__name__)
 
 
 class ParameterServerError(RuntimeError):
     """The run cannot go on. The message names the process that is lost, with its address."""
-
-
-def beat_seconds(timeout_seconds: float) -> float:
-    """Time between two signs of life, where silence of `timeout_seconds` means a loss."""
-    return min(2.0, timeout_seconds / 5.0)
 
 
 class Lobby:
@@ -87,9 +81,10 @@ class Lobby:
         self._cluster = cluster
         self._startup_timeout, self._timeout = startup_timeout_seconds, timeout_seconds
         self._on_lost, self._on_joined = on_worker_lost, on_worker_joined
+        self._beat = beat_seconds(timeout_seconds)
         self._listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
         self._listener.setblocking(False)
-        self.tensorflow_address = _free_address(cluster)
+        self.tensorflow_address = admission.free_address(cluster)
         self._strangers: set[Channel] = set()  # connected, but no hello yet
         self._guests: dict[tuple[str, int], Channel] = {}
         self._serving: set[tuple[str, int]] = set()
@@ -122,20 +117,18 @@ class Lobby:
             problem, missing = self._problem, self._missing()
             now = time.monotonic()
             if not problem and not missing:
-                problem = self._astray()
+                astray = admission.astray(self._cluster)
+                missing = self._missing()
+                problem = None if missing else astray  # who has died since may come back
             names = ", ".join(missing)
             if missing and now >= deadline:
-                problem = problem or (
-                    f"after {self._startup_timeout:g} s these processes have not started: {names}. "
-                    "Start one process for each address of TF_CONFIG within "
-                    "startup_timeout_seconds, and see to it that they reach the chief at "
-                    f"{self._cluster.address}."
-                )
+                problem = problem or admission.absent(self._cluster, names, self._startup_timeout)
             if problem:
                 self.fail(problem)
                 raise startup.StartupError(problem)
             with self._changed:
-                if not self._missing():  # none left during the look at the addresses
+                # None may have left during the look at the addresses.
+                if not missing and not self._missing() and not self._problem:
                     self._gathered = True
                     return
                 self._changed.wait(_TICK_SECONDS)
@@ -206,31 +199,19 @@ class Lobby:
         missing = [member for member in self._cluster.members if member not in self._serving]
         return [self._cluster.describe(*member) for member in missing]
 
-    def _astray(self) -> str | None:
-        """What is wrong with the addresses, to which TensorFlow is about to connect."""
-        addresses = {
-            self._cluster.describe(*member): self._cluster.spec()[member[0]][member[1]]
-            for member in self._cluster.members
-        }
-        found = reach.accepting(tuple(addresses.values()), _ANSWER_SECONDS)
-        astray = [name for name, address in addresses.items() if address not in found]
-        # One that has died since is missing again, and may come back.
-        if not astray or self._missing():
-            return None
-        return (
-            f"{', '.join(astray)} came to the chief, but the chief cannot connect to the address. "
-            "Correct it in TF_CONFIG, or open the port in the firewall."
-        )
-
     # -- the lobby's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
+        looked_at = time.monotonic()
         while not self._closing:
             ready = [key.fileobj for key, _ in self._selector.select(_TICK_SECONDS)]
             told: list[Callable[[], None]] = []
             with self._changed:
-                # What has come is read before anyone is taken for silent: this process may have
-                # been stopped itself.
+                now, before = time.monotonic(), looked_at
+                looked_at = now
+                if now - before > self._timeout / 2:  # this process was stopped itself
+                    for guest in self._guests.values():
+                        guest.heard = now
                 channels = [channel for channel in ready if isinstance(channel, Channel)]
                 arrived = [(channel, channel.receive()) for channel in channels]
                 # Ends first: who has left may be back already.
@@ -241,7 +222,7 @@ class Lobby:
                         told += self._lose(channel, "its connection ended")
                 if self._listener in ready:
                     self._accept()
-                told += self._look_at_the_clock(time.monotonic())
+                told += self._look_at_the_clock(now)
                 self._changed.notify_all()
             for tell in told:
                 tell()
@@ -284,45 +265,23 @@ class Lobby:
         except (KeyError, TypeError, ValueError):  # not one of us
             self._drop(channel)
             return
-        problem = self._objection(member, view, their_version)
+        former = self._guests.get(member)
+        problem = admission.objection(self._cluster, member, view, their_version)
+        if former is not None and time.monotonic() - former.heard < 3 * self._beat:
+            problem = problem or admission.twins(self._cluster, member)
         if self._end is not None or problem:
             channel.send(end=self._end or {"code": 1, "sentence": problem})
             if not self._gathered:
                 self._problem = self._problem or problem
             # It is not closed here: it goes by itself, or `_close` ends it.
             return
-        former = self._guests.get(member)
-        if former is not None:
+        if former is not None:  # silent: its machine may have died
             self._drop(former)
         self._strangers.discard(channel)
         self._guests[member] = channel
         channel.send(
             welcome=self._cluster.spec(self.tensorflow_address), timeout_seconds=self._timeout
         )
-
-    def _objection(self, member: tuple[str, int], view: Any, their_version: Any) -> str | None:
-        cluster = self._cluster
-        name = " ".join(map(str, member))
-        if view != cluster.spec() or member not in cluster.members:
-            return (
-                f"TF_CONFIG differs between processes: {cluster.name} has the cluster "
-                f"{cluster.spec()}, {name} has {view}. Give all processes the same cluster; only "
-                "the task differs."
-            )
-        if their_version != version.__version__:
-            return (
-                f"tfpara differs between processes: {cluster.name} has version "
-                f"{version.__version__}, {cluster.describe(*member)} has {their_version}. Install "
-                "the same version everywhere."
-            )
-        former = self._guests.get(member)
-        silence = 3 * beat_seconds(self._timeout)  # longer: the former machine may have died
-        if former is not None and time.monotonic() - former.heard < silence:
-            return (
-                "two processes have the same task in TF_CONFIG: both are "
-                f"{cluster.describe(*member)}. Give each process an index of its own."
-            )
-        return None
 
     def _look_at_the_clock(self, now: float) -> list[Callable[[], None]]:
         told: list[Callable[[], None]] = []
@@ -333,7 +292,7 @@ class Lobby:
             if now - guest.heard > self._timeout:
                 told += self._lose(guest, how)
         if now >= self._beat_at:
-            self._beat_at = now + beat_seconds(self._timeout)
+            self._beat_at = now + self._beat
             for guest in self._guests.values():
                 guest.send()
         if any(job == "worker" for job, _ in self._serving) or not self._gathered:
@@ -389,19 +348,6 @@ class Lobby:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
         channel.close()
-
-
-def _free_address(cluster: AsyncCluster) -> str:
-    """The chief's host with the first free port above its own, of no process of the cluster."""
-    host, _, own = cluster.address.rpartition(":")
-    addresses = itertools.chain.from_iterable(cluster.spec().values())
-    taken = {int(address.rpartition(":")[2]) for address in addresses}
-    for port in itertools.chain(range(int(own) + 1, 1 << 16), range(_FIRST_FREE_PORT, int(own))):
-        if port not in taken:
-            address = f"{host}:{port}"
-            with contextlib.suppress(startup.StartupError), startup.listen(address, cluster.name):
-                return address
-    raise startup.StartupError(f"the host of {cluster.name} has no free port for TensorFlow.")
 
 
 def _leave(sentence: str) -> NoReturn:

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from tfpara import startup, version
-from tfpara.parameter_server.channel import Channel
+from tfpara.parameter_server.channel import Channel, beat_seconds
 from tfpara.parameter_server.cluster import AsyncCluster
-from tfpara.parameter_server.lobby import beat_seconds
 
 _TICK_SECONDS = 0.2
 _RETRY_SECONDS = 0.1
@@ -193,6 +192,7 @@ def _stay(
     chief = cluster.describe("chief", 0)
     beat_at, told = 0.0, False
     finishing: dict[str, Any] = {}
+    looked_at = time.monotonic()
     while True:
         select.select([channel], [], [], min(_TICK_SECONDS, beat_seconds(timeout_seconds)))
         for message in channel.receive():
@@ -200,7 +200,10 @@ def _stay(
             finishing = message.get("finishing", finishing)
         if finishing and channel.closed:
             raise _Over(int(finishing["code"]), str(finishing["sentence"]))
-        now = time.monotonic()
+        now, before = time.monotonic(), looked_at
+        looked_at = now
+        if now - before > timeout_seconds / 2:  # this process was stopped itself
+            channel.heard = now
         lost = ""
         if channel.closed:
             lost = f"{chief} is gone: its connection ended before the run did"
