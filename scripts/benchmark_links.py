@@ -11,8 +11,10 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from scripts import common
@@ -22,6 +24,7 @@ from tfpara.launch_clusters import local_clusters
 _INTERFACE = "cable"
 _NETWORK = "10.77.0"  # seen in the two namespaces only
 _QUEUE_MS = 100
+_HOSTS = Path("/etc/netns")
 
 
 class Loopback:
@@ -65,8 +68,13 @@ class Namespaces:
 
     def make(self, mbit: float, delay_ms: float) -> None:
         """Makes the namespaces and the cable, and limits both of its ends."""
-        for name in self.names:
+        for end, name in enumerate(self.names):
             _run("ip", "netns", "add", name)
+            # What `ip netns exec` shows as /etc/hosts: here this machine's name is the cable's end,
+            # which Gloo listens on.
+            (_HOSTS / name).mkdir(parents=True)
+            lines = f"127.0.0.1 localhost\n{_NETWORK}.{end + 1} {socket.gethostname()}\n"
+            (_HOSTS / name / "hosts").write_text(lines)
         first, second = self.names
         _run(
             *("ip", "link", "add", _INTERFACE, "netns", first, "type", "veth"),
@@ -96,6 +104,9 @@ class Namespaces:
         """Removes what was made; the cable goes with its ends."""
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+            shutil.rmtree(_HOSTS / name, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another benchmark's are in it, or it is not there
+            _HOSTS.rmdir()
 
 
 @contextlib.contextmanager
