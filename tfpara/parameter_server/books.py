@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 # Staler pushes are counted together with those of this staleness.
 LARGEST_STALENESS = 255
+
+
+class Pushed(NamedTuple):
+    """A line of a record: push number `version` (from 0) of a run.
+
+    Attributes:
+        worker: who pushed.
+        chunk: of which chunk.
+        pulled: pushes before the pull.
+        version: pushes before this one; `version − pulled` is its staleness.
+    """
+
+    worker: int
+    chunk: int
+    pulled: int
+    version: int
 
 
 class Books:
@@ -17,6 +33,7 @@ class Books:
 
     Args:
         num_workers: how many may push.
+        record: whether to keep a line for each push.
 
     Attributes:
         histogram: int64 [256], pushes by staleness; the last counts the staler ones too.
@@ -27,7 +44,7 @@ class Books:
         halted: whether workers stop where they are.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, record: bool) -> None:
         def counter(shape: list[int]) -> tf.Variable:
             return tf.Variable(tf.zeros(shape, tf.int64), trainable=False)
 
@@ -35,40 +52,107 @@ class Books:
         self.by_worker = counter([num_workers])
         self.samples = counter([])
         self.halted = tf.Variable(False, trainable=False)
-        self.divide(1)
+        self._log: Any = None
+        if record:
+            self._log = tf.lookup.experimental.MutableHashTable(
+                tf.int64, tf.int64, tf.constant([-1, -1, -1], tf.int64)
+            )
+        self.divide(1, Progress(1))
 
-    def divide(self, num_chunks: int) -> None:
+    def divide(self, num_chunks: int, progress: Progress) -> None:
         """Epochs have so many chunks from here on; on the current device, outside graphs."""
-        # Not one variable of open shape, which TensorFlow's workers abort on.
-        self.progress = tf.Variable(tf.zeros([num_chunks], tf.int64), trainable=False)
+        self.progress = progress.done
         self.finished = tf.Variable(tf.zeros([num_chunks], tf.bool), trainable=False)
 
     def begin_epoch(self) -> None:
-        """No chunk of the new epoch has begun."""
-        self.progress.assign(tf.zeros_like(self.progress))
+        """No chunk of the new epoch is finished."""
         self.finished.assign(tf.zeros_like(self.finished))
 
-    def enter(self, push: Any, staleness: tf.Tensor) -> list[tf.Tensor]:
+    def enter(self, push: Any, staleness: tf.Tensor, pulled: tf.Tensor) -> list[Any]:
         """Enters a push; returns what must have run before the lock is given back."""
         row = tf.minimum(staleness, LARGEST_STALENESS)
         one = tf.ones([], tf.int64)
-        return [
+        entered = [
             _count(self.histogram, row, one),
             _count(self.by_worker, push.worker, one),
             self.samples.assign_add(push.samples),
-            _count(self.progress, push.chunk, push.minibatches),
         ]
+        if self._log is not None:
+            line = tf.stack([push.worker, push.place.chunk, pulled])
+            entered.append(self._log.insert([pulled + staleness], [line]))
+        return entered
 
-    def finish(self, chunk: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
+    def finish(self, chunk: tf.Tensor, finished: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """Enters whether all minibatches of a chunk are in the model; inside the lock."""
-        now = tf.tensor_scatter_nd_update(self.finished.read_value(), [[chunk]], [ended])
+        now = tf.tensor_scatter_nd_update(self.finished.read_value(), [[chunk]], [finished])
         with tf.control_dependencies([self.finished.assign(now)]):
             return tf.identity(ended)
 
+    def lines(self) -> list[Pushed]:
+        """The record, in the order of the pushes.
+
+        Raises:
+            ValueError: none is kept.
+        """
+        if self._log is None:
+            raise ValueError("no record is kept: give the strategy record=True.")
+        versions, rows = (tensor.numpy() for tensor in self._log.export())
+        found = []
+        for k in versions.argsort():
+            worker, chunk, pulled = map(int, rows[k])
+            found.append(Pushed(worker, chunk, pulled, int(versions[k])))
+        return found
+
     def variables(self) -> dict[str, tf.Variable]:
-        """All but what lasts no longer than a process, by name."""
-        kept = {k: v for k, v in vars(self).items() if k not in ("halted", "by_worker")}
+        """What a checkpoint must hold, by name: what lasts longer than a process."""
+        kept = {"histogram": self.histogram, "samples": self.samples, "finished": self.finished}
         return {f"books/{name}": variable for name, variable in kept.items()}
+
+
+class Progress:
+    """Which minibatches of an epoch are in the weights of one parameter server.
+
+    So one that is pushed again, since its worker died before it was told, is in but once.
+
+    Made on the current device; used inside the server's lock.
+
+    Args:
+        num_chunks: of an epoch.
+
+    Attributes:
+        done: int64 [chunks], minibatches of each chunk that are in.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        # Not one variable of open shape, which TensorFlow's workers abort on.
+        self.done = tf.Variable(tf.zeros([num_chunks], tf.int64), trainable=False)
+        self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def open(self, epoch: int, anew: bool) -> None:
+        """Pushes are of this epoch from here on; `anew`: it has none yet."""
+        if anew:
+            self.done.assign(tf.zeros_like(self.done))
+        self._epoch.assign(epoch)
+
+    def is_of(self, epoch: tf.Tensor) -> tf.Tensor:
+        """Whether this is the epoch."""
+        return tf.equal(self._epoch, epoch)
+
+    def next_is(self, push: Any) -> tf.Tensor:
+        """Whether a push has the next minibatches of its chunk."""
+        done = tf.gather(self.done.read_value(), push.place.chunk)
+        return tf.logical_and(self.is_of(push.place.epoch), tf.equal(done, push.place.start))
+
+    def includes(self, push: Any) -> tf.Tensor:
+        """Whether the minibatches of a push are in."""
+        done = tf.gather(self.done.read_value(), push.place.chunk)
+        return tf.logical_and(
+            self.is_of(push.place.epoch), done >= push.place.start + push.minibatches
+        )
+
+    def enter(self, push: Any) -> tf.Tensor:
+        """Enters them."""
+        return _count(self.done, push.place.chunk, push.minibatches)
 
 
 def _count(counters: tf.Variable, index: tf.Tensor, by: tf.Tensor) -> tf.Tensor:

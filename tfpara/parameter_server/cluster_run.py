@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpara.parameter_server.chunks import Chunks
-from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.server import Place, Server
 from tfpara.parameter_server.work import CHUNK_STREAMS, Block, Work
 
 _numbers = itertools.count()
@@ -38,6 +38,7 @@ class Cluster:
     ) -> None:
         self._coordinator = coordinator
         self._chunks = chunks
+        self._scheduled: list[tuple[tuple[int, int], Any]] = []  # places and results to come
         self._train = chunk_function(server, work, chunks, sync_period, choose_rate)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
@@ -47,37 +48,59 @@ class Cluster:
             arguments = tf.nest.map_structure(
                 tf.convert_to_tensor, self._chunks.arguments(epoch, chunk)
             )
-            self._coordinator.schedule(self._train, args=(*place, *arguments))
+            value = self._coordinator.schedule(self._train, args=(*place, *arguments))
+            self._scheduled.append(((epoch, chunk), value))
 
     def wait(self, seconds: float) -> bool:
         """Waits so long at most; returns whether all chunks are done, or have been halted.
 
         Raises:
-            tf.errors.OpError: of a chunk; the others are given up.
+            tf.errors.OpError: of a chunk, with its epoch and number in the attribute `chunk` where
+                that is known; the others are given up.
         """
         until = time.monotonic() + seconds
-        while not self._coordinator.done():
-            if time.monotonic() >= until:
-                return False
-            time.sleep(min(0.01, seconds))
-        self._coordinator.join()
+        try:
+            while not self._coordinator.done():
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(min(0.01, seconds))
+            self._coordinator.join()
+        except tf.errors.OpError as error:
+            error.chunk = self._chunk_of(error)
+            raise
+        self._scheduled.clear()
         return True
+
+    def _chunk_of(self, error: tf.errors.OpError) -> tuple[int, int] | None:
+        """The chunk that has failed, where it is the chunk's fault."""
+        if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+            return None
+        for place, value in self._scheduled:
+            try:
+                value.fetch()
+            except tf.errors.CancelledError:
+                continue
+            except tf.errors.OpError:
+                return place
+        return None
 
     def halt(self) -> None:
         """Nothing: workers that are halted end their chunks by themselves."""
 
 
-class _Place(NamedTuple):
+class _At(NamedTuple):
     """Where a worker is in a chunk; what a loop of TensorFlow carries.
 
     Attributes:
         element: the next minibatch, a `tf.experimental.Optional`.
         own: the worker's own state of the model.
+        done: minibatches of the chunk before it.
         go: whether to go on, after the last push.
     """
 
     element: Any
     own: list[tf.Tensor]
+    done: tf.Tensor
     go: tf.Tensor
 
 
@@ -107,37 +130,40 @@ def chunk_function(
         worker = tf.cast(
             tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
         )
-        with tf.device(server.first.device):
-            done = tf.gather(server.books.progress.read_value(), chunk)
+        done = server.done(chunk)
+        halted = server.halted()
         dataset = chunks.dataset(epoch, chunk, *arguments).skip(done)
         rate = tf.constant(-1.0)
         if choose_rate is not None:
-            rate = choose_rate(dataset)
+            rate = tf.cond(halted, lambda: rate, lambda: choose_rate(dataset))
         iterator = iter(dataset)
 
-        def block(place: _Place) -> tuple[_Place]:
-            with tf.control_dependencies([place.go]):
+        def block(at: _At) -> tuple[_At]:
+            with tf.control_dependencies([at.go]):
                 pulled = server.pull(worker)
                 kept = local.read(pulled.weights) if local else ((), ())
-            begun = work.begin(pulled, place.own, *kept)
-            trained, element = _minibatches(work, begun, place.element, iterator, sync_period)
-            versions, moves = server.push(work.push(trained, pulled, worker, chunk, rate), pulled)
-            written = [*versions]
+            begun = work.begin(pulled, at.own, *kept)
+            trained, element = _minibatches(work, begun, at.element, iterator, sync_period)
+            place = Place(epoch, chunk, at.done)
+            answer = server.push(work.push(trained, pulled, worker, place, rate), pulled)
+            written = [*answer.versions]
             if local:
                 written += local.write(
-                    [w - m for w, m in zip(trained.weights, moves, strict=True)], trained.optimizer
+                    [w - m for w, m in zip(trained.weights, answer.moves, strict=True)],
+                    trained.optimizer,
                 )
             with tf.control_dependencies(written):
-                return (_Place(element, trained.own, tf.logical_not(pulled.halted)),)
+                # A push that is left out has come too late: what follows it would be left out too.
+                go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
+                return (_At(element, trained.own, at.done + trained.minibatches, go),)
 
         stream = (epoch * chunks.count + chunk) * CHUNK_STREAMS + done
-        place = _Place(iterator.get_next_as_optional(), work.own_start(stream), tf.constant(True))
-        (place,) = tf.while_loop(
-            lambda p: tf.logical_and(p.go, p.element.has_value()), block, (place,)
-        )
-        with tf.control_dependencies([place.go]):
-            ended = tf.logical_not(place.element.has_value())
-            return server.finish(chunk, ended)
+        first = iterator.get_next_as_optional()
+        at = _At(first, work.own_start(stream), done, tf.logical_not(halted))
+        (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
+        with tf.control_dependencies([at.go]):
+            ended = tf.logical_not(at.element.has_value())
+            return server.finish(epoch, chunk, ended)
 
     return train
 

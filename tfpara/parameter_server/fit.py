@@ -87,10 +87,7 @@ class Fit:
         logs: dict[str, Any] = {}
         callbacks.on_train_begin()
         while self.epoch < epochs and not model.stop_training:
-            if self._resumed_epoch != self.epoch:
-                self.server.books.begin_epoch()
-                for variable in self.server.metrics:
-                    variable.assign(tf.zeros_like(variable))
+            self.server.open_epoch(self.epoch, anew=self._resumed_epoch != self.epoch)
             self._seen = int(np.sum(self.server.books.progress))
             model.reset_metrics()
             callbacks.on_epoch_begin(self.epoch)
@@ -100,6 +97,7 @@ class Fit:
             logs.update(self._validated(*validation))
             epoch, self.epoch = self.epoch, self.epoch + 1
             callbacks.on_epoch_end(epoch, logs)
+        self._strategy.read(model)
         callbacks.on_train_end(logs)
         return model.history
 
@@ -115,8 +113,8 @@ class Fit:
         self._resumed_epoch = epoch if within else None
         self._model.stop_training = finished
 
-    def end(self) -> None:
-        """Leaves the workers idle, and the model with the global weights, however `run` ended."""
+    def give_up(self) -> None:
+        """Leaves the workers idle and the model with the global weights; `run` has failed."""
         with contextlib.suppress(tf.errors.OpError):  # the cluster may be gone
             self.server.books.halted.assign(True)
             self._strategy.read(self._model)
@@ -134,7 +132,7 @@ class Fit:
         """
         self._halt()
         yield
-        self.server.books.halted.assign(False)
+        self.server.open_epoch(self.epoch, anew=False)
         self._submit()
 
     def _halt(self) -> None:
@@ -145,7 +143,6 @@ class Fit:
 
     def _train_epoch(self, callbacks: Any) -> None:
         self._follow_rate()
-        self.server.books.halted.assign(False)
         self._submit()
         while True:
             done = self._wait()

@@ -15,8 +15,9 @@ import keras
 import tensorflow as tf
 
 from tfpara.algorithms import AsyncEASGD
-from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.parameter_server.books import Books
+from tfpara.parameter_server.shard import NOT_FINITE, Shard, variable
+from tfpara.parameter_server.turns import DROP, GO, Turns
 
 
 class Pulled(NamedTuple):
@@ -35,6 +36,19 @@ class Pulled(NamedTuple):
     halted: tf.Tensor
 
 
+class Place(NamedTuple):
+    """Where a minibatch is: int64 scalars.
+
+    Attributes:
+        epoch, chunk: of the data.
+        start: its number in the chunk.
+    """
+
+    epoch: tf.Tensor
+    chunk: tf.Tensor
+    start: tf.Tensor
+
+
 class Push(NamedTuple):
     """What a worker sends.
 
@@ -43,7 +57,7 @@ class Push(NamedTuple):
         state: changes of the averaged state since the pull.
         metrics: what the minibatches add to the metrics' variables.
         worker: its index.
-        chunk: which chunk the minibatches are of.
+        place: of the first minibatch.
         minibatches: how many they are.
         samples: how many samples they have.
         rate: the learning rate of this push; negative: the server's own.
@@ -53,27 +67,26 @@ class Push(NamedTuple):
     state: Sequence[tf.Tensor]
     metrics: Sequence[tf.Tensor]
     worker: tf.Tensor
-    chunk: tf.Tensor
+    place: Place
     minibatches: tf.Tensor
     samples: tf.Tensor
     rate: tf.Tensor
 
 
-class _Shard:
-    """What one parameter server holds."""
+class Answer(NamedTuple):
+    """What a push is answered.
 
-    def __init__(self, device: str, number: int) -> None:
-        self.device = device
-        self.number = number
-        self.indices: list[int] = []  # of the model's weights
-        self.weights: list[tf.Variable] = []
-        self.averages: dict[str, list[Any]] = {}  # states of variables, one for each weight
-        self.steps: KerasSteps | None = None
-        self.optimizer: list[tf.Variable] = []
-        with tf.device(device):
-            # Unnamed: resources of this name are this object's alone.
-            self.lock = tf.CriticalSection(name=f"shard_{number}")
-            self.version = tf.Variable(0, dtype=tf.int64, trainable=False)
+    Attributes:
+        versions: the servers' pushes after it.
+        moves: for each weight what the local model loses, of rules that have local models.
+        settled: False: it must be offered again, for the sake of other workers' staleness.
+        included: whether its minibatches are in the model, by this push or by one before.
+    """
+
+    versions: list[tf.Tensor]
+    moves: list[tf.Tensor]
+    settled: tf.Tensor
+    included: tf.Tensor
 
 
 class Server:
@@ -86,6 +99,7 @@ class Server:
         averages: averages of the global model, by name.
         devices: of the parameter servers. Weights go, largest first, where there is least yet.
         num_workers: how many may push.
+        record: whether to keep a line for each push.
     """
 
     def __init__(
@@ -96,12 +110,14 @@ class Server:
         averages: Mapping[str, Any],
         devices: Sequence[str],
         num_workers: int,
+        record: bool = False,
     ) -> None:
         self.rule = rule
         self.averages = dict(averages)
         weights = model.trainable_variables
         self.names = [v.path for v in weights]
-        self.shards = [_Shard(device, number) for number, device in enumerate(devices)]
+        self.state_names = [v.path for v in state]
+        self.shards = [Shard(device, number) for number, device in enumerate(devices)]
         self.first = self.shards[0]
         loads = [0] * len(devices)
         for index in sorted(
@@ -112,21 +128,13 @@ class Server:
             self.shards[number].indices.append(index)
         for shard in self.shards:
             shard.indices.sort()
-            with tf.device(shard.device):
-                self._fill(shard, [weights[k] for k in shard.indices], model.optimizer)
+            shard.fill(weights, rule, averages, model.optimizer)
+        bound = getattr(rule, "max_staleness", None)
         with tf.device(self.first.device):
-            self.state = [_variable(v.value) for v in state]
-            self.metrics = [_variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
-            self.books = Books(num_workers)
-
-    def _fill(self, shard: _Shard, weights: Sequence[keras.Variable], optimizer: Any) -> None:
-        shard.weights = [_variable(v.value) for v in weights]
-        for name, average in self.averages.items():
-            shard.averages[name] = [_states(average.init(tf.identity(v.value))) for v in weights]
-        if not isinstance(self.rule, AsyncEASGD):
-            # The workers clip: they see all gradients.
-            shard.steps = KerasSteps(optimizer, weights, clip=False)
-            shard.optimizer = [_variable(value) for value in shard.steps.initial]
+            self.state = [variable(v.value) for v in state]
+            self.metrics = [variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
+            self.books = Books(num_workers, record)
+            self.turns = None if bound is None else Turns(num_workers, bound)
 
     # What workers run, in their graphs.
 
@@ -154,9 +162,36 @@ class Server:
         return at
 
     def pull(self, worker: tf.Tensor) -> Pulled:
-        """Reads the model, for a push of a worker."""
-        del worker
-        return self.read()
+        """Reads the model for a push of a worker; waits where the rule bounds the staleness."""
+        if self.turns is None:
+            return self.read()
+        turns = self.turns
+        with tf.device(self.first.device):
+
+            def again(_: tf.Tensor) -> tuple[tf.Tensor]:
+                may = self.ask_to_pull(worker)
+                token = tf.cond(may, lambda: True, lambda: turns.wait(worker))
+                with tf.control_dependencies([token]):
+                    return (tf.identity(may),)
+
+            (may,) = tf.while_loop(tf.logical_not, again, (tf.constant(False),))
+        with tf.control_dependencies([may]):
+            return self.read()
+
+    def ask_to_pull(self, worker: tf.Tensor, waits: bool = True) -> tf.Tensor:
+        """Whether a worker may pull now; if so it counts as having done it.
+
+        Args:
+            worker: who asks.
+            waits: whether it will wait for a token otherwise.
+        """
+        turns: Any = self.turns
+        if turns is None:
+            return tf.constant(True)
+        with tf.device(self.first.device):
+            return self.first.lock.execute(
+                lambda: turns.ask_to_pull(worker, tf.identity(self.first.version), waits)
+            )
 
     def read(self) -> Pulled:
         """Reads the model."""
@@ -177,117 +212,179 @@ class Server:
                 halted, *state = rest[1:]
         return Pulled(weights, state, versions, halted)
 
-    def push(self, push: Push, pulled: Pulled) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Applies what a worker sends.
+    def push(self, push: Push, pulled: Pulled, waits: bool = True) -> Answer:
+        """Applies what a worker sends, on each server where it is not in yet.
 
         A push that is not finite is an error, `tf.errors.InvalidArgumentError` with `NOT_FINITE` in
         its message, and nothing is written on the server that notices.
 
-        Returns:
-            The servers' versions after it; and, of rules that have local models, for each weight
-            what the local model loses.
+        Args:
+            push, pulled: what is sent, and what it was computed from.
+            waits: whether to wait where the rule bounds the staleness; if not, what is returned may
+                not be `settled`.
         """
-        versions: list[tf.Tensor] = []
+        parts = [self._part(shard, push) for shard in self.shards]
+        settled = accepted = tf.constant(True)
+        answers = []
+        if self.turns is not None:  # the others wait for the first server's word
+            settled, *answer = self._in_turn(parts[0], pulled, waits)
+            accepted = answer[0]
+            answers.append(answer)
+        for shard, part in list(zip(self.shards, parts, strict=True))[len(answers) :]:
+            answers.append(self._locked(shard, part, self._taker(shard, part, pulled, accepted)))
         moves: list[Any] = [None] * len(self.names)
+        for shard, (_, _, *own) in zip(self.shards, answers, strict=True):
+            for index, move in zip(shard.indices, own, strict=False):
+                moves[index] = move
+        if not isinstance(self.rule, AsyncEASGD):
+            moves = []
+        return Answer([version for _, version, *_ in answers], moves, settled, answers[0][0])
+
+    def _part(self, shard: Shard, push: Push) -> Push:
+        """What of a push is a server's, sent to it."""
+        first = shard is self.first
+        with tf.device(shard.device):
+            return push._replace(
+                values=[tf.identity(push.values[k]) for k in shard.indices],
+                state=[tf.identity(t) for t in push.state] if first else [],
+                metrics=[tf.identity(t) for t in push.metrics] if first else [],
+            )
+
+    def _locked(self, shard: Shard, part: Push, inside: Callable[[], Any]) -> Any:
+        """Runs what is to be inside the lock, when all that was sent has arrived."""
+        with (
+            tf.device(shard.device),
+            tf.control_dependencies([*part.values, *part.state, *part.metrics]),
+        ):
+            return shard.lock.execute(inside)
+
+    def _taker(
+        self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
+    ) -> Callable[[], list[tf.Tensor]]:
+        return lambda: self._take(shard, part, pulled, accepted)
+
+    def _take(
+        self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Inside the lock: applies a push if it is accepted and not in yet.
+
+        Returns whether its minibatches are in then, the version, and the moves.
+        """
+
+        def write() -> list[tf.Tensor]:
+            # A statistic that is NaN once stays so. Those of other shards are an empty list.
+            changes = [
+                tf.debugging.check_numerics(d, f"{NOT_FINITE} {name!r}")
+                for d, name in zip(part.state, self.state_names, strict=False)
+            ]
+            with tf.control_dependencies(changes):
+                moves, written, staleness = shard.apply(part, pulled)
+            if shard is self.first:
+                written += [v.assign_add(d) for v, d in zip(self.state, changes, strict=True)]
+                written += [
+                    v.assign_add(d) for v, d in zip(self.metrics, part.metrics, strict=True)
+                ]
+                written += self.books.enter(part, staleness, pulled.versions[0])
+            with tf.control_dependencies(written):
+                return [tf.identity(shard.version), *(tf.identity(m) for m in moves)]
+
+        def leave() -> list[tf.Tensor]:
+            moves = [tf.zeros_like(v) for v in part.values] if shard.steps is None else []
+            return [tf.identity(shard.version), *moves]
+
+        fresh = tf.logical_and(accepted, shard.progress.next_is(part))
+        result = tf.cond(fresh, write, leave)
+        with tf.control_dependencies(result):
+            return [shard.progress.includes(part), *result]
+
+    def _in_turn(self, part: Push, pulled: Pulled, waits: bool) -> list[tf.Tensor]:
+        """A push to the first server, in its turn: whether it is settled, then as `_take`."""
+        turns: Any = self.turns
+        first = self.first
+
+        def inside() -> list[tf.Tensor]:
+            verdict = tf.where(
+                first.progress.next_is(part),
+                turns.verdict(part.worker, pulled.versions[0], tf.identity(first.version)),
+                DROP,
+            )
+            included, version = self._take(first, part, pulled, tf.equal(verdict, GO))
+            with tf.control_dependencies([included, version]):
+                settled = turns.settle(part.worker, verdict, waits)
+            return [settled, included, version]
+
+        if not waits:
+            return self._locked(first, part, inside)
+        with tf.device(first.device):
+
+            def again(_: tf.Tensor, *__: tf.Tensor) -> tuple[tf.Tensor, ...]:
+                settled, included, version = self._locked(first, part, inside)
+                token = tf.cond(settled, lambda: True, lambda: turns.wait(part.worker))
+                with tf.control_dependencies([token]):
+                    return tf.identity(settled), included, version
+
+            no = tf.constant(False)
+            zero = tf.zeros([], tf.int64)
+            return list(tf.while_loop(lambda done, *_: ~done, again, (no, no, zero)))
+
+    def halted(self) -> tf.Tensor:
+        """Whether workers are asked to stop."""
+        with tf.device(self.first.device):
+            return self.books.halted.read_value()
+
+    def done(self, chunk: tf.Tensor) -> tf.Tensor:
+        """Minibatches of a chunk of this epoch that are in the model, on all servers."""
+        counts = []
         for shard in self.shards:
             with tf.device(shard.device):
-                own = [tf.identity(push.values[k]) for k in shard.indices]
-                sent = [*own]
-                books = push._replace(values=[], state=[], metrics=[])
-                if shard is self.first:
-                    books = push._replace(
-                        values=[],
-                        state=[tf.identity(t) for t in push.state],
-                        metrics=[tf.identity(t) for t in push.metrics],
-                    )
-                    sent += [*books.state, *books.metrics]
-                # All has arrived before the lock is taken.
-                with tf.control_dependencies(sent):
-                    result = shard.lock.execute(
-                        lambda shard=shard, own=own, books=books: self._apply(
-                            shard, own, books, pulled
-                        )
-                    )
-            versions.append(result[0])
-            for index, move in zip(shard.indices, result[1:], strict=False):
-                moves[index] = move
-        return versions, moves if isinstance(self.rule, AsyncEASGD) else []
+                counts.append(tf.gather(shard.progress.done.read_value(), chunk))
+        return tf.reduce_min(tf.stack(counts))
 
-    def _apply(
-        self, shard: _Shard, values: Sequence[tf.Tensor], push: Push, pulled: Pulled
-    ) -> list[tf.Tensor]:
-        """The step on one server, inside its lock: its version after it, and the moves."""
-        before = [tf.identity(v) for v in shard.weights]
-        version = tf.identity(shard.version)
-        staleness = version - pulled.versions[shard.number]
-        moves: list[tf.Tensor] = []
-        optimizer: list[tf.Tensor] = []
-        if shard.steps is None:
-            moves = [self.rule.move(v, w) for v, w in zip(values, before, strict=True)]
-            after = [w + m for w, m in zip(before, moves, strict=True)]
-        else:
-            after, optimizer = self._step(shard, before, values, push.rate, staleness, pulled)
-        names = [self.names[k] for k in shard.indices]
-        after = [
-            tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
-            for w, name in zip(after, names, strict=True)
-        ]
-        with tf.control_dependencies([*after, *moves, *optimizer]):
-            written = [v.assign(w) for v, w in zip(shard.weights, after, strict=True)]
-            written += [v.assign(s) for v, s in zip(shard.optimizer, optimizer, strict=True)]
-            for name, average in self.averages.items():
-                for kept, new in zip(shard.averages[name], after, strict=True):
-                    values_ = average.update(_read(kept), new)
-                    written += [
-                        v.assign(tf.cast(x, v.dtype)) for v, x in zip(kept, values_, strict=True)
-                    ]
-            written.append(shard.version.assign(version + 1))
-            if shard is self.first:
-                written += [v.assign_add(d) for v, d in zip(self.state, push.state, strict=True)]
-                written += [
-                    v.assign_add(d) for v, d in zip(self.metrics, push.metrics, strict=True)
-                ]
-                written += self.books.enter(push, staleness)
-        with tf.control_dependencies(written):
-            return [version + 1, *(tf.identity(m) for m in moves)]
-
-    def _step(
-        self,
-        shard: _Shard,
-        weights: Sequence[tf.Tensor],
-        gradients: Sequence[tf.Tensor],
-        rate: tf.Tensor,
-        staleness: tf.Tensor,
-        pulled: Pulled,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The optimizer's step on a shard, corrected as the rule says."""
-        steps: Any = shard.steps
-        corrected = [
-            self.rule.gradient(g, pulled=pulled.weights[k], current=w)
-            for g, k, w in zip(gradients, shard.indices, weights, strict=True)
-        ]
-        state = [tf.identity(v) for v in shard.optimizer]
-        at = steps.rate_index
-        if at is None:
-            return steps(weights, state, corrected)
-        own = state[at]
-        chosen = tf.where(rate >= 0.0, tf.cast(rate, own.dtype), own)
-        state[at] = chosen * self.rule.rate_factor(tf.cast(staleness, own.dtype))
-        after, state = steps(weights, state, corrected)
-        state[at] = own
-        return after, state
-
-    def finish(self, chunk: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
+    def finish(self, epoch: tf.Tensor, chunk: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """Enters whether all minibatches of a chunk have been pushed; returns `ended`."""
         with tf.device(self.first.device):
-            return self.first.lock.execute(lambda: self.books.finish(chunk, ended))
+            return self.first.lock.execute(
+                lambda: self.books.finish(
+                    chunk, tf.logical_and(ended, self.first.progress.is_of(epoch)), ended
+                )
+            )
 
     # What the chief does with it.
 
     def divide(self, num_chunks: int) -> None:
         """Epochs have so many chunks from here on; before graphs are made."""
+        for shard in self.shards:
+            shard.divide(num_chunks)
         with tf.device(self.first.device):
-            self.books.divide(num_chunks)
+            self.books.divide(num_chunks, self.first.progress)
+
+    def open_epoch(self, epoch: int, anew: bool) -> None:
+        """Has workers go on, with minibatches of an epoch; there are none under way.
+
+        Args:
+            epoch: from 0.
+            anew: whether no chunk of it has begun.
+        """
+        for shard in self.shards:
+            shard.progress.open(epoch, anew)
+        if anew:
+            self.books.begin_epoch()
+            for metric in self.metrics:
+                metric.assign(tf.zeros_like(metric))
+        if self.turns is not None:
+            self.turns.clear()
+        self.books.halted.assign(False)
+
+    def forget(self, worker: int) -> None:
+        """Has nobody wait for a worker that is lost.
+
+        Args:
+            worker: its index.
+        """
+        turns = self.turns
+        if turns is not None:
+            with tf.device(self.first.device):
+                self.first.lock.execute(lambda: turns.forget(tf.constant(worker, tf.int64)))
 
     def global_weights(self) -> list[tf.Tensor]:
         """The weights, in the model's order."""
@@ -295,10 +392,9 @@ class Server:
 
     def average_weights(self, name: str) -> list[tf.Tensor]:
         """The weights of an average."""
-        average = self.averages[name]
-        return self._collect(lambda shard: [average.value(_read(s)) for s in shard.averages[name]])
+        return self._collect(lambda shard: shard.average(name))
 
-    def _collect(self, of: Callable[[_Shard], Sequence[Any]]) -> list[tf.Tensor]:
+    def _collect(self, of: Callable[[Shard], Sequence[Any]]) -> list[tf.Tensor]:
         found: list[Any] = [None] * len(self.names)
         for shard in self.shards:
             with tf.device(shard.device):
@@ -307,12 +403,29 @@ class Server:
                 found[index] = value
         return found
 
+    def set_weights(self, weights: Sequence[Any], state: Sequence[Any]) -> None:
+        """Goes on from other weights and moving statistics; averages start anew.
+
+        Args:
+            weights: in the model's order.
+            state: in the order of `state`.
+        """
+        for shard in self.shards:
+            for place, index in enumerate(shard.indices):
+                with tf.device(shard.device):
+                    value = tf.identity(weights[index])
+                    shard.weights[place].assign(value)
+                    for name, average in self.averages.items():
+                        started = average.init(value)
+                        for kept, new in zip(shard.averages[name][place], started, strict=True):
+                            kept.assign(tf.cast(new, kept.dtype))
+        for shared, value in zip(self.state, state, strict=True):
+            shared.assign(tf.identity(value))
+
     def start_mean(self, name: str) -> None:
         """Has the running average `name` go on as a mean."""
-        average = self.averages[name]
         for shard in self.shards:
-            for state in shard.averages[name]:
-                state.mean.assign(average.start_mean(_read(state)).mean)
+            shard.start_mean(name)
 
     @property
     def learning_rate(self) -> float | None:
@@ -330,37 +443,13 @@ class Server:
         """All that a checkpoint must hold, by name; fixed by the model and number of servers."""
         found: dict[str, tf.Variable] = {}
         for shard in self.shards:
-            found[f"version/{shard.number}"] = shard.version
-            for k, variable in zip(shard.indices, shard.weights, strict=True):
-                found[f"weight/{k}"] = variable
-            for name, states in shard.averages.items():
-                for k, state in zip(shard.indices, states, strict=True):
-                    for field, variable in zip(state._fields, state, strict=True):
-                        found[f"average/{name}/{k}/{field}"] = variable
-            for k, variable in enumerate(shard.optimizer):
-                found[f"optimizer/{shard.number}/{k}"] = variable
+            found.update(shard.variables())
         found.update({f"state/{k}": v for k, v in enumerate(self.state)})
         found.update({f"metric/{k}": v for k, v in enumerate(self.metrics)})
         found.update(self.books.variables())
         return found
 
 
-NOT_FINITE = "a push would make this weight infinite or NaN:"
-
-
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
     """The variables of the model's metrics, that of the loss included."""
     return [variable for metric in model.metrics for variable in metric.variables]
-
-
-def _variable(value: Any) -> tf.Variable:
-    return tf.Variable(tf.identity(value), trainable=False)
-
-
-def _states(state: Any) -> Any:
-    """A NamedTuple of variables that holds the NamedTuple `state`."""
-    return type(state)(*(_variable(tf.convert_to_tensor(value)) for value in state))
-
-
-def _read(state: Any) -> Any:
-    return type(state)(*(tf.identity(v) for v in state))

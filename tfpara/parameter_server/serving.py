@@ -17,8 +17,9 @@ def serve_forever(cluster: AsyncCluster, startup_timeout_seconds: float) -> NoRe
     """Runs TensorFlow's server for the chief; ends the process when the run is over.
 
     Threads are those of `tf.config.threading`, or of TF_NUM_INTRAOP_THREADS and
-    TF_NUM_INTEROP_THREADS, but at least one more than there are workers between operations. A
-    parameter server uses no GPU.
+    TF_NUM_INTEROP_THREADS, the latter raised to one more than there are workers: what each of them
+    runs here may hold a thread while it waits for another process, and with none left all would
+    wait for ever. A parameter server uses no GPU.
 
     Args:
         cluster: this process's view of the cluster: a worker's or a parameter server's.
@@ -32,22 +33,22 @@ def serve_forever(cluster: AsyncCluster, startup_timeout_seconds: float) -> NoRe
                 job_name=cluster.task_type,
                 task_index=cluster.task_index,
                 protocol="grpc",
-                config=_config(cluster),
+                config=server_config(cluster.task_type, len(spec["worker"])),
             )
         )
 
     member.serve(cluster, start, startup_timeout_seconds)
 
 
-def _config(cluster: AsyncCluster) -> tf.compat.v1.ConfigProto:
+def server_config(job: str, num_workers: int) -> tf.compat.v1.ConfigProto:
+    """The configuration of TensorFlow's server in a "worker" or "ps"."""
     threading = tf.config.threading
-    inter = threading.get_inter_op_parallelism_threads()
-    inter = inter or int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
+    given = int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
+    wanted = threading.get_inter_op_parallelism_threads() or given or os.cpu_count() or 1
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=threading.get_intra_op_parallelism_threads(),
-        # Threads wait for other processes; if all did, the run would stand still.
-        inter_op_parallelism_threads=max(inter, cluster.num_workers + 1) if inter else 0,
+        inter_op_parallelism_threads=max(wanted, num_workers + 1),
     )
-    if cluster.task_type == "ps":
+    if job == "ps":
         config.device_count["GPU"] = 0
     return config

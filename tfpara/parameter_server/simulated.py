@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tfpara.parameter_server.simulation import Pushed, Simulation, Speed
+from tfpara.parameter_server.books import Pushed
+from tfpara.parameter_server.simulation import Simulation, Speed
 from tfpara.parameter_server.strategy import AsyncStrategy
 
 _ALIKE = Speed(spread=0.2)
@@ -30,12 +31,12 @@ def simulate_async(
         num_workers: N ≥ 1.
         rule: as `AsyncStrategy` takes it.
         speeds: of each worker, or of all alike. A slow one: `tfpara.Speed(10.0)`.
-        order: the record of another run (`strategy.record`) to repeat in place of the speeds: who
+        order: the record of another run (`strategy.record()`) to repeat in place of the speeds: who
             pulls and who pushes when, and which chunk.
         **options: the other arguments of `AsyncStrategy`; `seed` is also that of the speeds.
 
     Returns:
-        The strategy. Its `record` lists all pushes so far, as `tfpara.Pushed`.
+        The strategy. Its `record()` lists all pushes.
 
     Raises:
         ValueError: a number of workers or speeds that does not fit.
@@ -53,7 +54,7 @@ def simulate_async(
             f"speeds has {len(each)} entries for {num_workers} workers. Give one for each, or one "
             "tfpara.Speed for all."
         )
-    return AsyncStrategy(rule, _processes=_Simulated(each, order), **options)
+    return AsyncStrategy(rule, record=True, _processes=_Simulated(each, order), **options)
 
 
 class _Simulated:
@@ -64,7 +65,6 @@ class _Simulated:
 
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
         self.num_workers = len(speeds)
-        self.record: list[Pushed] = []
         self._speeds = speeds
         self._order = order
 
@@ -81,7 +81,6 @@ class _Simulated:
             speeds=self._speeds,
             seed=seed,
             order=self._order,
-            record=self.record,
         )
 
     asked_to_end = None

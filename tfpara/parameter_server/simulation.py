@@ -7,13 +7,14 @@ import dataclasses
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.chunks import Chunks
-from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.server import Place, Server
 from tfpara.parameter_server.work import CHUNK_STREAMS, Block, Work
 
 
@@ -44,31 +45,17 @@ class Speed:
         return float(self.mean * np.exp(shift))
 
 
-class Pushed(NamedTuple):
-    """A line of a record: push number `version` (from 0) of a run.
-
-    Attributes:
-        worker: who pushed.
-        chunk: of which chunk.
-        pulled: pushes before the pull.
-        version: pushes before this one; `version − pulled` is its staleness.
-    """
-
-    worker: int
-    chunk: int
-    pulled: int
-    version: int
-
-
 class _Worker:
     """A simulated worker: its place in its chunk, and what it has pulled and not pushed yet."""
 
     def __init__(self, index: int, start: list[tf.Tensor]) -> None:
         self.index = index
-        self.chunk = -1
+        self.epoch = self.chunk = -1
         self.iterator: Any = None
         self.element: Any = None  # the next minibatch
         self.own: list[tf.Tensor] = []
+        self.start = 0  # of the block, in the chunk
+        self.idle_since = 0  # pushes
         self.rate = tf.constant(-1.0)
         self.pulled: Any = None
         self.block: Block | None = None
@@ -88,7 +75,6 @@ class Simulation:
         speeds: of each worker.
         seed: of the speeds' random numbers.
         order: a record to repeat, in place of speeds.
-        record: gets a line for each push.
     """
 
     def __init__(
@@ -102,7 +88,6 @@ class Simulation:
         speeds: Sequence[Speed],
         seed: int,
         order: Sequence[Pushed] | None = None,
-        record: list[Pushed] | None = None,
     ) -> None:
         self._server = server
         self._work = work
@@ -117,11 +102,12 @@ class Simulation:
         self._workers = [_Worker(k, start) for k in range(len(speeds))]
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         self._events: list[tuple[float, int]] = []  # time and worker of the next pushes
+        self._refused: list[_Worker] = []  # whose pushes must wait
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
-        self.record: list[Pushed] = [] if record is None else record
-        self._pull = tf.function(server.pull, autograph=False)
+        self._pull = tf.function(server.read, autograph=False)
+        self._ask = tf.function(lambda w: server.ask_to_pull(w, waits=False), autograph=False)
         self._begin = tf.function(work.begin, autograph=False)
         self._add = tf.function(work.add, autograph=False, reduce_retracing=True)
         self._push = tf.function(self._push_block, autograph=False)
@@ -138,6 +124,7 @@ class Simulation:
             if not self._events:
                 return True
             self._push_of(self._next_to_push())
+            self._push_refused()
             if time.monotonic() >= until:
                 return False
 
@@ -145,17 +132,20 @@ class Simulation:
         """Takes the chunks back from the workers; what they have not pushed is lost."""
         self._waiting.clear()
         self._events.clear()
+        self._refused.clear()
         for worker in self._workers:
             worker.iterator = worker.element = worker.block = None
 
     def _pull_where_free(self) -> None:
         """Has every idle worker pull, as long as there are chunks."""
-        for worker in self._workers:
+        for worker in sorted(self._workers, key=lambda w: w.idle_since):
             if worker.block is not None or not self._may_pull(worker):
                 continue
             if not self._next_minibatch(worker):
                 continue
-            worker.pulled = self._pull(_long(worker.index))
+            if not self._ask(_long(worker.index)):
+                continue
+            worker.pulled = self._pull()
             local = (worker.weights or worker.pulled.weights, worker.optimizer)
             worker.block = self._begin(
                 worker.pulled, worker.own, *(local if self._work.local else ((), ()))
@@ -164,7 +154,7 @@ class Simulation:
             duration = 0.0
             while minibatches < self._period and worker.element is not None:
                 worker.block = self._add(worker.block, worker.element)
-                worker.element = next(worker.iterator, None)
+                worker.element = self._next_element(worker)
                 duration += self._speeds[worker.index].draw(self._random[worker.index])
                 minibatches += 1
             worker.own = worker.block.own
@@ -198,41 +188,63 @@ class Simulation:
         """Gives a worker a chunk where it has none; returns whether it has a minibatch."""
         while worker.element is None and self._waiting:
             epoch, chunk = self._waiting.popleft()
-            worker.chunk = chunk
-            done = int(self._server.books.progress[chunk])
+            worker.epoch, worker.chunk = epoch, chunk
+            worker.start = done = int(self._server.done(_long(chunk)))
             arguments = self._chunks.arguments(epoch, chunk)
             dataset = self._chunks.dataset(_long(epoch), _long(chunk), *arguments).skip(done)
             if self._choose_rate is not None:
                 worker.rate = self._choose_rate(dataset)
             worker.iterator = iter(dataset)
-            worker.element = next(worker.iterator, None)
+            worker.element = self._next_element(worker)
             worker.own = self._work.own_start(
                 _long((epoch * self._chunks.count + chunk) * CHUNK_STREAMS + done)
             )
             if worker.element is None:
-                self._server.finish(_long(chunk), tf.constant(True))
+                self._finish(worker)
         return worker.element is not None
 
-    def _push_of(self, worker: _Worker) -> None:
+    def _next_element(self, worker: _Worker) -> Any:
+        try:
+            return next(worker.iterator, None)
+        except tf.errors.OpError as error:
+            error.chunk = (worker.epoch, worker.chunk)
+            raise
+
+    def _push_of(self, worker: _Worker) -> bool:
+        """Offers a push; returns whether it was its turn. If not it is offered after the next."""
         block: Any = worker.block
+        place = Place(*map(_long, (worker.epoch, worker.chunk, worker.start)))
+        answer = self._push(block, worker.pulled, _long(worker.index), place, worker.rate)
+        if not answer.settled:
+            self._refused.append(worker)
+            return False
         worker.block = None
-        chunk = worker.chunk
-        versions, moves = self._push(
-            block, worker.pulled, _long(worker.index), _long(chunk), worker.rate
-        )
+        worker.start += int(block.minibatches)
+        worker.idle_since = int(answer.versions[0])
         if self._work.local:
-            worker.weights = [w - m for w, m in zip(block.weights, moves, strict=True)]
+            worker.weights = [w - m for w, m in zip(block.weights, answer.moves, strict=True)]
             worker.optimizer = block.optimizer
-        version = int(versions[0]) - 1
-        pulled = int(worker.pulled.versions[0])
-        self.record.append(Pushed(worker.index, chunk, pulled, version))
         if worker.element is None:
-            self._server.finish(_long(chunk), tf.constant(True))
+            self._finish(worker)
+        return True
+
+    def _push_refused(self) -> None:
+        """Offers what was refused again, the oldest first, for as long as one can go."""
+        again = True
+        while again:
+            waiting, self._refused = self._refused, []
+            again = False
+            for worker in waiting:
+                again |= self._push_of(worker)
+
+    def _finish(self, worker: _Worker) -> None:
+        self._server.finish(_long(worker.epoch), _long(worker.chunk), tf.constant(True))
 
     def _push_block(
-        self, block: Block, pulled: Any, worker: tf.Tensor, chunk: tf.Tensor, rate: tf.Tensor
+        self, block: Block, pulled: Any, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Any:
-        return self._server.push(self._work.push(block, pulled, worker, chunk, rate), pulled)
+        push = self._work.push(block, pulled, worker, place, rate)
+        return self._server.push(push, pulled, waits=False)
 
 
 def _long(value: int) -> tf.Tensor:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
 from tfpara.parameter_server import processes
+from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
@@ -63,6 +65,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`, which
             take in the model after every push; they never touch training.
         seed: of the order of arrays, and of simulated workers.
+        record: whether the first parameter server keeps a line for each push, for `record`.
         timeout_seconds: a parameter server that is silent for so long is given up.
         startup_timeout_seconds: longest wait for all processes to appear.
 
@@ -80,6 +83,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         sync_period: int = 1,
         averages: Mapping[str, Any] | None = None,
         seed: int = 0,
+        record: bool = False,
         timeout_seconds: float = 60.0,
         startup_timeout_seconds: float = 300.0,
         _processes: Any = None,
@@ -100,6 +104,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         self._rule = rule
         self._period = sync_period
         self.seed = seed
+        self._record = record
         self._states: dict[str, Any] = {}
         self._servers: dict[keras.Model, tuple[Server, Work]] = {}
         self.running: Fit | None = None
@@ -108,7 +113,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     sync_period = property(lambda self: self._period, doc="τ, minibatches of a push.")
     averages = property(lambda self: dict(self._averages), doc="Averages, by name.")
     num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
-    record = property(lambda self: self._processes.record, doc="Pushes so far, if simulated.")
     weight_names = property(lambda self: ["global", *self._averages], doc="What `weights` takes.")
     is_chief = True
     num_replicas = 1  # the chief's model
@@ -186,9 +190,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         self.running = running
         try:
             return running.run(epochs, initial_epoch, verbose, callbacks, validation)
+        except BaseException:
+            running.give_up()
+            raise
         finally:
             self.running = None
-            running.end()
 
     @contextlib.contextmanager
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
@@ -231,8 +237,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         Args:
             model: of this model; None: of the one that is or was trained, if it is the only one.
         """
-        servers = [self._servers[model]] if model is not None else list(self._servers.values())
-        (server, _) = servers[-1]
+        server = self._of(model)
         books = server.books
         return AsyncStatistics(
             pushes=int(server.first.version),
@@ -240,6 +245,19 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             staleness=books.histogram.numpy(),
             by_worker=books.by_worker.numpy(),
         )
+
+    def record(self, model: keras.Model | None = None) -> list[Pushed]:
+        """Who pulled and pushed when, since this process has begun: a line for each push.
+
+        `tfpara.simulate_async(order=...)` repeats it.
+
+        Args:
+            model: as for `statistics`.
+
+        Raises:
+            ValueError: the strategy was made without `record=True`.
+        """
+        return self._of(model).books.lines()
 
     def start_mean(self, model: keras.Model) -> None:
         """Has AveragedASGD's average go on as the mean of the models."""
@@ -276,11 +294,17 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     def server_of(self, model: keras.Model, spec: Any) -> tuple[Server, Work]:
         """The model on the servers, made from the chief's where there is none yet.
 
+        Weights that were set in the chief since the last `fit` go to the servers, where averages
+        start anew; a model that was compiled again is made anew.
+
         Args:
             model: built and compiled.
             spec: of its minibatches.
         """
-        if model not in self._servers:
+        kept = self._servers.get(model)
+        if kept is not None and kept[1].optimizer is model.optimizer:
+            self._follow(model, *kept)
+        else:
             work = Work(model, self._rule, spec)
             server = Server(
                 model,
@@ -289,9 +313,17 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
                 self._averages,
                 self._processes.server_devices,
                 self.num_workers,
+                self._record,
             )
             self._servers[model] = (server, work)
         return self._servers[model]
+
+    def _follow(self, model: keras.Model, server: Server, work: Work) -> None:
+        weights = [v.value for v in model.trainable_variables]
+        state = [v.value for v in work.state]
+        there = [*server.global_weights(), *server.state]
+        if not all(np.array_equal(a, b) for a, b in zip([*weights, *state], there, strict=True)):
+            server.set_weights(weights, state)
 
     def executor(self, server: Server, work: Work, chunks: Any, choose_rate: Any) -> Any:
         """What runs chunks on the workers."""
@@ -310,6 +342,12 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             for server, _ in self._servers.values():
                 if hasattr(server, "forget"):
                     server.forget(worker)
+
+    def _of(self, model: keras.Model | None) -> Server:
+        """The model's server; None: that of the newest model."""
+        if model is None:
+            return list(self._servers.values())[-1][0]
+        return self._servers[model][0]
 
     def _server_of(self, model: keras.Model) -> Server | None:
         found = self._servers.get(model)

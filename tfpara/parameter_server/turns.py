@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 # What becomes of a push.
@@ -72,13 +74,23 @@ class Turns:
             tf.queue.FIFOQueue(1024, [tf.bool], shapes=[[]]) for _ in range(num_workers)
         ]
 
-    def ask_to_pull(self, worker: tf.Tensor) -> tf.Tensor:
-        """Whether a worker may pull now."""
-        return may_pull(self._outstanding.read_value(), worker, self._bound)
+    def ask_to_pull(self, worker: tf.Tensor, version: tf.Tensor, waits: bool) -> tf.Tensor:
+        """Whether a worker may pull now; if so it is entered, otherwise it is known to wait.
 
-    def pulled(self, worker: tf.Tensor, version: tf.Tensor) -> list[tf.Operation]:
-        """Enters a pull; returns what must have run before the lock is given back."""
-        return [self._enter(worker, version)]
+        Args:
+            worker: who asks; a pull that it began before, and was started again since, is given up.
+            version: pushes so far.
+            waits: whether it will wait for a token.
+        """
+        before = self._outstanding.read_value()
+        may = may_pull(before, worker, self._bound)
+        now = tf.tensor_scatter_nd_update(before, [[worker]], [tf.where(may, version, _NONE)])
+        given_up = tf.logical_and(tf.gather(before, worker) >= 0, tf.logical_not(may))
+        done = [self._outstanding.assign(now), *self._wake(given_up)]
+        with tf.control_dependencies(done):
+            done += self._announce(worker, tf.logical_not(may), waits)
+        with tf.control_dependencies(done):
+            return tf.identity(may)
 
     def verdict(self, worker: tf.Tensor, pulled: tf.Tensor, version: tf.Tensor) -> tf.Tensor:
         """`GO`, `WAIT`, or `DROP`: of a worker that was given up and has been overtaken since."""
@@ -86,27 +98,42 @@ class Turns:
         fresh = version - pulled <= self._bound
         return tf.where(fresh, tf.where(allowed, GO, WAIT), DROP)
 
-    def pushed(self, worker: tf.Tensor) -> list[tf.Operation]:
-        """Enters that a worker has no pull under way any more, and wakes those that wait."""
-        entered = self._enter(worker, tf.constant(_NONE, tf.int64))
-        with tf.control_dependencies([entered]):
-            waiting = self._waiting.read_value()
-            woken = [
-                queue.enqueue_many(tf.ones([tf.cast(waiting[k], tf.int32)], tf.bool))
-                for k, queue in enumerate(self._queues)
-            ]
-        with tf.control_dependencies(woken):
-            return [*woken, self._waiting.assign(tf.zeros_like(waiting))]
+    def settle(self, worker: tf.Tensor, verdict: tf.Tensor, waits: bool) -> tf.Tensor:
+        """Enters what became of a push; returns whether it is settled."""
+        settled = tf.not_equal(verdict, WAIT)
+        before = self._outstanding.read_value()
+        own = tf.where(settled, tf.constant(_NONE, tf.int64), tf.gather(before, worker))
+        now = tf.tensor_scatter_nd_update(before, [[worker]], [own])
+        done = [self._outstanding.assign(now), *self._wake(settled)]
+        with tf.control_dependencies(done):
+            done += self._announce(worker, tf.logical_not(settled), waits)
+        with tf.control_dependencies(done):
+            return tf.identity(settled)
 
-    def announce(self, worker: tf.Tensor) -> list[tf.Operation]:
-        """Enters that a worker is going to wait."""
-        there = tf.tensor_scatter_nd_update(self._waiting.read_value(), [[worker]], [True])
-        return [self._waiting.assign(there)]
+    def forget(self, worker: tf.Tensor) -> tf.Tensor:
+        """Nobody waits for a worker any more."""
+        return self.settle(worker, tf.constant(DROP), waits=False)
+
+    def clear(self) -> None:
+        """No pull is under way; outside graphs."""
+        self._outstanding.assign(tf.fill(self._outstanding.shape, tf.constant(_NONE, tf.int64)))
 
     def wait(self, worker: tf.Tensor) -> tf.Tensor:
         """Waits for a token; outside the lock."""
         return tf.switch_case(tf.cast(worker, tf.int32), [q.dequeue for q in self._queues])
 
-    def _enter(self, worker: tf.Tensor, version: tf.Tensor) -> tf.Tensor:
-        now = tf.tensor_scatter_nd_update(self._outstanding.read_value(), [[worker]], [version])
-        return self._outstanding.assign(now)
+    def _announce(self, worker: tf.Tensor, waiting: tf.Tensor, waits: bool) -> list[tf.Tensor]:
+        if not waits:
+            return []
+        flags = tf.tensor_scatter_nd_update(self._waiting.read_value(), [[worker]], [waiting])
+        return [self._waiting.assign(flags)]
+
+    def _wake(self, condition: tf.Tensor) -> list[Any]:
+        """Gives a token to all that wait, on a condition."""
+        waiting = self._waiting.read_value()
+        woken = tf.cast(tf.logical_and(waiting, condition), tf.int32)
+        tokens = [
+            queue.enqueue_many(tf.ones([woken[k]], tf.bool)) for k, queue in enumerate(self._queues)
+        ]
+        rest = tf.logical_and(waiting, tf.logical_not(condition))
+        return [*tokens, self._waiting.assign(rest)]

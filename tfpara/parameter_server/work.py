@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfpara.algorithms import AsyncEASGD
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.model_variables import carried_states
-from tfpara.parameter_server.server import Pulled, Push, metric_variables
+from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
 
 # Random streams of a chunk: one for each minibatch that it may be taken up again at.
 CHUNK_STREAMS = 1 << 20
@@ -58,6 +58,7 @@ class Work:
 
     Attributes:
         model: the Keras model.
+        optimizer: that it was compiled with.
         state: the model's variables that `Block.state` stands for.
 
     Raises:
@@ -68,6 +69,7 @@ class Work:
         _check(model)
         _build_metrics(model, spec)
         self.model = model
+        self.optimizer = model.optimizer
         self._rule = rule
         carried = {id(v) for v in carried_states(model)}
         frozen = [v for v in model.non_trainable_variables if v.value.trainable]
@@ -218,9 +220,9 @@ class Work:
         )
 
     def push(
-        self, block: Block, pulled: Pulled, worker: tf.Tensor, chunk: tf.Tensor, rate: tf.Tensor
+        self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
-        """What a finished block sends."""
+        """What a finished block sends, of a worker at a place."""
         values = block.weights
         if not self.local:
             values = block.gradients
@@ -232,7 +234,7 @@ class Work:
             state=[after - before for after, before in zip(block.state, pulled.state, strict=True)],
             metrics=block.metrics,
             worker=worker,
-            chunk=chunk,
+            place=place,
             minibatches=block.minibatches,
             samples=block.samples,
             rate=rate,

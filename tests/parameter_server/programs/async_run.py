@@ -1,0 +1,256 @@
+"""A chief with workers and parameter servers of its own: `async_run.py SCENARIO JSON`.
+
+The servers are TensorFlow's alone: no lobby. What came out is printed as a line of JSON.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import tensorflow as tf
+
+if sys.argv[1] == "serve":
+    spec, job, index = json.loads(sys.argv[2])
+    from tfpara.parameter_server.serving import server_config
+
+    tf.distribute.Server(
+        tf.train.ClusterSpec(spec),
+        job_name=job,
+        task_index=index,
+        config=server_config(job, len(spec["worker"])),
+    ).join()
+
+import keras  # noqa: E402
+
+from tfpara.algorithms import ASGD, AsyncEASGD  # noqa: E402
+from tfpara.parameter_server.chunks import Chunks  # noqa: E402
+from tfpara.parameter_server.errors import ChunkError  # noqa: E402
+from tfpara.parameter_server.processes import Processes  # noqa: E402
+from tfpara.parameter_server.simulated import simulate_async  # noqa: E402
+from tfpara.parameter_server.strategy import AsyncStrategy  # noqa: E402
+
+IDS = 64
+
+
+class Servers(Processes):
+    """Processes that this one has started; workers can be killed and started again."""
+
+    def __init__(self, workers, ps):
+        sockets = [socket.socket() for _ in range(1 + workers + ps)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+        for s in sockets:
+            s.close()
+        self.spec = {
+            "chief": addresses[:1],
+            "worker": addresses[1 : 1 + workers],
+            "ps": addresses[1 + workers :],
+        }
+        self.running = {}
+        self.gone = []
+        for job, count in (("worker", workers), ("ps", ps)):
+            for index in range(count):
+                self.start(job, index)
+        self._connect(self.spec)
+
+    def start(self, job, index):
+        command = [sys.executable, __file__, "serve", json.dumps([self.spec, job, index])]
+        self.running[job, index] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    def kill(self, index):
+        """A worker; the chief is told, as by the lobby."""
+        process = self.running["worker", index]
+        process.kill()
+        process.wait()
+        self.gone.append(index)
+
+    def check(self):
+        pass
+
+    def lost(self):
+        gone, self.gone = self.gone, []
+        return gone
+
+    def end(self):
+        for process in self.running.values():
+            process.kill()
+
+
+def count(y_true, y_pred):
+    """A loss whose gradient, of a sample's own weights, is 1."""
+    del y_true
+    return tf.reduce_sum(y_pred, axis=-1)
+
+
+def counting_model():
+    """Two weights, each of which counts how often each sample was in a gradient."""
+    x = keras.Input((IDS,))
+    parts = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(x) for _ in "ab"]
+    model = keras.Model(x, keras.layers.Add()(parts))
+    model.compile(keras.optimizers.SGD(1.0), keras.losses.MeanSquaredError())
+    model.compile(
+        keras.optimizers.SGD(1.0), loss=lambda y, p: tf.reduce_sum(p, -1) * BATCH, metrics=[]
+    )
+    return model
+
+
+def samples(count, batch):
+    """x: one-hot samples, by number."""
+    x = np.eye(IDS, dtype=np.float32)[np.arange(count) % IDS]
+    return x, np.zeros([count, 1], np.float32)
+
+
+def counted(model, strategy):
+    """How often each sample was in the weights, and what the books say."""
+    statistics = strategy.statistics(model)
+    weights = [(-w.numpy()).round(3).ravel().tolist() for w in model.trainable_variables]
+    return {
+        "smallest": [min(w) for w in weights],
+        "largest": [max(w) for w in weights],
+        "pushes": statistics.pushes,
+        "samples": statistics.samples,
+        "staleness": [int(k) for k in statistics.staleness],
+        "by_worker": [int(k) for k in statistics.by_worker],
+    }
+
+
+BATCH = 1
+
+
+def train_counting(servers, rule, *, minibatches, batch, epochs, chunks, during=None, **options):
+    """Trains the model that counts; `during` runs beside it in a thread."""
+    global BATCH
+    BATCH = batch
+    strategy = AsyncStrategy(rule, _processes=servers, **options)
+    with strategy.scope():
+        model = counting_model()
+    x, y = samples(minibatches * batch, batch)
+    stop = threading.Event()
+    thread = threading.Thread(target=during, args=(servers, stop)) if during else None
+    if thread:
+        thread.start()
+    begun = time.monotonic()
+    strategy.fit(model, x, y, batch_size=batch, epochs=epochs, verbose=0, chunks=chunks)
+    seconds = time.monotonic() - begun
+    if thread:
+        stop.set()
+        thread.join()
+    return counted(model, strategy) | {"seconds": seconds, "kills": KILLS}
+
+
+KILLS = 0
+
+
+def kill_sometimes(servers, stop):
+    """Kills a worker at random moments, and starts it again."""
+    global KILLS
+    draw = random.Random(0)
+    while not stop.wait(draw.uniform(1.0, 3.0)):
+        index = draw.randrange(len(servers.spec["worker"]))
+        servers.kill(index)
+        KILLS += 1
+        if stop.wait(draw.uniform(0.0, 1.0)):
+            return
+        servers.start("worker", index)
+
+
+def pause_a_worker(servers, stop):
+    """Stops a worker for a while: a slow one; then kills it for good."""
+    process = servers.running["worker", 0]
+    for _ in range(3):
+        stop.wait(1.0)
+        process.send_signal(signal.SIGSTOP)
+        stop.wait(1.0)
+        process.send_signal(signal.SIGCONT)
+    servers.kill(0)
+
+
+def scenario_counting(servers, options):
+    rule = ASGD(max_staleness=options.pop("bound", None))
+    during = {"kills": kill_sometimes, "pause": pause_a_worker}.get(options.pop("during", None))
+    return train_counting(servers, rule, during=during, **options)
+
+
+def small_model(dropout):
+    layers = [keras.Input((6,)), keras.layers.Dense(5, activation="tanh")]
+    layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(dropout)]
+    model = keras.Sequential([*layers, keras.layers.Dense(3)])
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def scenario_replay(servers, options):
+    """A run on the cluster, and the same order of pulls and pushes in the simulation."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(320, 6)).astype(np.float32)
+    y = (x @ draw.normal(size=(6, 3))).argmax(1)
+    easgd = options.pop("easgd")
+    rule = AsyncEASGD() if easgd else ASGD(delay_compensation=0.1)
+
+    def train(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = small_model(0.2)
+        history = strategy.fit(model, x, y, batch_size=8, epochs=2, verbose=0, chunks=7).history
+        return model, history
+
+    real = AsyncStrategy(rule, _processes=servers, record=True, **options)
+    trained, history = train(real)
+    order = real.record(trained)
+    again = simulate_async(real.num_workers, rule, order=order, **options)
+    repeated, same = train(again)
+    return {
+        "difference": max(
+            float(np.abs(a - b).max())
+            for a, b in zip(trained.get_weights(), repeated.get_weights(), strict=True)
+            if a.dtype == np.float32
+        ),
+        "moved": float(np.abs(trained.get_weights()[0]).max()),
+        "histories": [history, same],
+        "records": order == again.record(repeated),
+        "pushes": len(order),
+        "staleness": real.statistics(trained).staleness[:4].tolist(),
+    }
+
+
+def scenario_broken(servers, options):
+    """A chunk whose file is not there."""
+    path = options["path"]
+
+    def part(epoch, chunk):
+        name = tf.strings.join([path, "/", tf.strings.as_string(chunk)])
+        data = tf.data.TextLineDataset(name).map(
+            lambda s: tf.strings.to_number(tf.strings.split(s))
+        )
+        return data.map(lambda v: (tf.ensure_shape(v, [6]), tf.zeros([], tf.int64))).batch(2)
+
+    strategy = AsyncStrategy(ASGD(), _processes=servers)
+    with strategy.scope():
+        model = small_model(0.0)
+    try:
+        strategy.fit(model, Chunks(4, part), epochs=3, verbose=0)
+    except ChunkError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[2])
+    run = Servers(given.pop("workers"), given.pop("ps"))
+    try:
+        print("RESULT", json.dumps(globals()[f"scenario_{sys.argv[1]}"](run, given)), flush=True)
+    finally:
+        run.end()
+    os._exit(0)
