@@ -1,0 +1,106 @@
+"""Averaged ASGD's choices: the rate of a chunk, and when the mean starts."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+
+X = np.random.default_rng(0).normal(size=(128, 4)).astype("float32")
+TRUE = np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")
+
+
+def made(rate, rule=None, workers=1):
+    strategy = tfpara.simulate_async(workers, rule or tfpara.AveragedASGD())
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+        )
+        model.compile(keras.optimizers.SGD(rate), "mse")
+    return strategy, model
+
+
+def gradient(x, w):
+    return 2 * x.T @ (x @ (w - TRUE)) / len(x)
+
+
+def test_the_searched_rates_are_those_of_numpy():
+    factors, batch, sample = (0.5, 1.0, 3.0), 8, 2
+    strategy, model = made(0.05)
+    search = tfpara.ChunkRateSearch(factors, minibatches=sample)
+    strategy.fit(
+        model, X, X @ TRUE, batch_size=batch, shuffle=False, chunks=4, verbose=0, search_rate=search
+    )
+    w, rate, chosen = np.zeros((4, 1)), 0.05, []
+    for chunk in np.split(X.astype("float64"), 4):
+        minibatches = np.split(chunk, len(chunk) // batch)
+        losses = []
+        for factor in factors:
+            trial = w
+            for x in minibatches[:sample]:
+                trial = trial - rate * factor * gradient(x, trial)
+            part = np.concatenate(minibatches[:sample])
+            losses.append(np.mean((part @ (trial - TRUE)) ** 2))
+        rate *= factors[int(np.argmin(losses))]
+        chosen.append(rate)
+        for x in minibatches:
+            w = w - rate * gradient(x, w)
+    assert len(set(chosen)) > 1  # it rises or falls
+    np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-5)
+
+
+def test_a_diverging_candidate_never_wins():
+    strategy, model = made(0.05)
+    search = tfpara.ChunkRateSearch((1.0, 1e30), minibatches=2)
+    strategy.fit(model, X, X @ TRUE, batch_size=8, chunks=2, verbose=0, search_rate=search)
+    expected, plain = made(0.05)
+    expected.fit(plain, X, X @ TRUE, batch_size=8, chunks=2, verbose=0)
+    np.testing.assert_array_equal(model.get_weights()[0], plain.get_weights()[0])
+
+
+def test_a_search_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="part=0"):
+        tfpara.ChunkRateSearch(part=0)
+    with pytest.raises(ValueError, match="minibatches=0"):
+        tfpara.ChunkRateSearch(minibatches=0)
+    with pytest.raises(ValueError, match="positive"):
+        tfpara.ChunkRateSearch((1.0, -1.0))
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
+    for strategy, model in (made(schedule), made(0.1, tfpara.AsyncEASGD())):
+        with pytest.raises(ValueError, match="search_rate needs"):
+            strategy.fit(model, X, X @ TRUE, verbose=0, search_rate=tfpara.ChunkRateSearch())
+    strategy, model = made(0.1)
+
+    def read(epoch, chunk):
+        return tf.data.Dataset.from_tensors((X[:8], X[:8] @ TRUE))
+
+    with pytest.raises(ValueError, match="number of minibatches"):
+        strategy.fit(model, tfpara.Chunks(2, read), verbose=0, search_rate=tfpara.ChunkRateSearch())
+
+
+def test_the_mean_starts_once_the_average_is_better():
+    # A rate so high that the model swings about its goal, and the average settles.
+    rng = np.random.default_rng(3)
+    noisy = X @ TRUE + rng.normal(size=(128, 1)).astype("float32")
+    strategy, model = made(0.12, tfpara.AveragedASGD(running_rate=0.2), workers=2)
+    held_out = tf.data.Dataset.from_tensors((X, X @ TRUE))
+    start = tfpara.StartMean(held_out, verbose=0)
+    logs = strategy.fit(
+        model, X, noisy, batch_size=2, epochs=4, chunks=4, verbose=0, callbacks=[start]
+    )
+    started = logs.history["mean_started"]
+    assert started[-1] == 1.0 and started == sorted(started)
+    mine = model.evaluate(held_out, verbose=0)
+    with strategy.weights(model, "average"):
+        assert model.evaluate(held_out, verbose=0) < mine
+
+
+def test_start_mean_needs_averaged_asgd():
+    strategy, model = made(0.1, tfpara.ASGD())
+    with pytest.raises(ValueError, match="AveragedASGD"):
+        strategy.fit(
+            model, X, X @ TRUE, verbose=0, callbacks=[tfpara.StartMean(tf.data.Dataset.range(1))]
+        )
+    with pytest.raises(ValueError, match="every_chunks=0"):
+        tfpara.StartMean(tf.data.Dataset.range(1), every_chunks=0)

@@ -1,0 +1,232 @@
+"""What goes on from one `fit` to the next: checkpoints, weights, optimizers."""
+
+import json
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+
+X = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
+Y = X @ np.random.default_rng(1).normal(size=(6, 2)).astype("float32")
+
+
+def made(rule=None, optimizer=None, **options):
+    """A strategy of three simulated workers, and a model."""
+    options = {"speeds": tfpara.Speed(spread=0.3), **options}
+    strategy = tfpara.simulate_async(3, rule or tfpara.ASGD(), **options)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)]
+        )
+        model.compile(optimizer or keras.optimizers.SGD(0.01, momentum=0.5), "mse")
+    return strategy, model
+
+
+def train(strategy, model, epochs=1, callbacks=(), **options):
+    return strategy.fit(
+        model, X, Y, batch_size=4, epochs=epochs, verbose=0, callbacks=list(callbacks), **options
+    )
+
+
+class Note(keras.callbacks.Callback):
+    """A callback with a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
+    def set_model(self, model):
+        super().set_model(model)
+        model.distribute_strategy.keep_state("note", self)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(epoch)
+
+    def get_state(self):
+        return {"epochs": self.epochs}
+
+    def set_state(self, state):
+        self.epochs = list(state["epochs"])
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_all_that_the_servers_hold(tmp_path):
+    averages = {"ema": tfpara.EMA(0.9)}
+    one, model = made(averages=averages, optimizer="adam")
+    before = Note()
+    train(one, model, 2, [before, tfpara.AsyncCheckpoint(tmp_path)])
+    with one.weights(model, "ema"):
+        ema = model.get_weights()
+    two, again = made(averages=averages, optimizer="adam")
+    after = Note()
+    history = train(two, again, 3, [after, tfpara.AsyncCheckpoint(tmp_path)])
+    assert len(history.history["loss"]) == 1  # the third epoch alone
+    assert after.epochs == [0, 1, 2]
+    counted = two.statistics(again)
+    assert counted.pushes == counted.staleness.sum() == 3 * 24
+    assert counted.samples == 3 * 96
+    # Where nothing is left to do, the state is that of the checkpoint.
+    three, same = made(averages=averages, optimizer="adam")
+    train(three, same, 3, [tfpara.AsyncCheckpoint(tmp_path)])
+    for got, expected in zip(same.get_weights(), again.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    # Both averages went on from the same one.
+    assert not np.allclose(ema[0], model.get_weights()[0])
+
+
+def test_within_an_epoch_every_minibatch_is_trained_once(tmp_path):
+    strategy, model = made()
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 5 and self.model.distribute_strategy.running.chunks_done < 12:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    # A poll sees few pushes of a simulation, where each takes long.
+    strategy_wait = 0.0
+    from tfpara.parameter_server import fit
+
+    former, fit._POLL_SECONDS = fit._POLL_SECONDS, strategy_wait
+    try:
+        with pytest.raises(tfpara.callbacks.Preempted) as leaving:
+            train(strategy, model, 2, [Kill(), tfpara.AsyncCheckpoint(tmp_path)])
+    finally:
+        fit._POLL_SECONDS = former
+    assert leaving.value.code == 75
+    done = strategy.statistics(model).pushes
+    assert 0 < done < 24
+    again, resumed = made()
+    history = train(again, resumed, 2, [tfpara.AsyncCheckpoint(tmp_path)])
+    assert len(history.history["loss"]) == 2
+    assert again.statistics(resumed).pushes == 48
+    assert again.statistics(resumed).samples == 2 * 96
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    strategy, model = made()
+    train(strategy, model, 1, [tfpara.AsyncCheckpoint(tmp_path)])
+    other, model = made(tfpara.ASGD(rate_by_staleness=True))
+    with pytest.raises(tfpara.CheckpointError, match="rule"):
+        train(other, model, 2, [tfpara.AsyncCheckpoint(tmp_path)])
+    same, model = made()
+    with pytest.raises(tfpara.CheckpointError, match="corpus"):
+        train(same, model, 2, [tfpara.AsyncCheckpoint(tmp_path, data_plan={"corpus": "b"})])
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_refused_if_it_is_the_last(tmp_path):
+    strategy, model = made()
+    train(strategy, model, 2, [tfpara.AsyncCheckpoint(tmp_path)])
+    newest = max(tmp_path.glob("checkpoint-*"))
+    part = next(newest.glob("part-00000.data*"))
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    again, model = made()
+    with pytest.warns(UserWarning, match="damaged"):
+        history = train(again, model, 2, [tfpara.AsyncCheckpoint(tmp_path)])
+    assert len(history.history["loss"]) == 1
+    for path in tmp_path.glob("checkpoint-*/manifest.json"):
+        path.write_text(json.dumps({"format": 1}))
+    last, model = made()
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(tfpara.CheckpointError, match='if_damaged="start"'),
+    ):
+        train(last, model, 2, [tfpara.AsyncCheckpoint(tmp_path)])
+
+
+def test_checkpoint_arguments_and_strategies_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="every_minutes=0"):
+        tfpara.AsyncCheckpoint(tmp_path, every_minutes=0)
+    with pytest.raises(ValueError, match="keep=0"):
+        tfpara.AsyncCheckpoint(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="if_damaged"):
+        tfpara.AsyncCheckpoint(tmp_path, if_damaged="ignore")
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="tfpara.callbacks.Checkpoint"):
+        model.fit(X, Y, verbose=0, callbacks=[tfpara.AsyncCheckpoint(tmp_path)])
+
+
+def test_weights_that_are_set_between_two_fits_are_trained_on():
+    strategy, model = made(optimizer=keras.optimizers.SGD(0.0), averages={"ma": tfpara.MA()})
+    train(strategy, model)
+    ones = [np.ones_like(w) for w in model.get_weights()]
+    model.set_weights(ones)
+    train(strategy, model)
+    for weight in model.get_weights():
+        np.testing.assert_array_equal(weight, 1.0)
+    with strategy.weights(model, "ma"):  # started anew
+        np.testing.assert_array_equal(model.get_weights()[0], 1.0)
+
+
+def test_a_model_that_is_compiled_again_has_the_new_optimizer():
+    strategy, model = made()
+    train(strategy, model)
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    before = model.get_weights()
+    train(strategy, model)
+    for got, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_early_stopping_leaves_the_best_weights():
+    strategy, model = made(optimizer=keras.optimizers.SGD(3.0))  # diverges slowly
+
+    class First(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                self.weights = self.model.get_weights()
+
+    first = First()
+    stopping = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
+    model.optimizer.learning_rate = 0.3
+    history = train(strategy, model, 6, [first, stopping])
+    best = int(np.argmin(history.history["loss"]))
+    if best == 0 and len(history.history["loss"]) > 1:
+        np.testing.assert_array_equal(model.get_weights()[0], first.weights[0])
+
+
+def test_a_callback_sets_the_rate_on_the_servers():
+    strategy, model = made()
+    zero = keras.callbacks.LearningRateScheduler(lambda epoch: 0.0 if epoch else 0.01)
+    seen = []
+
+    class Weights(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(self.model.get_weights()[0])
+
+    # Without momentum, a rate of 0 is a standstill.
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    train(strategy, model, 3, [zero, Weights()])
+    np.testing.assert_array_equal(seen[0], seen[1])
+    np.testing.assert_array_equal(seen[1], seen[2])
+
+
+def test_telemetry_reports_pushes_and_their_staleness(tmp_path):
+    strategy, model = made()
+    history = train(strategy, model, 2, [tfpara.callbacks.Telemetry(tmp_path)])
+    assert history.history["pushes"][0] <= 24
+    assert 0 < history.history["staleness"][1] < 3
+    (file,) = tmp_path.glob("events.out.*")
+    tags = {
+        value.tag
+        for event in tf.compat.v1.train.summary_iterator(str(file))
+        for value in event.summary.value
+    }
+    assert {"staleness", "pushes", "loss"} <= tags
+
+
+def test_held_out_scores_every_average():
+    strategy, model = made(averages={"ma": tfpara.MA()})
+    held = tfpara.callbacks.HeldOut(tf.data.Dataset.from_tensors((X, Y)), "all")
+    history = train(strategy, model, 1, [held])
+    assert history.history["validation_loss"] != history.history["validation_ma_loss"]
+    assert history.history["validation_loss"] == pytest.approx(
+        [model.evaluate(X, Y, batch_size=96, verbose=0)]
+    )
