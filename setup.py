@@ -22,7 +22,7 @@ setup(
         # eSpeak NG, which espeakng-loader carries, is GPL-3: never a dependency of the library.
         "speech": [
             "espeakng-loader",
-            "kaldi-native-fbank",
+            "kaldi-native-fbank>=1.23",
             "kaldiio",
             "soundfile",
             "soxr",
