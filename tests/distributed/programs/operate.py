@@ -1,0 +1,73 @@
+"""Every operation of the collectives that a strategy has, eagerly and in a function.
+
+Options (JSON): out (npz path), and moved: the dtypes that are gathered and broadcast. Worker r
+gives r + 1 times the numbers 1, 2, …; results are saved under operation/dtype/….
+"""
+
+import json
+import sys
+import time
+
+import numpy as np
+import tensorflow as tf
+
+import tfpara
+
+SUMMED = ("float32", "float64", "int32", "int64")
+
+
+def mine(dtype, rank, shape):
+    return tf.cast((rank + 1) * np.arange(1, 1 + np.prod(shape)).reshape(shape), dtype)
+
+
+def main():
+    options = json.loads(sys.argv[1])
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, timeout_seconds=60)
+    collectives = strategy.extended.collectives
+    rank, size = collectives.rank, collectives.size
+    results = {}
+
+    def both(key, operation, *inputs):
+        """Runs an operation both ways, in the function twice."""
+        function = tf.function(lambda *tensors: operation(*tensors), autograph=False)
+        found = {"eagerly": operation(*inputs), "function": function(*inputs)}
+        found["again"] = function(*inputs)
+        for way, value in found.items():
+            for number, tensor in enumerate(tf.nest.flatten(value)):
+                results[f"{key}/{way}/{number}"] = tensor.numpy()
+
+    for dtype in SUMMED:
+        buffers = [mine(dtype, rank, [6 * size]), mine(dtype, rank, [2 * size])]
+        both(f"all_reduce/{dtype}", lambda *b: collectives.all_reduce(b, "sum"), *buffers)
+        both(f"reduce_scatter/{dtype}", lambda *b: collectives.reduce_scatter(b, "cut"), *buffers)
+    for dtype in options["moved"]:
+        for shape in ([], [3], [2, 2]):
+            value = mine(dtype, rank, shape)
+            key = f"{dtype}/{len(shape)}"
+            both(f"all_gather/{key}", lambda b: collectives.all_gather(b, "stack"), value)
+            both(f"broadcast/{key}", lambda b: collectives.broadcast(b, "copy"), value)
+    if collectives.all_reduce([], "none") or collectives.reduce_scatter([], "none"):
+        raise RuntimeError("of no buffers there is a sum")
+
+    @tf.function
+    def loop():
+        total = tf.constant([0.0])
+        for _ in tf.range(3):
+            total += collectives.all_reduce([total + float(rank + 1)], "in a loop")[0]
+        return total
+
+    results["loop"] = loop().numpy()
+    for number, barrier in enumerate(
+        (collectives.barrier, tf.function(lambda name: collectives.barrier("in function")))
+    ):
+        barrier(f"before {number}")
+        if rank == 1:
+            time.sleep(2.0)
+        began = time.monotonic()
+        barrier(f"after {number}")
+        results[f"waited/{number}"] = time.monotonic() - began
+    np.savez(options["out"], **results)
+
+
+if __name__ == "__main__":
+    main()
