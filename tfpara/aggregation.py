@@ -18,6 +18,7 @@ AGGREGATIONS = ("auto", "replicated", "sharded")
 # Below this, in bytes of the model, the whole state of a worker is small beside its activations,
 # and the messages of a sync too short to be worth cutting.
 SHARDED_FROM_BYTES = 16 << 20
+ALL = slice(None)  # buckets
 
 
 class Part(NamedTuple):
@@ -41,7 +42,9 @@ class Aggregation(Protocol):
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
         """Sums over all replicas of each bucket: for each holder its parts."""
 
-    def spread(self, per_holder: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
+    def spread(
+        self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
+    ) -> list[list[tf.Tensor]]:
         """For each local device the whole buckets, of which the holders have the parts."""
 
 
@@ -72,9 +75,11 @@ class Replicated:
         sums = sum_on_first_device(per_device, self._devices)
         return [self._collectives.all_reduce(sums, name)]
 
-    def spread(self, per_holder: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
+    def spread(
+        self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
+    ) -> list[list[tf.Tensor]]:
         """Copies to the worker's other devices."""
-        del name
+        del name, buckets
         return broadcast_to_devices(per_holder[0], self._devices)
 
 
@@ -96,12 +101,8 @@ class Sharded:
         self.holders: Sequence[str] = list(devices)
         self._sizes = list(bucket_sizes)
         self._collectives = collectives
-        replicas = collectives.size * len(devices)
-        self._lengths = [-(-size // replicas) for size in self._sizes]  # of one part
-        self._padding = [
-            length * replicas - size
-            for length, size in zip(self._lengths, self._sizes, strict=True)
-        ]
+        self._replicas = collectives.size * len(devices)
+        self._lengths = [-(-size // self._replicas) for size in self._sizes]  # of one part
 
     def parts(self, holder: int) -> list[Part]:
         """The part of each bucket that this worker's replica `holder` keeps."""
@@ -111,36 +112,49 @@ class Sharded:
             for k, length in enumerate(self._lengths)
         ]
 
+    def padded(self, bucket: tf.Tensor) -> tf.Tensor:
+        """A bucket with zeros behind it, so that it has N equal parts."""
+        missing = -int(bucket.shape[0]) % self._replicas
+        return tf.pad(bucket, [[0, missing]]) if missing else bucket
+
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
         """Reduce-scatter: over this worker's devices, the workers, and to the devices again."""
         sums = sum_on_first_device(per_device, self.holders)
         with tf.device(self.holders[0]):
-            sums = [
-                tf.pad(s, [[0, p]]) if p else s for s, p in zip(sums, self._padding, strict=True)
-            ]
-        mine = self._collectives.reduce_scatter(sums, name)
+            sums = [self.padded(s) for s in sums]
+        return self.to_holders(self._collectives.reduce_scatter(sums, name))
+
+    def to_holders(self, parts: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        """This worker's parts of the buckets, cut into those of its devices."""
         if len(self.holders) == 1:
-            return [mine]
+            return [list(parts)]
         with tf.device(self.holders[0]):
-            cut = [tf.split(part, len(self.holders)) for part in mine]
+            cut = [tf.split(part, len(self.holders)) for part in parts]
         result = []
         for holder, device in enumerate(self.holders):
             with tf.device(device):
                 result.append([tf.identity(pieces[holder]) for pieces in cut])
         return result
 
-    def spread(self, per_holder: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
+    def spread(
+        self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
+    ) -> list[list[tf.Tensor]]:
         """All-gather."""
+        mine = self.of_worker(per_holder)
         with tf.device(self.holders[0]):
-            mine = [
-                tf.concat(parts, 0) if len(parts) > 1 else parts[0]
-                for parts in zip(*per_holder, strict=True)
-            ]
             whole = []
-            for k, (part, size) in enumerate(zip(mine, self._sizes, strict=True)):
+            for k, (part, size) in enumerate(zip(mine, self._sizes[buckets], strict=True)):
                 gathered = self._collectives.all_gather(part, f"{name}/{k}")
                 whole.append(tf.reshape(gathered, [-1])[:size])
         return broadcast_to_devices(whole, self.holders)
+
+    def of_worker(self, per_holder: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """This worker's part of each bucket, of which its devices have the pieces."""
+        with tf.device(self.holders[0]):
+            return [
+                tf.concat(parts, 0) if len(parts) > 1 else parts[0]
+                for parts in zip(*per_holder, strict=True)
+            ]
 
 
 def choose(

@@ -22,17 +22,32 @@ class Layout:
     """How a list of variables is laid out in buckets.
 
     The variables, flattened and one after the other, are one vector; buckets cut it into pieces of
-    at most `bucket_bytes`.
+    at most `bucket_bytes`. Fragments divide it between variables, into runs of about equal size;
+    no bucket belongs to two.
 
     Args:
         shapes: static shapes of the variables.
         bucket_bytes: largest bucket, in bytes of float32.
+        fragments: how many, at most as many as variables.
+
+    Attributes:
+        sizes: elements of each variable.
+        variables: of each fragment, the slice of the list of variables.
+        buckets: of each fragment, the slice of the list of buckets.
     """
 
-    def __init__(self, shapes: Sequence[tf.TensorShape], bucket_bytes: int) -> None:
+    def __init__(
+        self, shapes: Sequence[tf.TensorShape], bucket_bytes: int, fragments: int = 1
+    ) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
         self.sizes = [math.prod(shape) for shape in self._shapes]
-        self._buckets = _fill(self.sizes, max(1, bucket_bytes // 4))
+        self.variables = _divide(self.sizes, fragments)
+        self.buckets: list[slice] = []
+        self._buckets: list[list[Piece]] = []
+        for part in self.variables:
+            filled = _fill(self.sizes, part, max(1, bucket_bytes // 4))
+            self.buckets.append(slice(len(self._buckets), len(self._buckets) + len(filled)))
+            self._buckets += filled
 
     @property
     def num_elements(self) -> int:
@@ -55,38 +70,72 @@ class Layout:
                 at += piece.stop - piece.start
         return found
 
-    def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Flat float32 buckets of the tensors (each of its variable's shape, any float type)."""
+    def pack(self, tensors: Sequence[tf.Tensor], fragment: int | None = None) -> list[tf.Tensor]:
+        """Flat float32 buckets of the tensors (each of its variable's shape, any float type).
+
+        Args:
+            tensors: one for each variable, or for each of the fragment's.
+            fragment: the number of one; None: of all.
+        """
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+        first = self.variables[fragment].start if fragment is not None else 0
         buckets = []
-        for pieces in self._buckets:
+        for pieces in self._of(fragment):
             parts = [
-                flat[p.variable]
+                flat[p.variable - first]
                 if p.stop - p.start == self.sizes[p.variable]
-                else flat[p.variable][p.start : p.stop]
+                else flat[p.variable - first][p.start : p.stop]
                 for p in pieces
             ]
             buckets.append(tf.concat(parts, 0) if len(parts) > 1 else parts[0])
         return buckets
 
-    def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def unpack(self, buckets: Sequence[tf.Tensor], fragment: int | None = None) -> list[tf.Tensor]:
         """The inverse of `pack`: float32 tensors of the variables' shapes."""
-        parts: list[list[tf.Tensor]] = [[] for _ in self.sizes]
-        for pieces, bucket in zip(self._buckets, buckets, strict=True):
+        whole_list = slice(0, len(self.sizes))
+        variables = self.variables[fragment] if fragment is not None else whole_list
+        parts: list[list[tf.Tensor]] = [[] for _ in self.sizes[variables]]
+        for pieces, bucket in zip(self._of(fragment), buckets, strict=True):
             lengths = [p.stop - p.start for p in pieces]
             for piece, part in zip(pieces, tf.split(bucket, lengths), strict=True):
-                parts[piece.variable].append(part)
+                parts[piece.variable - variables.start].append(part)
         whole = [tf.concat(p, 0) if len(p) > 1 else p[0] if p else tf.zeros([0]) for p in parts]
-        return [tf.reshape(w, shape) for w, shape in zip(whole, self._shapes, strict=True)]
+        shapes = self._shapes[variables]
+        return [tf.reshape(w, shape) for w, shape in zip(whole, shapes, strict=True)]
+
+    def _of(self, fragment: int | None) -> list[list[Piece]]:
+        return self._buckets if fragment is None else self._buckets[self.buckets[fragment]]
 
 
-def _fill(sizes: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """Cuts the vector into buckets of nearly equal size, none above `capacity` elements."""
-    total = sum(sizes)
+def _divide(sizes: Sequence[int], count: int) -> list[slice]:
+    """Runs of variables of about equal size, each of one at least."""
+    if count > max(1, len(sizes)):
+        raise ValueError(
+            f"fragments={count}: the model has {len(sizes)} trainable variables, and a fragment is "
+            f"one of them at least. Give fragments of {max(1, len(sizes))} or fewer."
+        )
+    total, before, start = sum(sizes), 0, 0
+    runs = []
+    for number in range(1, count + 1):
+        stop = start
+        last = len(sizes) - (count - number)  # the others need one each
+        while stop < last and (
+            number == count or stop == start or before + sizes[stop] / 2 < total * number / count
+        ):
+            before += sizes[stop]
+            stop += 1
+        runs.append(slice(start, stop))
+        start = stop
+    return runs
+
+
+def _fill(sizes: Sequence[int], part: slice, capacity: int) -> list[list[Piece]]:
+    """Cuts a run of variables into buckets of nearly equal size, none above `capacity` elements."""
+    total = sum(sizes[part])
     target = math.ceil(total / math.ceil(total / capacity)) if total else capacity
     buckets: list[list[Piece]] = []
     room = 0
-    for variable, size in enumerate(sizes):
+    for variable, size in list(enumerate(sizes))[part]:
         start = 0
         while start < size:
             if room == 0:

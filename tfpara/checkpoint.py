@@ -31,6 +31,8 @@ from tfpara.settings import versions
 from tfpara.synchronizer import Synchronizer
 
 IF_DAMAGED = ("refuse", "start")
+# Checkpoints of older programs lack them; they begin at 0.
+_NEW_COUNTERS = ("bytes_sent",)
 
 
 class Checkpoints:
@@ -52,6 +54,7 @@ class Checkpoints:
         self.store = Store(directory, keep)
         self._next = 0
         self._metrics: list[tuple[tf.Variable, Any]] = []
+        self._open_block: dict[str, Any] = {}
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -126,7 +129,7 @@ class Checkpoints:
                 check_run(self.store.path(number), manifest, self._of_a_run()["run"])
                 self._together(lambda n=number, m=manifest: self._load(n, m), "load")
                 if manifest["replicas"] != self._strategy.num_replicas:
-                    self._start_anew()
+                    self._start_anew(number, manifest)
                 return {**manifest["position"], "number": number}
             warnings.warn(f"{problem}; trying the checkpoint before it.", stacklevel=2)
             problems.append(problem)
@@ -137,11 +140,22 @@ class Checkpoints:
             )
         return None
 
-    def restore_metrics(self) -> None:
-        """Puts the metrics of an epoch under way back, which Keras resets where `fit` begins it."""
+    def restore_epoch(self) -> None:
+        """Puts back what Keras resets or closes where `fit` begins the epoch that was under way:
+        its metrics, and what replicas have trained since their last sync."""
         for variable, value in self._metrics:
             variable.assign(value)
-        self._metrics = []
+        held, self._metrics, self._open_block = self._open_block, [], {}
+        if not held:
+            return
+        synchronizer, ids = self.synchronizer, self._strategy.local_replica_ids
+        if "open/state" in held:
+            synchronizer.expect_flight()
+        for name, variable in synchronizer.of_open_block().items():
+            variable.assign(held[f"open/{name}"])
+        for name, replica, variable in synchronizer.of_replicas():
+            variable.assign(held[f"replica-{ids[replica]}/sync/{name}"])
+        synchronizer.flight_restored()
 
     # -- agreeing ------------------------------------------------------------------------------
 
@@ -236,6 +250,11 @@ class Checkpoints:
                 tensors[f"global/{cell.field}/{where}"] = cell.variable.read_value()
         for name, counter in self.synchronizer.counters().items():
             tensors[f"counter/{name}"] = counter.read_value()
+        ids = self._strategy.local_replica_ids
+        for name, replica, variable in self.synchronizer.of_replicas():
+            tensors[f"replica-{ids[replica]}/sync/{name}"] = variable.read_value()
+        for name, variable in self.synchronizer.of_open_block().items():
+            tensors[f"open/{name}"] = variable.read_value()
         tensors["random"] = tf.constant(json.dumps(_random_state()))
         return tensors
 
@@ -256,8 +275,11 @@ class Checkpoints:
         own = readers[rank % len(readers)]
         self._load_global(readers, manifest)
         self._load_replicas(held, manifest["replicas"])
+        self._load_sync(held, manifest["replicas"])
         counters = self.synchronizer.counters()
         for name, counter in counters.items():
+            if name in _NEW_COUNTERS and not own.has_tensor(f"counter/{name}"):
+                continue
             value = own.get_tensor(f"counter/{name}")
             if name == "samples":
                 total = sum(r.get_tensor("counter/samples") for r in readers)
@@ -293,12 +315,9 @@ class Checkpoints:
                     reader.get_tensor(f"global/{cell.field}/{bucket}/{start}")
                     for start, reader in found
                 ]
-                if cell.is_scalar:
-                    state.set_field(cell.field, parts[0])
-                    break
-                buckets.append(np.concatenate(parts)[:size])
-            else:
-                state.set_field(cell.field, buckets)
+                # All parts have the same scalar.
+                buckets.append(parts[0] if cell.is_scalar else np.concatenate(parts)[:size])
+            state.set_field(cell.field, buckets)
 
     def _load_replicas(self, held: Mapping[str, Any], replicas: int) -> None:
         for name, replica, component in self._components():
@@ -314,9 +333,28 @@ class Checkpoints:
             if name.startswith("metrics/"):
                 self._metrics.append((component, component.numpy()))
 
-    def _start_anew(self) -> None:
-        """Puts every replica where the rule would have it after a sync."""
+    def _load_sync(self, held: Mapping[str, Any], replicas: int) -> None:
+        """The samples of open blocks, and a sync that had landed and was not merged yet."""
+        if replicas == self._strategy.num_replicas:
+            kept = {name for name in held if name.startswith("open/") or "/sync/" in name}
+            self._open_block = {name: _value(held, name) for name in kept}
+
+    def _start_anew(self, number: int, manifest: Mapping[str, Any]) -> None:
+        """Puts every replica where the rule would have it after a sync.
+
+        Fragments whose sync was not due at the checkpoint start from the mean of the former
+        replicas, so that what these have learned since is not lost.
+        """
         weights = self.synchronizer.broadcast_point()
+        readers = self.store.readers(number, manifest)
+        held = {name: r for r in readers for name in r.get_variable_to_shape_map()}
+        former = [f"replica-{replica}" for replica in range(manifest["replicas"])]
+        if f"{former[0]}/sync/pending_samples" in held:
+            pending = [_value(held, f"{of}/sync/pending_samples") for of in former]
+            for k, is_open in enumerate(self.synchronizer.open_fragments(pending)):
+                if is_open:
+                    values = [_value(held, f"{of}/weights/{k}") for of in former]
+                    weights[k] = tf.constant(np.mean(values, 0), weights[k].dtype)
         self.synchronizer.set_weights([weights] * len(self._strategy.local_replica_ids))
 
 

@@ -274,6 +274,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             reports=self.reports,
             name=name,
             make_variable=_plain_variable,
+            overlap=settings.overlap,
+            fragments=settings.fragments,
+            device_sync_period=settings.device_sync_period,
         )
         if former is not None:
             synchronizer.adopt(former.synchronizer)

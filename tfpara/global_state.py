@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpara.aggregation import Aggregation, Part, Sharded
+from tfpara.aggregation import ALL, Aggregation, Part, Sharded
 from tfpara.algorithms.bmuf_adam import MomentState
 
 MakeVariable = Callable[[Any, str], tf.Variable]
@@ -43,6 +43,7 @@ class Moments(NamedTuple):
 class Update(NamedTuple):
     """A global step that is not written yet: for each holder, states and what to broadcast."""
 
+    buckets: slice
     rule_states: list[list[Any]]
     broadcasts: list[list[tf.Tensor]]
     average_states: dict[str, list[list[Any]]]
@@ -152,16 +153,17 @@ class GlobalState:
             for variables, values in zip(kept, new, strict=True):
                 _assign(variables, values)
 
-    def update(self, means: Sequence[Sequence[tf.Tensor]]) -> Update:
+    def update(self, means: Sequence[Sequence[tf.Tensor]], buckets: slice = ALL) -> Update:
         """The global step and the averages' on every holder; nothing is written.
 
         Args:
             means: for each holder its parts of the mean of the local models.
+            buckets: those that the means are of.
         """
-        update = Update([], [], {label: [] for label in self._averages})
+        update = Update(buckets, [], [], {label: [] for label in self._averages})
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
-                before = [_read(state) for state in self._rule_states[holder]]
+                before = [_read(state) for state in self._rule_states[holder][buckets]]
                 after = [
                     self._rule.update(state, mean, self._num_replicas)
                     for state, mean in zip(before, means[holder], strict=True)
@@ -169,7 +171,7 @@ class GlobalState:
                 update.rule_states.append(after)
                 update.broadcasts.append(list(map(self._rule.broadcast, before, after)))
                 for label, average in self._averages.items():
-                    states = self._average_states[label][holder]
+                    states = self._average_states[label][holder][buckets]
                     update.average_states[label].append(
                         [
                             average.update(_read(state), new.global_model)
@@ -184,7 +186,7 @@ class GlobalState:
         pairs += [(self._average_states[k], v) for k, v in update.average_states.items()]
         for kept, new in pairs:
             for variables, values in zip(kept, new, strict=True):
-                for variable, value in zip(variables, values, strict=True):
+                for variable, value in zip(variables[update.buckets], values, strict=True):
                     _assign(variable, value)
 
     def whole(self, field: str) -> list[tf.Tensor]:
@@ -242,24 +244,30 @@ class GlobalState:
                     yield Cell(f"moments/{name}", holder, part, variable)
 
     def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
-        """Gives a field its value: whole buckets, or a number for a scalar field."""
+        """Gives a field its value: the buckets; for a scalar field a number, or one per bucket."""
         for cell in self.cells():
             if cell.field != field:
                 continue
-            value = buckets if cell.is_scalar else _cut(buckets[cell.part.bucket], cell.part)
+            value = buckets[cell.part.bucket] if isinstance(buckets, list) else buckets
+            value = value if cell.is_scalar else _cut(value, cell.part)
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
+
+    def points(self, buckets: slice = ALL) -> list[list[tf.Tensor]]:
+        """For each holder its parts of the point from which replicas that had no part in the last
+        sync go on."""
+        per_holder = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = [_read(state) for state in self._rule_states[holder][buckets]]
+                per_holder.append([self._rule.broadcast(state, state) for state in states])
+        return per_holder
 
     def broadcast_point(self) -> list[tf.Tensor]:
         """The buckets from which replicas go on that had no part in the last sync.
 
         Every worker must call it.
         """
-        per_holder = []
-        for holder, device in enumerate(self.aggregation.holders):
-            with tf.device(device):
-                states = [_read(state) for state in self._rule_states[holder]]
-                per_holder.append([self._rule.broadcast(state, state) for state in states])
-        return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
+        return self.aggregation.spread(self.points(), f"{self._name}/broadcast point")[0]
 
     @property
     def is_sharded(self) -> bool:

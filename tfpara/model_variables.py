@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.synchronizer import ReplicaVariables
+from tfpara.replicas import ReplicaVariables
 
 
 def replica_variables(

@@ -1,9 +1,10 @@
 """What each replica says before a sync, and the decisions that all take from it.
 
 The reports of all replicas form a table, the same on every worker, one row per replica:
-samples since the last sync; 1 while the replica has data left, else 0; index of the first weight
-with a NaN or Inf, or −1; signature of the weights that were set from outside; what its worker asks
-for (see `Request`); minibatches since the last sync.
+1 while the replica has data left, else 0; index of the first weight with a NaN or Inf, or −1;
+signature of the weights that were set from outside; what its worker asks for (see `Request`);
+minibatches since the last sync; then samples since the last sync, of each part of the model that is
+averaged at times of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-SAMPLES, RUNNING, NONFINITE, SIGNATURE, REQUEST, STEPS = range(6)
+RUNNING, NONFINITE, SIGNATURE, REQUEST, STEPS, SAMPLES = range(6)  # and what follows: samples
 
 
 class Request(enum.IntEnum):
@@ -43,6 +44,13 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
     bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
     places = 1 + tf.range(tf.size(bits, tf.int64)) % 251  # so that the order counts
     return tf.cast(tf.reduce_sum(bits * places) % (1 << 40), tf.float64)
+
+
+def is_bad(reports: tf.Tensor) -> tf.Tensor:
+    """Whether the reports forbid a sync; `checks` say why."""
+    signatures = reports[:, SIGNATURE]
+    equal = (signatures == signatures[0]) | tf.math.is_nan(signatures)
+    return ~tf.reduce_all((reports[:, NONFINITE] < 0.0) & equal)
 
 
 def checks(

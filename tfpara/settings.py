@@ -31,6 +31,9 @@ class Settings:
     communication: str
     collectives: str
     data_plan: dict[str, Any]
+    overlap: bool | int = False
+    fragments: int = 1
+    device_sync_period: int | None = None
     asked_rule: str = ""  # before the number of replicas filled its defaults in
 
     def resolved(self, num_replicas: int) -> Settings:
@@ -47,16 +50,25 @@ class Settings:
             "averages": repr(self.averages),
             "local_state": self.local_state,
             "aggregation": self.aggregation,
+            "overlap": str(self.overlap),
+            "fragments": str(self.fragments),
+            "device_sync_period": str(self.device_sync_period),
             "collectives": self.collectives,
             **{f"data_plan.{k}": v for k, v in self.data_plan.items()},
         }
 
     def of_a_run(self) -> dict[str, Any]:
         """What has to be equal when a run is resumed, maybe on another number of replicas."""
+        added = {  # Checkpoints of older programs have none of these.
+            "overlap": self.overlap,
+            "fragments": self.fragments if self.fragments > 1 else None,
+            "device_sync_period": self.device_sync_period,
+        }
         return {
             "rule": self.asked_rule,
             "averages": repr(self.averages),
             "local_state": self.local_state,
+            **{k: v for k, v in added.items() if v},
             **{f"data_plan.{k}": v for k, v in self.data_plan.items()},
         }
 
@@ -132,7 +144,9 @@ def checked_averages(averages: Mapping[str, Any]) -> dict[str, Any]:
     return dict(averages)
 
 
-def checked_local_state(local_state: str, rule: Any) -> str:
+def checked_local_state(
+    local_state: str, rule: Any, overlap: bool | int = False, fragments: int = 1
+) -> str:
     """Returns the choice if there is such a one and the rule takes it, else raises ValueError."""
     if isinstance(rule, algorithms.BMUFAdam) and local_state != "keep":
         raise ValueError(
@@ -141,7 +155,79 @@ def checked_local_state(local_state: str, rule: Any) -> str:
         )
     if local_state not in LOCAL_STATE:
         raise ValueError(f"local_state={local_state!r} is not one of {', '.join(LOCAL_STATE)}.")
+    if local_state != "keep" and (overlap or fragments > 1):
+        raise ValueError(
+            f"local_state={local_state!r} is for syncs of the whole model at which training "
+            "stops: where syncs overlap training, or are of fragments, the optimizer's slots "
+            'belong to the steps under way. Give local_state="keep".'
+        )
     return local_state
+
+
+def checked_overlap(overlap: bool | int, rule: Any, sync_period: int) -> bool | int:
+    """Returns it if the rule and the period allow it, else raises ValueError."""
+    if isinstance(overlap, bool) and not overlap:
+        return False
+    if getattr(rule, "restart_delayed", None) is None:
+        raise ValueError(
+            f"overlap={overlap!r}: {type(rule).__name__} has no delayed form, which says how "
+            "replicas keep what they learn while a sync is under way. Leave overlap out, or use "
+            "tfpara.BMUF or another rule."
+        )
+    if not isinstance(overlap, int) or overlap < 1:
+        raise ValueError(
+            f"overlap={overlap!r} must be True, False, or a whole number of minibatches of at "
+            "least 1, after which a sync is merged."
+        )
+    if overlap is not True:
+        check_delay(overlap, sync_period)
+    return overlap
+
+
+def check_delay(overlap: bool | int, sync_period: int | None) -> None:
+    """Raises ValueError if a sync would be merged only after the next one begins."""
+    if overlap is not True and sync_period is not None and overlap > sync_period:
+        raise ValueError(
+            f"overlap={overlap} minibatches is longer than sync_period={sync_period}: a sync must "
+            "be merged before the next one begins. Give overlap=True or a smaller number."
+        )
+
+
+def checked_fragments(fragments: int, rule: Any) -> int:
+    """Returns the number of fragments if the rule can have so many, else raises ValueError."""
+    if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
+        raise ValueError(f"fragments={fragments!r} must be a whole number of at least 1.")
+    if fragments > 1 and isinstance(rule, algorithms.BMUFAdam):
+        raise ValueError(
+            f"fragments={fragments}: BMUFAdam filters the moments of a whole block. Leave "
+            "fragments out, or use tfpara.BMUF."
+        )
+    return fragments
+
+
+def checked_device_period(device_sync_period: int | None, sync_period: int) -> int | None:
+    """Returns it if it is None or divides the sync period, else raises ValueError."""
+    if device_sync_period is None:
+        return None
+    if isinstance(device_sync_period, bool) or not isinstance(device_sync_period, int):
+        raise ValueError(
+            f"device_sync_period={device_sync_period!r} must be a whole number of minibatches, or "
+            "None."
+        )
+    check_device_period(device_sync_period, sync_period)
+    return device_sync_period
+
+
+def check_device_period(device_sync_period: int | None, sync_period: int | None) -> None:
+    """Raises ValueError unless syncs come where the devices of a worker are averaged."""
+    if device_sync_period is None or sync_period is None:
+        return
+    if device_sync_period < 1 or sync_period % device_sync_period:
+        raise ValueError(
+            f"device_sync_period={device_sync_period} does not divide sync_period={sync_period}: "
+            "workers sync where their devices have just been averaged. Give a period of which "
+            "sync_period is a multiple."
+        )
 
 
 def checked_aggregation(aggregation: str) -> str:

@@ -25,7 +25,8 @@ def simulate(num_replicas: int, rule: Any, *, sync_period: int, **options: Any) 
         num_replicas: N ≥ 1.
         rule: as `PeriodicSyncStrategy` takes it.
         sync_period: τ, minibatches of each replica between two syncs.
-        **options: the other arguments of `PeriodicSyncStrategy`, but for `devices`.
+        **options: the other arguments of `PeriodicSyncStrategy`, but for `devices` and
+            `device_sync_period`: each replica stands for a worker.
 
     Returns:
         A `PeriodicSyncStrategy`.
@@ -46,6 +47,11 @@ def simulate(num_replicas: int, rule: Any, *, sync_period: int, **options: Any) 
         raise ValueError(
             "simulate() is for one process, and TF_CONFIG names several workers. Unset it, or use "
             "PeriodicSyncStrategy."
+        )
+    if options.get("device_sync_period") is not None:
+        raise ValueError(
+            f"device_sync_period={options['device_sync_period']!r}: simulated replicas are workers "
+            "of one device each. Leave it out."
         )
     make_devices(num_replicas)
     devices = [f"CPU:{number}" for number in range(num_replicas)]

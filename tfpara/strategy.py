@@ -17,17 +17,22 @@ from tfpara.extended import PeriodicSyncExtended
 from tfpara.reports import Request
 from tfpara.settings import (
     Settings,
+    check_delay,
+    check_device_period,
     checked_aggregation,
     checked_averages,
     checked_collectives,
     checked_communication,
+    checked_device_period,
+    checked_fragments,
     checked_local_state,
+    checked_overlap,
     checked_period,
     checked_rule,
     checked_seconds,
 )
+from tfpara.statistics import SyncStatistics
 from tfpara.steps import after, batch_size, skip_empty
-from tfpara.synchronizer import SyncStatistics
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -53,6 +58,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
             where there are several replicas and the model has 16 MB or more.
         devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`. None: all GPUs, or CPU:0.
+        overlap: False: training stops for a sync. True: a sync runs while the next block trains,
+            and is merged where that block ends. A number d ≤ τ: it is merged d minibatches after it
+            began. See docs/syncs.md.
+        fragments: parts of the model that take turns at the sync points: each is synchronised at
+            every `fragments`-th. 1: the whole model at each.
+        device_sync_period: a worker's devices also average their weights every so many minibatches,
+            of which τ is a multiple. None: only syncs of all replicas.
         data_plan: facts about the data that all workers must share (numbers and strings by name);
             compared before the first step.
         timeout_seconds: longest wait for other workers inside a sync. It must exceed the time by
@@ -79,6 +91,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         averages: Mapping[str, Any] | None = None,
         local_state: str = "keep",
         aggregation: str = "auto",
+        overlap: bool | int = False,
+        fragments: int = 1,
+        device_sync_period: int | None = None,
         devices: Sequence[str] | None = None,
         data_plan: Mapping[str, Any] | None = None,
         timeout_seconds: float = 300.0,
@@ -90,12 +105,15 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             rule=checked_rule(rule),
             sync_period=checked_period(sync_period),
             averages=checked_averages(averages or {}),
-            local_state=checked_local_state(local_state, rule),
+            local_state=checked_local_state(local_state, rule, overlap, fragments),
             aggregation=checked_aggregation(aggregation),
             timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),
             communication=checked_communication(communication),
             collectives=checked_collectives(collectives),
             data_plan=dict(data_plan or {}),
+            overlap=checked_overlap(overlap, rule, sync_period),
+            fragments=checked_fragments(fragments, rule),
+            device_sync_period=checked_device_period(device_sync_period, sync_period),
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         found = cluster.read()
@@ -164,12 +182,15 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 nothing either.
 
         Raises:
-            ValueError: not a whole number of at least 1; or steps were taken since the last sync.
+            ValueError: not a whole number of at least 1, or one that does not go with `overlap` or
+                `device_sync_period`; or steps were taken since the last sync.
         """
+        extended = self.extended
         if sync_period is not None:
             checked_period(sync_period)
-        extended = self.extended
-        if any(s.agreement().block_open for s in extended.synchronizers):
+            check_delay(extended.settings.overlap, sync_period)
+            check_device_period(extended.settings.device_sync_period, sync_period)
+        if any(s.agreement().block_open or s.in_flight for s in extended.synchronizers):
             raise ValueError(
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
                 "sync. Call it where an epoch begins, or after strategy.synchronize()."
@@ -351,6 +372,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 sync_seconds=total.sync_seconds + one.sync_seconds,
                 wait_seconds=total.wait_seconds + one.wait_seconds,
                 distance=one.distance,
+                bytes_sent=total.bytes_sent + one.bytes_sent,
             )
         return total
 

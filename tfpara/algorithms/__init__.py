@@ -1,6 +1,6 @@
 """Synchronisation rules and averages: pure functions over flat arrays.
 
-Every rule is a frozen dataclass with three pure methods, written with plain arithmetic only, so
+Every rule is a frozen dataclass with pure methods, written with plain arithmetic only, so
 that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow tensors (clusters):
 
 * ``init(weights) -> state``: the state (a NamedTuple of arrays) of a run that starts at `weights`;
@@ -8,7 +8,10 @@ that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow te
   mean of the local models;
 * ``broadcast(before, after) -> array``: what the replicas need to go on, given the state before and
   after the global step; all of them receive the same;
-* ``restart(local, broadcast) -> weights``: the weights a replica goes on from.
+* ``restart(local, broadcast) -> weights``: the weights a replica goes on from;
+* ``restart_delayed(local, snapshot, broadcast) -> weights``: the same where the replica has gone on
+  training since the sync began at `snapshot`, and is now at `local`. None: the rule has no such
+  form, and its syncs cannot overlap training.
 
 All of it works element by element, so a rule may be applied to any part of the weights.
 

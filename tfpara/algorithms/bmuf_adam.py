@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tfpara.algorithms.bmuf import BMUF
 
@@ -69,6 +69,10 @@ class BMUFAdam(BMUF):
 
     beta_1: float = 0.9
     beta_2: float = 0.999
+
+    # The filtered moments are those of the broadcast point; a replica that has trained on since has
+    # moments of its own, and no equation says how the two go together.
+    restart_delayed: ClassVar[None] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()

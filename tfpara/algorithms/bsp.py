@@ -53,3 +53,15 @@ class BSP:
         """The weights that a replica goes on from: the global model."""
         del local
         return broadcast
+
+    def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
+        """The same for a replica that has trained on since the sync began at `snapshot`.
+
+            w_i ← B + (w_i − s_i)
+
+        with B the broadcast point: what it has learned since is kept. The next sync measures the
+        replicas from B too, so the rule's equations stay as they are. Shen et al., "Faster
+        distributed deep net training: computation and communication decoupled stochastic gradient
+        descent" (CoCoD-SGD, 2019), for model averaging.
+        """
+        return self.restart(local, broadcast) + (local - snapshot)

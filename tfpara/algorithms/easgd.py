@@ -86,3 +86,13 @@ class EASGD:
         if self.elasticity is None:
             raise ValueError("Call resolve(num_replicas) first: elasticity is still None.")
         return local - self.elasticity * (local - broadcast)
+
+    def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
+        """The same move for a replica that has trained on since the sync began at `snapshot`.
+
+            w_i ← w_i − α(s_i − W)
+
+        The force is that of the values before the sync, as in `restart`, so that replicas and
+        centre still pull on each other alike; it comes later.
+        """
+        return local + (self.restart(snapshot, broadcast) - snapshot)

@@ -14,6 +14,7 @@ from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.checkpoint import IF_DAMAGED, Checkpoints
 from tfpara.exchange import everyones
 from tfpara.reports import Request
+from tfpara.statistics import Agreement
 
 # EX_TEMPFAIL of sysexits.h: a failure that another attempt may mend.
 RESTART_EXIT_CODE = 75
@@ -143,7 +144,7 @@ class Checkpoint(keras.callbacks.Callback):
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
         if steps:  # Else those of the epoch before.
-            self._at_sync.restore_metrics()
+            self._at_sync.restore_epoch()
             self._give_metrics_without_steps()
         if self._saved is not None and epoch < self._saved[0]:
             raise ValueError(
@@ -165,13 +166,15 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._steps = self._steps_before + batch + 1
         # Where a replica's data have ended its worker is in a sync, not here.
-        agreement = self._watch.after_batch(self.model, batch)
-        if agreement is None:
-            return
-        due = self._every_syncs and agreement.syncs - self._saved_syncs >= self._every_syncs
-        if due or agreement.request in _ANSWERED:
+        agreement = self._watch.after_batch(self.model, batch, self._is_due)
+        if agreement is not None:
             self._save()
             self._act_on(agreement.request)
+
+    def _is_due(self, agreement: Agreement) -> bool:
+        """Whether a checkpoint is to be written at a sync."""
+        by_number = self._every_syncs and agreement.syncs - self._saved_syncs >= self._every_syncs
+        return bool(by_number) or agreement.request in _ANSWERED
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.model.__dict__.pop("_get_metrics_result_or_logs", None)
@@ -292,8 +295,7 @@ class StopTogether(keras.callbacks.Callback):
         if self.model.stop_training:
             self.model.stop_training = False
             self.model.distribute_strategy.request(Request.STOP)
-        agreement = self._watch.after_batch(self.model, batch)
-        if agreement is not None and agreement.request == Request.STOP:
+        if self._watch.after_batch(self.model, batch, lambda a: a.request == Request.STOP):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -114,7 +114,7 @@ class HeldOut(keras.callbacks.Callback):
             return
         steps = self._steps_before + batch + 1
         due = int(self._times * self._part(steps))
-        if self._all_at_a_sync(batch) and due > self._done:
+        if self._all_at_a_sync(batch, due > self._done):
             self._done = due
             with self._epoch_kept():
                 self._score(self._epoch + self._part(steps))
@@ -144,10 +144,10 @@ class HeldOut(keras.callbacks.Callback):
         """The part of an epoch that `steps` minibatches are."""
         return min(1.0, steps / self._length) if self._length else 0.0
 
-    def _all_at_a_sync(self, batch: int) -> bool:
+    def _all_at_a_sync(self, batch: int, due: bool) -> bool:
         if not hasattr(self.model.distribute_strategy, "set_sync_period"):
-            return True
-        return self._watch.after_batch(self.model, batch) is not None
+            return due
+        return self._watch.after_batch(self.model, batch, lambda _: due) is not None
 
     @contextlib.contextmanager
     def _epoch_kept(self) -> Iterator[None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 
-from tfpara.synchronizer import Agreement
+from tfpara.statistics import Agreement
 
 
 class SyncWatch:
@@ -23,12 +25,16 @@ class SyncWatch:
         self._anchor = 0
         self._closed = model.distribute_strategy.extended.blocks_closed
 
-    def after_batch(self, model: keras.Model, batch: int) -> Agreement | None:
+    def after_batch(
+        self, model: keras.Model, batch: int, needed: Callable[[Agreement], bool]
+    ) -> Agreement | None:
         """What all workers know alike, if this batch has ended with a sync of all; else None.
 
         Args:
             model: the one that is trained.
             batch: number of the last step in this epoch, as Keras counts it.
+            needed: whether there is something to do at such a sync, judged by what is known so
+                far, alike on all workers. An overlapped sync is waited for only then.
         """
         extended = model.distribute_strategy.extended
         steps, period = batch + 1, extended.sync_period
@@ -38,8 +44,12 @@ class SyncWatch:
             self._anchor = steps - 1
         elif period is None or steps - self._anchor < period:
             return None
-        agreement = extended.synchronizer_of(model).agreement()
+        synchronizer = extended.synchronizer_of(model)
+        agreement = synchronizer.agreement()
         if agreement.block_open or not agreement.all_running:
             return None
         self._anchor = steps
-        return agreement
+        if not needed(agreement):
+            return None
+        agreement = synchronizer.land()
+        return agreement if agreement.all_running else None

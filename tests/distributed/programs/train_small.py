@@ -2,8 +2,9 @@
 
 Options (JSON), or a list of them for one training after the other: rule (Python expression),
 sync_period, local_devices, optimizer (expression), epochs, minibatches (a list for each replica of
-minibatch sizes), local_state, averages, aggregation, steps_per_execution, loss (expression), scales
-(of the inputs), out (npz path). Weights are initialised differently on each worker on purpose.
+minibatch sizes), local_state, averages, aggregation, overlap, fragments, device_sync_period,
+steps_per_execution, loss (expression), scales (of the inputs), out (npz path). Weights are
+initialised differently on each worker on purpose.
 """
 
 import json
@@ -37,6 +38,9 @@ def train(options):
         averages=eval(options.get("averages", "None")),
         local_state=options.get("local_state", "keep"),
         aggregation=options.get("aggregation", "auto"),
+        overlap=options.get("overlap", False),
+        fragments=options.get("fragments", 1),
+        device_sync_period=options.get("device_sync_period"),
         devices=[f"CPU:{i}" for i in range(local)],
         data_plan=options.get("data_plan"),
         timeout_seconds=options.get("timeout_seconds", 60),

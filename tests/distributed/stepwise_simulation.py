@@ -1,0 +1,101 @@
+"""What overlapped, fragmented and hierarchical syncs should compute, step by step in NumPy.
+
+Written from the equations, in float64, without any code of tfpara; the rules are those of
+`simulation`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from simulation import Global, batch, flat, gradients, unflat
+
+
+def simulate(
+    kind,
+    initial,
+    minibatches,
+    sync_period,
+    optimizer,
+    *,
+    epochs=1,
+    delay=0,
+    runs=None,
+    device_period=None,
+    devices=1,
+    **settings,
+):
+    """Trains len(minibatches) replicas.
+
+    delay: steps after which a sync is merged; 0: training stops for it. runs: of each fragment the
+    (first, past the last) of the variables. devices: replicas of a worker, which are averaged every
+    device_period steps.
+
+    Returns: flat local models, the flat global model and look-ahead point, mean loss of the last
+    epoch.
+    """
+    initial = [np.asarray(w, np.float64) for w in initial]
+    ends = np.cumsum([0] + [w.size for w in initial])
+    pieces = [slice(ends[a], ends[b]) for a, b in runs or [(0, len(initial))]]
+    replicas = len(minibatches)
+    start = flat(initial)
+    local = np.array([start] * replicas)
+    optimizers = [optimizer() for _ in range(replicas)]
+    centers = [Global(kind, start[p], replicas, **settings) for p in pieces]
+
+    def average_devices(samples):
+        for first in range(0, replicas, devices):
+            own = slice(first, first + devices)
+            if samples[own].sum():
+                shares = samples[own] / samples[own].sum()
+                local[own] = shares @ local[own]
+        samples[:] = 0
+
+    def exchanged(number, samples):
+        """What each replica would go on from, at once."""
+        shares = samples / samples.sum()
+        return np.array(centers[number].sync(list(local[:, pieces[number]]), shares))
+
+    for _ in range(epochs):
+        losses, sizes_seen = [], []
+        samples = np.zeros((len(pieces), replicas))
+        of_devices = np.zeros(replicas)
+        flight = None
+        syncs = 0
+        for step in range(max(map(len, minibatches))):
+            for r, sizes in enumerate(minibatches):
+                size = sizes[step] if step < len(sizes) else 0
+                if size:
+                    weights = unflat(local[r], initial)
+                    loss, grads = gradients(weights, *batch(r, step, size))
+                    losses.append(loss)
+                    sizes_seen.append(size)
+                    local[r] = flat(optimizers[r].step(weights, grads))
+                    samples[:, r] += size
+                    of_devices[r] += size
+            if device_period and (step + 1) % device_period == 0:
+                average_devices(of_devices)
+            if flight is not None and step + 1 == flight[0] + delay:
+                flight = merge(local, flight)
+            if (step + 1) % sync_period == 0:
+                number = syncs % len(pieces)
+                syncs += 1
+                result = exchanged(number, samples[number])
+                samples[number] = 0
+                flight = (step + 1, pieces[number], local[:, pieces[number]].copy(), result)
+                if not delay:
+                    flight = merge(local, flight)
+        if device_period:
+            average_devices(of_devices)
+        if flight is not None:
+            merge(local, flight)
+        for number, piece in enumerate(pieces):
+            if samples[number].sum():
+                local[:, piece] = exchanged(number, samples[number])
+    points = [np.concatenate([getattr(c, of) for c in centers]) for of in ("w", "anchor")]
+    return list(local), points, np.average(losses, weights=sizes_seen)
+
+
+def merge(local, flight):
+    """Replicas go on from the result, plus what they have learned since the snapshot."""
+    _, piece, snapshot, result = flight
+    local[:, piece] = result + (local[:, piece] - snapshot)

@@ -1,0 +1,154 @@
+"""A sync that runs in a thread of its own while training goes on.
+
+A flight *starts* at a sync point: the replicas' weights and reports are copied, and a thread takes
+part in the exchange with these copies. It *lands* when its results are there; training waits for
+it, where it has to, in a TensorFlow queue, which blocks no thread that the flight may need. Only
+then does the training thread look at what the flight has written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara.replicas import Buckets
+
+# Of a flight's `state`.
+NONE, FLYING, LANDED = range(3)
+# At the end of the program: a peer that is gone ends a flight at once.
+_PATIENCE_SECONDS = 5.0
+# What a failed collective of any backend raises: others of the same group then fail alike.
+_OF_COLLECTIVES = (
+    tf.errors.UnavailableError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+    tf.errors.UnknownError,
+)
+
+
+class Flight:
+    """Variables that a flight starts from and lands in, and its thread.
+
+    Args:
+        fly: does the exchange, from `rows` and `snapshots`, and writes `table`, `arrived` and
+            `committed`; called in the thread.
+        devices: of this worker's replicas.
+        sizes: of the buckets of all fragments.
+        columns: numbers in a replica's report.
+        num_replicas: N.
+        make: creates a plain variable, `make(initial_value, name)`.
+
+    Attributes:
+        state: NONE, FLYING or LANDED.
+        fragment: the one that it carries.
+        rows, table: this worker's reports, [replicas, columns], and those of all.
+        committed: 1 if the table allowed an exchange, else 0.
+        snapshots: for each local replica its buckets at the start.
+        arrived: for each local device the buckets that the rule broadcast.
+    """
+
+    def __init__(
+        self,
+        fly: Callable[[], Any],
+        devices: Sequence[str],
+        sizes: Sequence[int],
+        columns: int,
+        num_replicas: int,
+        make: Callable[[Any, str], tf.Variable],
+    ) -> None:
+        self._fly = fly
+        self._thread: threading.Thread | None = None
+        with tf.device("CPU:0"), tf.init_scope():
+            # The error that ended a flight, empty if none; and whether a collective raised it.
+            self._ends = tf.queue.FIFOQueue(1, [tf.string, tf.bool], [[], []])
+        with tf.device("CPU:0"):
+            self.state = make(tf.constant(NONE, tf.int64), "flight")
+            self.fragment = make(tf.zeros([], tf.int32), "flight_fragment")
+            self.committed = make(tf.zeros([], tf.int64), "flight_committed")
+            self.rows = make(tf.zeros([len(devices), columns], tf.float64), "flight_rows")
+            self.table = make(tf.zeros([num_replicas, columns], tf.float64), "flight_table")
+        self.snapshots: list[list[tf.Variable]] = []
+        self.arrived: list[list[tf.Variable]] = []
+        for number, device in enumerate(devices):
+            with tf.device(device):
+                for name, kept in (("snapshot", self.snapshots), ("arrived", self.arrived)):
+                    kept.append(
+                        [make(tf.zeros([s]), f"{name}_{number}_{k}") for k, s in enumerate(sizes)]
+                    )
+        atexit.register(self._wait_a_little)
+
+    def start(
+        self, rows: tf.Tensor, fragment: tf.Tensor, local: Sequence[Buckets], buckets: slice
+    ) -> tf.Tensor:
+        """Copies what the exchange needs, and lets the thread begin.
+
+        Args:
+            rows: this worker's reports.
+            fragment: the one to carry.
+            local: for each local replica the fragment's buckets.
+            buckets: which these are.
+
+        Returns:
+            A tensor that is there once the flight has started.
+        """
+        copies = [self.rows.assign(rows), self.fragment.assign(fragment)]
+        copies.append(self.state.assign(FLYING))
+        for device, kept, values in zip(
+            [s[0].device for s in self.snapshots], self.snapshots, local, strict=True
+        ):
+            with tf.device(device):
+                copies += [k.assign(v) for k, v in zip(kept[buckets], values, strict=True)]
+        with tf.control_dependencies(copies):
+            return tf.numpy_function(self._launch, [], tf.int64)
+
+    def landing(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The error that ended the flight, empty if none; and whether a collective raised it."""
+        message, of_collective = self._ends.dequeue()
+        return message, of_collective
+
+    def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
+        """Weights were set since the flight began: they are to stay what they are."""
+        for buckets in (*self.snapshots, *self.arrived):
+            buckets[bucket][at : at + int(values.shape[0])].assign(values)
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Of a flight that has landed, those that are the same for all local replicas."""
+        found = {"state": self.state, "fragment": self.fragment}
+        return found | {f"arrived/{k}": v for k, v in enumerate(self.arrived[0])}
+
+    def of_replicas(self) -> Iterator[tuple[str, int, tf.Variable]]:
+        """Of a flight that has landed: (name, local replica, variable) of what each has."""
+        for replica, buckets in enumerate(self.snapshots):
+            for k, variable in enumerate(buckets):
+                yield f"flight/snapshot/{k}", replica, variable
+
+    def restored(self) -> None:
+        """`variables` and `of_replicas` have been given the values of a checkpoint."""
+        for buckets in self.arrived[1:]:
+            for variable, value in zip(buckets, self.arrived[0], strict=True):
+                variable.assign(value)
+
+    def _launch(self) -> int:
+        self._thread = threading.Thread(target=self._run, name="tfpara-flight", daemon=True)
+        self._thread.start()
+        return 0
+
+    def _run(self) -> None:
+        message, of_collective = "", False
+        try:
+            self._fly()
+        except BaseException as error:  # whatever it is, training must hear of it
+            message = f"the sync beside the training failed: {type(error).__name__}: {error}"
+            of_collective = isinstance(error, _OF_COLLECTIVES)
+        self._ends.enqueue((message, of_collective))
+
+    def _wait_a_little(self) -> None:
+        """The thread must not be in TensorFlow while the interpreter is taken down."""
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_SECONDS)
