@@ -84,7 +84,7 @@ def minibatches(
         num_parallel_calls=1,
     ).prefetch(1)
     return prepared.flat_map(
-        lambda *window: _window_minibatches(*window, minibatch, offsets)
+        lambda *window: window_minibatches(*window, minibatch, offsets)
     ).prefetch(2 * len(replica_ids))
 
 
@@ -133,13 +133,13 @@ def _check(
         )
 
 
-def _window_minibatches(
+def window_minibatches(
     frames: tf.Tensor,
     labels: tf.Tensor,
     positions: tf.Tensor,
     first: tf.Tensor,
     last: tf.Tensor,
-    minibatch: int,
+    minibatch: int | tf.Tensor,
     offsets: np.ndarray,
 ) -> tf.data.Dataset:
     """Cuts one window's positions into minibatches, with context inside [first, last]."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from input import blocks, index, stream_plan
+from input import blocks, features, index, stream_plan
 from input.index import CorpusIndex
 from input.stream_plan import StreamPlan
 
@@ -84,6 +84,26 @@ class StreamOptions:
         return -(-frames // self.stack) + self.label_delay
 
 
+def check_coefficients(corpus: CorpusIndex, options: StreamOptions) -> None:
+    """Raises ValueError if a corpus' frames have fewer coefficients than are to be used."""
+    if options.coefficients is not None and options.coefficients > corpus.feature_dim:
+        raise ValueError(
+            f"coefficients={options.coefficients} are more than the {corpus.feature_dim} that the"
+            f" frames of {corpus.directory} have"
+        )
+
+
+def normalise(frames: tf.Tensor, kind: str, corpus: CorpusIndex) -> tf.Tensor:
+    """One of NORMALISATIONS of an utterance: [num_frames, dim] -> [num_frames, dim], float32."""
+    if kind == "none":
+        return frames
+    mean, stddev = corpus.mean, corpus.stddev
+    if kind == "utterance":
+        mean, variance = tf.nn.moments(frames, 0)
+        stddev = tf.maximum(tf.sqrt(variance), MIN_STDDEV)
+    return features.normalise(frames, mean, stddev)
+
+
 def partition(
     corpus: CorpusIndex,
     split: str,
@@ -102,11 +122,7 @@ def partition(
     for name, value in (("epoch", epoch), ("seed", seed)):
         if value < 0:
             raise ValueError(f"{name} must be 0 or more. Received: {value}")
-    if options.coefficients is not None and options.coefficients > corpus.feature_dim:
-        raise ValueError(
-            f"coefficients={options.coefficients} are more than the {corpus.feature_dim} that the"
-            f" frames of {corpus.directory} have"
-        )
+    check_coefficients(corpus, options)
     frames = corpus.split(split).frames
     return stream_plan.plan(
         options.lengths(frames),

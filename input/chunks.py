@@ -1,0 +1,121 @@
+"""A corpus in chunks, read by TensorFlow operations alone.
+
+For training in which chunks of speech go to workers one at a time (paper 002, section 2.4; an hour
+each, section 4.2) and a worker runs a graph and no program of ours. Which utterances a chunk has is
+computed with NumPy where the chunks are handed out, and goes to the worker as `arguments`; the
+worker reads and shuffles them.
+
+1. The utterances are put in the order of `blocks.utterance_order`, drawn for (seed, epoch). So a
+   chunk is speech of many speakers, of which the first few percent say how the rest will do. They
+   lie scattered over the shards, which costs one seek for each: little, for a record has about
+   0.2 MB, and no index of what is near what has to be kept.
+2. The order is cut into `count` runs of whole utterances, of about equal length, none empty. The
+   number of chunks is the same in every epoch.
+3. A chunk of frames is cut into windows and minibatches as `input.blocks` does with an epoch; see
+   `input.frame_chunks`. One of streams is divided by `input.stream_plan`; see
+   `input.stream_chunks`.
+
+So every frame is in one minibatch of one chunk, and what a chunk holds is a function of the corpus
+and (seed, epoch, chunk).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from input import blocks, features
+from input.index import CorpusIndex
+
+SECONDS = 3600.0  # paper 002, section 4.2
+
+
+class CorpusChunks(NamedTuple):
+    """A corpus in chunks; the arguments of `tfpara.Chunks`, in its order.
+
+    Attributes:
+      count: chunks of an epoch.
+      dataset: called with int64 tensors, while a graph is made, as
+        `dataset(epoch, chunk, *arguments)`: the minibatches of a chunk. When it runs, an utterance
+        that cannot be read raises tf.errors.InvalidArgumentError that names it and its file.
+      arguments: called as `arguments(epoch, chunk)` with numbers: arrays that say what to read.
+      num_minibatches: if known, of the first epoch; others differ by less than one for each chunk,
+        or, with streams, by a few.
+    """
+
+    count: int
+    dataset: Callable[..., tf.data.Dataset]
+    arguments: Callable[[int, int], tuple[Any, ...]]
+    num_minibatches: int | None
+
+
+class Division:
+    """Which utterances of a split go together.
+
+    Args:
+      corpus: from `index.read`.
+      split: "train", "validation" or "test".
+      seconds: of a chunk, about; the split's length, if shorter.
+      seed: with the epoch, decides the order.
+      shuffle: False keeps the order of the corpus.
+
+    Raises:
+      ValueError: an argument is out of range, the split has no frames, or it has fewer utterances
+        than chunks of so many seconds.
+    """
+
+    def __init__(
+        self, corpus: CorpusIndex, split: str, seconds: float, seed: int, shuffle: bool
+    ) -> None:
+        self._split = corpus.split(split)
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"seconds of a chunk must be positive. Received: {seconds!r}")
+        if seed < 0:
+            raise ValueError(f"seed must be 0 or more. Received: {seed}")
+        num_frames = corpus.num_frames(split)
+        if num_frames == 0:
+            raise ValueError(f"split {split!r} of {corpus.directory} has no frames")
+        self.count = math.ceil(num_frames / (seconds / features.FRAME_SHIFT))
+        if self.count > len(self._split):
+            raise ValueError(
+                f"chunks of {seconds:g} seconds would be {self.count}, more than the"
+                f" {len(self._split)} utterances of split {split!r} of {corpus.directory}, which"
+                " are not cut. Give more seconds"
+            )
+        self._seed, self._shuffle = seed, shuffle
+        self._kept: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def __call__(self, epoch: int, chunk: int) -> np.ndarray:
+        """int64: the utterances of a chunk, by their numbers in the split, in order."""
+        for name, value in (("epoch", epoch), ("chunk", chunk)):
+            if value < 0:
+                raise ValueError(f"{name} must be 0 or more. Received: {value}")
+        if chunk >= self.count:
+            raise ValueError(f"chunk must be below {self.count}. Received: {chunk}")
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = (epoch, *self._divide(epoch))
+        _, order, bounds = self._kept
+        return order[bounds[chunk] : bounds[chunk + 1]]
+
+    def _divide(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of an epoch, and where its chunks begin and end."""
+        count, total = self.count, len(self._split)
+        order = np.arange(total)
+        if self._shuffle:
+            order = blocks.utterance_order(total, self._seed, epoch)
+        ends = np.cumsum(self._split.frames[order])
+        # Each bound behind the utterance whose middle is nearest below, and none twice.
+        middles = ends - self._split.frames[order] / 2
+        number = np.arange(count + 1)
+        bounds = np.searchsorted(middles, ends[-1] * number / count)
+        bounds = np.maximum.accumulate(bounds - number) + number
+        return order, np.minimum(bounds, total - count + number)
+
+    def seed(self, epoch: int, chunk: int) -> np.ndarray:
+        """int64 [2], of the frames' order in a chunk; blocks.py uses the keys 0 and 1."""
+        words = np.random.SeedSequence(self._seed, spawn_key=(epoch, 2, chunk)).generate_state(2)
+        return words.astype(np.int64)
