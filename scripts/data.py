@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from input import index, pipeline, streams
+import tfpara
+from input import chunks, frame_chunks, index, pipeline, stream_chunks, streams
 from input.stream_plan import StreamPlan
 from scripts import common
 from tfpara.callbacks import WarmStart
@@ -213,6 +214,48 @@ class _Stretch(NamedTuple):
     minibatches: int | None
 
 
+def training_chunks(
+    corpus: index.CorpusIndex,
+    description: Mapping[str, Any],
+    *,
+    minibatch: Mapping[float, int],
+    seed: int,
+    shuffle_frames: int = pipeline.SHUFFLE_FRAMES,
+    seconds: float = chunks.SECONDS,
+) -> tfpara.Chunks:
+    """The training split for the workers of an asynchronous strategy, in chunks.
+
+    Args:
+        corpus: from `index.read`.
+        description: of the model. Recurrent ones get streams, which start anew in every chunk.
+        minibatch: frames of a minibatch by the position in epochs where a chunk begins. Recurrent
+            models do not use it.
+        seed: with the epoch, decides the order.
+        shuffle_frames: frames of a chunk that are shuffled together.
+        seconds: of speech in a chunk, about.
+
+    Raises:
+        ValueError: a value out of range, or more chunks than utterances.
+    """
+    if is_recurrent(description):
+        made = stream_chunks.stream_chunks(
+            corpus, "train", stream_options(description), seconds=seconds, seed=seed
+        )
+        return tfpara.Chunks(*made)
+    made = frame_chunks.frame_chunks(
+        corpus,
+        "train",
+        minibatch=Piecewise(minibatch),
+        seconds=seconds,
+        seed=seed,
+        context=description["context"],
+        shuffle_frames=shuffle_frames,
+    )
+    if len(minibatch) > 1:  # epochs have different numbers of minibatches
+        made = made._replace(num_minibatches=None)
+    return tfpara.Chunks(*made)
+
+
 def held_out(
     corpus: index.CorpusIndex,
     split: str,
@@ -225,13 +268,16 @@ def held_out(
     Args:
         corpus: from `index.read`.
         split: its name.
-        strategy: whose replicas share it; None: a plain dataset.
+        strategy: whose replicas share it; None, or an asynchronous one, whose chief alone scores: a
+            plain dataset.
         description: of the model. Recurrent ones get streams, as many as in training.
         minibatch: frames of a minibatch, for others.
 
     Raises:
         ValueError: a recurrent model, and the split has fewer utterances than there are replicas.
     """
+    if isinstance(strategy, tfpara.AsyncStrategy):
+        strategy = None
     replicas = strategy.num_replicas if strategy else 1
     ids = strategy.local_replica_ids if strategy else [0]
     utterances = len(corpus.split(split))
