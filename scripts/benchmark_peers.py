@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 from absl import flags
 
+import tfpara
 from scripts import benchmark_links, common
 from scripts.benchmark_links import Loopback, Namespaces
 from scripts.benchmark_processes import measure
@@ -116,7 +118,7 @@ def _shortened(system: System, mbit: float) -> System:
     period = options["sync_period"] if options.get("sync_period") else 1
     exchanges = max(2, int(15 / seconds))
     if options["steps"] > exchanges * period:
-        options["steps"] = exchanges * period
+        options["steps"] = exchanges * period - ("first" in options)
     if system.per_step:
         options["warm_up"] = 1
     return dataclasses.replace(system, options=options)
@@ -173,7 +175,9 @@ def _missing(system: System) -> str | None:
         return "not installed: --torch_python names no python that has it"
     if system.package and version_of(system.package, python) is None:
         return f"not installed: {python} cannot import {system.package}"
-    return None
+    known = inspect.signature(tfpara.PeriodicSyncStrategy).parameters
+    unknown = [name for name in system.options.get("strategy", {}) if name not in known]
+    return f"tfpara {tfpara.__version__} has no {' or '.join(unknown)}=" if unknown else None
 
 
 def _python(system: System) -> str | None:

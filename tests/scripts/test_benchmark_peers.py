@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from scripts import benchmark_page
+from scripts import benchmark_page, benchmark_peers
 from scripts.benchmark_prediction import costs_of, predictions
 from scripts.benchmark_systems import systems_of
 from tfpara.planner import Link
@@ -141,8 +141,8 @@ def test_every_system_has_a_name_of_its_own_and_a_base():
     names = [system.name for system in systems]
     assert len(set(names)) == len(names)
     assert {system.alone for system in systems if system.alone} <= set(names)
-    # What is timed ends with a sync.
-    for system in systems:
+    # What is timed ends with a sync, also where it is shortened for a slow link.
+    for system in [*systems, *(benchmark_peers._shortened(s, 10.0) for s in systems)]:
         period = system.options.get("sync_period")
         if period and system.workers == 2 and system.options["system"] == "tfpara":
             assert (system.options["steps"] + (system.options.get("first") or period)) % period == 0
