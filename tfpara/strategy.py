@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +33,8 @@ from tfpara.settings import (
 )
 from tfpara.statistics import SyncStatistics
 from tfpara.steps import after, batch_size, skip_empty
+
+_log = logging.getLogger(__name__)
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -120,7 +122,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         chosen, why = choose(collectives, found)
         settings = dataclasses.replace(settings, collectives=chosen)
         if found.num_workers > 1 and found.is_chief and collectives == "auto":
-            print(f"tfpara: collectives={chosen}: {why}", file=sys.stderr, flush=True)
+            # Shown by default only where there was a choice.
+            level = logging.WARNING if found.rank_variable else logging.INFO
+            _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
         if found.num_workers > 1 and chosen == "horovod":
             horovod_group.join(found, startup_timeout_seconds, timeout_seconds)
             starting: Any = contextlib.nullcontext()
