@@ -35,6 +35,7 @@ from absl import flags
 
 import tfpara
 from scripts import benchmark_peers, common
+from scripts.benchmark_headlines import headlines
 from scripts.benchmark_prediction import costs_of, predictions
 from scripts.benchmark_processes import measure
 from scripts.benchmark_systems import elements_of
@@ -106,8 +107,10 @@ def _peers(out: Path) -> None:
     costs = costs_of(found["rows"], sizes["batch"], model_bytes, benchmark_peers.LOOPBACK)
     limited = {name: Link.of_mbit(mbit, delay) for name, mbit, delay in found.pop("links")}
     predicted = predictions(found["rows"], costs, sizes["batch"], limited) if costs else []
-    common.write_json(out, {**conditions, "sizes": sizes, **found, "predictions": predicted})
+    results = {"sizes": sizes, "rounds": rounds, **found, "predictions": predicted}
+    common.write_json(out, {**conditions, **results})
     _print_table(found["rows"])
+    print("\n".join(headlines(found["rows"])))
     for row in predicted:
         print(
             f"{row['link']:12} {row['system']:34} predicted "

@@ -14,6 +14,7 @@ from typing import Any
 from absl import flags
 
 from scripts import common
+from scripts.benchmark_headlines import headlines
 
 _RESULTS = flags.DEFINE_string("results", None, "JSON file of --suite=peers", required=True)
 _PAGE = flags.DEFINE_string("page", "docs/benchmarks.md", "Markdown page with the two marks")
@@ -64,6 +65,7 @@ def section(content: dict[str, Any]) -> str:
     parts = [
         _conditions(content),
         f"![samples per second of all systems]({_PLOT})",
+        "\n".join(f"* {sentence}" for sentence in headlines(content["rows"])),
         _table(trained, columns),
         _table(exchanged, {"ms": lambda r: _ranged(r, "sync_ms", ".0f")}),
         _links(content["rows"]),
@@ -78,12 +80,11 @@ def _conditions(content: dict[str, Any]) -> str:
     machine = content["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     sizes = content["sizes"]
-    rounds = {row.get("rounds", 1) for row in content["rows"] if row["link"] == "loopback"}
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}. "
         f"{sizes['inputs']}-{sizes['layers']}x{sizes['width']}-{sizes['classes']}, minibatches of "
-        f"{sizes['batch']}, one thread for each worker; medians of {max(rounds)} round(s), in "
-        "brackets the smallest and the largest value."
+        f"{sizes['batch']}, one thread for each worker; medians of {content['rounds']} "
+        "round(s) on loopback, in brackets the smallest and the largest value."
     )
 
 

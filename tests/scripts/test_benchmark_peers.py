@@ -7,6 +7,7 @@ import os
 import pytest
 
 from scripts import benchmark_page, benchmark_peers
+from scripts.benchmark_headlines import headlines
 from scripts.benchmark_prediction import costs_of, predictions
 from scripts.benchmark_systems import systems_of
 from tfpara.planner import Link
@@ -133,6 +134,32 @@ def test_prediction_by_hand():
     assert second["predicted_samples_per_second"] == pytest.approx(200 / 2.35)
     assert second["measured_over_predicted"] == pytest.approx(60 * 2.35 / 200)
     assert costs_of(rows[:3], 10, 40e6, "loopback") is None
+
+
+def test_headlines_compare_what_was_measured():
+    def step(system, speed, link="loopback", **more):
+        return row(system, link, samples_per_second=speed, **{"per_step": False, **more})
+
+    ratios = {"ratio_to_independent": 0.99, "scaling": 1.9}
+    rows = [
+        step("tfpara, period 20", 90.0, sync_period=20),
+        step("tfpara, period 80", 100.0, sync_period=80, **ratios),
+        step("tfpara, period 80, overlap", 98.0, sync_period=80, strategy={"overlap": True}),
+        step("DDP", 70.0, family="peer", per_step=True, scaling=1.4),
+        step("averager", 90.0, family="peer", sync_period=80, scaling=1.8),
+        row("sync, BMUF and EMA, Horovod", sync_ms=60.0),
+        row("bare Horovod all-reduce", family="reference", sync_ms=50.0),
+        step("tfpara, period 80", 80.0, "1000 Mbit/s", sync_period=80),
+        step("DDP", 8.0, "1000 Mbit/s", family="peer", per_step=True),
+        step("averager", 75.0, "1000 Mbit/s", family="peer", sync_period=80),
+    ]
+    scaling, peers, sync, limited = headlines(rows)
+    assert "tfpara, period 80 are 0.99 times as fast as two independent" in scaling
+    assert "averager scales best: 1.80 times" in peers
+    assert "takes 60 ms: 1.20 times the bare Horovod all-reduce" in sync
+    assert "80 samples/s, 0.80 of its speed on loopback and 10.0 times" in limited
+    assert "(DDP, 8)" in limited
+    assert headlines([]) == []
 
 
 def test_every_system_has_a_name_of_its_own_and_a_base():
