@@ -40,13 +40,16 @@ def corpus_directory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run():
-    """run("train", "--flag", ..., workers=2): runs scripts.train, under the launcher if asked."""
+    """run("train", "--flag", ..., workers=2): runs scripts.train, under the launcher if asked.
 
-    def call(program, *flags, workers=1):
+    launcher: more flags of the launcher.
+    """
+
+    def call(program, *flags, workers=1, launcher=()):
         command = ["-m", f"scripts.{program}", *map(str, flags)]
         if workers > 1:
-            launch = ["-m", "tfpara.launch", "-n", str(workers), "--threads", "1", "--"]
-            command = [*launch, sys.executable, *command]
+            launch = ["-m", "tfpara.launch", "-n", str(workers), "--threads", "1"]
+            command = [*launch, *launcher, "--", sys.executable, *command]
         environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
         environ |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
         environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # as the programs set it themselves
