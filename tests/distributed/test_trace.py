@@ -70,8 +70,9 @@ def test_phases_of_a_sync_follow_each_other(events):
             own = [s for s in spans(events, worker, phase) if step[0] <= s[0] <= step[1]]
             first[phase], last[phase] = own[0][0], own[-1][1]
         assert last["check"] <= first["wait"] < last["wait"] <= first["pack"]
-        assert first["pack"] < first["reduce"] < first["rule"] < first["unpack"]
-        assert last["reduce"] <= last["unpack"]
+        # Small buffers may be on their way before large ones are packed.
+        assert last["pack"] <= last["reduce"] <= last["unpack"]
+        assert first["pack"] < last["rule"] < last["unpack"]
 
 
 def test_the_punctual_worker_waits_for_the_late_one(events):
