@@ -40,4 +40,14 @@ def explained(error: Any, strategy: Any) -> Exception:
             time.sleep(0.05)
     chunk = getattr(error, "chunk", None)
     where = "a chunk" if chunk is None else f"chunk {chunk[1]} of epoch {chunk[0]}"
-    return ChunkError(f"{where} could not be trained: {error.message}")
+    return ChunkError(f"{where} could not be trained: {_cause(error.message)}")
+
+
+def _cause(message: str) -> str:
+    """The sentence of an error's message, among the places in graphs and programs."""
+    remote = re.search(r'"grpc_message":"((?:[^"\\]|\\.)*)"', message)
+    if remote:
+        message = remote[1].replace("\\n", "\n").replace("\\t", "\t")
+    message = re.sub(r"\{\{function_node [^}]*\}\}|\[\[\{\{node.*|\[Op:.*", "", message)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else message

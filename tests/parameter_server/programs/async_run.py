@@ -134,7 +134,7 @@ def train_counting(servers, rule, *, minibatches, batch, epochs, chunks, during=
         model = counting_model()
     x, y = samples(minibatches * batch, batch)
     stop = threading.Event()
-    thread = threading.Thread(target=during, args=(servers, stop)) if during else None
+    thread = threading.Thread(target=during, args=(servers, strategy, stop)) if during else None
     if thread:
         thread.start()
     begun = time.monotonic()
@@ -149,20 +149,26 @@ def train_counting(servers, rule, *, minibatches, batch, epochs, chunks, during=
 KILLS = 0
 
 
-def kill_sometimes(servers, stop):
-    """Kills a worker at random moments, and starts it again."""
+def kill_sometimes(servers, strategy, stop):
+    """Kills a worker at random moments, and starts it again, when all are at work."""
     global KILLS
     draw = random.Random(0)
-    while not stop.wait(draw.uniform(1.0, 3.0)):
-        index = draw.randrange(len(servers.spec["worker"]))
-        servers.kill(index)
-        KILLS += 1
-        if stop.wait(draw.uniform(0.0, 1.0)):
-            return
-        servers.start("worker", index)
+    before = None
+    while not stop.wait(draw.uniform(0.2, 0.7)):
+        try:
+            now = strategy.statistics().by_worker
+        except IndexError:  # not begun
+            continue
+        before = now if before is None else before
+        if (now > before).all():
+            index = draw.randrange(len(now))
+            servers.kill(index)
+            KILLS += 1
+            servers.start("worker", index)
+            before = now
 
 
-def pause_a_worker(servers, stop):
+def pause_a_worker(servers, strategy, stop):
     """Stops a worker for a while: a slow one; then kills it for good."""
     process = servers.running["worker", 0]
     for _ in range(3):

@@ -1,0 +1,105 @@
+"""The asynchronous rules as pure functions: by hand, closed forms, invariants."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfpara.algorithms import ASGD, AsyncEASGD, AveragedASGD
+from tfpara.algorithms.asgd import RunningThenMean
+
+weights = st.floats(-10, 10)
+models = st.lists(weights, min_size=1, max_size=12)
+
+
+def averaged(rule, start, before, after):
+    """The average after the models `before`, then, as the mean, those `after`."""
+    state = rule.init(start)
+    for model in before:
+        state = rule.update(state, model)
+    running = rule.value(state)
+    state = rule.start_mean(state)
+    for model in after:
+        state = rule.update(state, model)
+    return running, rule.value(state)
+
+
+def test_delay_compensation_by_hand():
+    # g + λ g² (W − W_pulled): 3 + 0.5 · 9 · (1 − 2), and −1 + 0.5 · 1 · (4 − 0).
+    got = ASGD(delay_compensation=0.5).gradient(
+        np.array([3.0, -1.0]), pulled=np.array([2.0, 0.0]), current=np.array([1.0, 4.0])
+    )
+    np.testing.assert_array_equal(got, [-1.5, 1.0])
+
+
+@given(weights, weights, st.floats(0, 2))
+def test_nothing_is_compensated_without_delay_or_factor(gradient, w, factor):
+    assert ASGD(delay_compensation=factor).gradient(gradient, pulled=w, current=w) == gradient
+    assert ASGD().gradient(gradient, pulled=w, current=w + 1.0) == gradient
+
+
+def test_rate_by_staleness_by_hand():
+    rule = ASGD(rate_by_staleness=True)
+    assert [rule.rate_factor(k) for k in (0, 1, 3)] == [1.0, 0.5, 0.25]
+    assert ASGD().rate_factor(7) == 1.0
+
+
+@given(weights, weights, st.floats(0, 1))
+def test_elastic_moves_keep_the_sum_and_approach(local, center, alpha):
+    move = AsyncEASGD(alpha).move(local, center)
+    w, c = local - move, center + move
+    assert w + c == pytest.approx(local + center, abs=1e-9)
+    assert abs(w - c) <= abs(local - center) * max(1.0, abs(1 - 2 * alpha)) + 1e-9
+    assert AsyncEASGD(0.0).move(local, center) == 0.0
+
+
+def test_default_elasticity_is_for_all_workers_together():
+    assert AsyncEASGD().resolve(6).elasticity == 0.15
+    assert AsyncEASGD(0.4).resolve(6).elasticity == 0.4
+
+
+def test_running_average_by_hand():
+    # r = 0.5: 4 → 6 → 3.
+    assert averaged(RunningThenMean(0.5), 4.0, [8.0, 0.0], [])[0] == 3.0
+
+
+@given(weights, models, models, st.sampled_from([0.5, 0.1, 0.01]))
+def test_the_mean_counts_the_running_average_as_models(start, before, after, r):
+    running, mean = averaged(RunningThenMean(r), start, before, after)
+    own = 1 / r - 1
+    wanted = (own * running + sum(after)) / (own + len(after))
+    assert mean == pytest.approx(wanted, abs=1e-9)
+
+
+@given(weights, models, st.floats(0.01, 1))
+def test_averages_stay_among_the_models(start, before, r):
+    running, mean = averaged(RunningThenMean(r), start, before, before)
+    lowest, highest = min([start, *before]), max([start, *before])
+    for value in (running, mean):
+        assert lowest - 1e-9 <= value <= highest + 1e-9
+
+
+def test_a_rate_of_one_is_the_mean_of_the_models_alone():
+    assert averaged(RunningThenMean(1.0), 99.0, [1.0], [2.0, 6.0, 10.0]) == (1.0, 6.0)
+
+
+def test_averaged_asgd_brings_its_average():
+    assert AveragedASGD(running_rate=0.2).average == RunningThenMean(0.2)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: ASGD(max_staleness=-1), "max_staleness=-1"),
+        (lambda: ASGD(max_staleness=1.0), "max_staleness=1.0"),
+        (lambda: ASGD(max_staleness=True), "max_staleness=True"),
+        (lambda: ASGD(delay_compensation=-0.1), "delay_compensation=-0.1"),
+        (lambda: ASGD(delay_compensation=float("nan")), "delay_compensation=nan"),
+        (lambda: ASGD(reduction="max"), "reduction='max'.*sum, mean"),
+        (lambda: AveragedASGD(running_rate=0.0), "running_rate=0.0"),
+        (lambda: AsyncEASGD(1.5), "elasticity=1.5.*0.9/N"),
+    ],
+)
+def test_values_outside_their_range_are_refused(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
