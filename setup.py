@@ -29,7 +29,6 @@ setup(
             "tqdm",
         ],
         "io": ["tensorflow-io"],
-        "horovod": ["horovod"],
         "plot": ["matplotlib"],
         "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
     },

@@ -113,7 +113,7 @@ def part(strategy: Any) -> None:
     """
     import tensorflow as tf
 
-    if strategy is not None and strategy.num_workers > 1:
+    if strategy is not None and strategy.num_workers > 1 and hasattr(strategy.extended, "control"):
         with contextlib.suppress(tf.errors.OpError):
             strategy.extended.control.barrier("end of the program")
 
