@@ -155,7 +155,14 @@ _ASYNC = (
         ),
         start=_FIRST,
     ),
-    _one_pass("aasgd-search", "averaged ASGD, one pass, rates searched", "--search_rate"),
+    # Chunks that are not too short for 20 % of them to tell a rate that is too high.
+    _one_pass(
+        "aasgd-search",
+        "averaged ASGD, one pass, rates searched",
+        "--search_rate",
+        "--search_part=0.2",
+        "--chunk_minutes=5",
+    ),
     _one_pass("aasgd-hand", "averaged ASGD, one pass, rates by hand", "--schedule=hand"),
 )
 _RUNS = {"models": _MODELS, "async": _ASYNC}
