@@ -3,6 +3,8 @@
 The reference is `distributed/stepwise_simulation.py`, NumPy alone.
 """
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import stepwise_simulation
 import tensorflow as tf
 
 import tfpara
+from tfpara import compression
+from tfpara.settings import check_sendable
 
 RULES = {
     "bsp": (tfpara.BSP(), "bsp", {}),
@@ -64,7 +68,33 @@ def of_replicas(strategy, model):
     return [simulation.flat([v[r].numpy() for v in variables]) for r in range(len(variables[0]))]
 
 
-def check(name, minibatches, epochs=2, delay=0, fragments=1, steps_per_execution=1, **options):
+def int8(x, chunk=256):
+    """Each run of 256 numbers in steps of a 127th of its largest."""
+    x = np.asarray(x, np.float32)
+    out = []
+    for at in range(0, len(x), chunk):
+        scale = np.abs(x[at : at + chunk]).max() / np.float32(127)
+        out.append(np.rint(x[at : at + chunk] / scale) * scale if scale else x[at : at + chunk])
+    return np.concatenate(out)
+
+
+FORMATS = {
+    "bf16": lambda x: np.asarray(x, tf.bfloat16.as_numpy_dtype).astype("float64"),
+    "fp16": lambda x: np.asarray(x, np.float16).astype("float64"),
+    "int8": int8,
+}
+
+
+def check(
+    name,
+    minibatches,
+    epochs=2,
+    delay=0,
+    fragments=1,
+    steps_per_execution=1,
+    atol=1e-5,
+    **options,
+):
     rule, kind, settings = RULES[name]
     strategy = make(rule, len(minibatches), fragments=fragments, **options)
     model = network(strategy, steps_per_execution=steps_per_execution)
@@ -82,15 +112,16 @@ def check(name, minibatches, epochs=2, delay=0, fragments=1, steps_per_execution
         epochs=epochs,
         delay=delay,
         runs=RUNS[fragments],
+        rounded=FORMATS.get(options.get("compression")),
         **devices,
         **settings,
     )
     for got, want in zip(of_replicas(strategy, model), local, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5)
+        np.testing.assert_allclose(got, want, atol=atol)
     center = points[name == "diloco"]  # its W is the point that replicas go on from
     with strategy.weights(model, "global"):
-        np.testing.assert_allclose(simulation.flat(model.get_weights()), center, atol=1e-5)
-    np.testing.assert_allclose(fit.history["loss"][-1], loss, rtol=1e-5)
+        np.testing.assert_allclose(simulation.flat(model.get_weights()), center, atol=atol)
+    np.testing.assert_allclose(fit.history["loss"][-1], loss, rtol=atol)
     return strategy, model
 
 
@@ -115,3 +146,142 @@ def test_fragments_take_turns(fragments, delay):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_devices_of_a_worker_are_averaged_more_often(name, overlap):
     check(name, UNEVEN, device_sync_period=1, overlap=overlap, delay=TAU if overlap else 0)
+
+
+@pytest.mark.parametrize("name", ["bsp", "bmuf", "easgd"])
+def test_int8_with_error_feedback(name):
+    strategy, model = check(name, UNEVEN, compression="int8", atol=2e-5)
+    if name != "easgd":
+        first, second = of_replicas(strategy, model)
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_half_precision_on_the_wire_overlapped(kind):
+    # A last bit of fp16 may differ, for the reference computes in float64.
+    check("bmuf", EVEN, compression=kind, overlap=True, delay=TAU, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("length", [1, 2, 255, 256, 600])
+def test_formats(kind, length):
+    rows = np.random.default_rng(length).normal(size=(3, length)).astype("float32")
+    rows[1] = 0
+    rows[2] *= 1e-30 if kind != "fp16" else 1e6
+    words = compression.encode(tf.constant(rows), kind)
+    assert words.dtype == tf.int32 and words.shape == (3, compression.words_of(length, kind))
+    got = compression.decode(words, length, kind).numpy()
+    for row, want in zip(got, rows, strict=True):
+        want = np.clip(want, -65504, 65504) if kind == "fp16" else want
+        np.testing.assert_allclose(row, FORMATS[kind](want), rtol=1e-6)
+
+
+def test_error_feedback_loses_nothing_in_the_long_run():
+    """A constant that is far below the step of int8 arrives in full, on the average."""
+    x = np.array([1.0, 1e-3], np.float32)
+    error, total = np.zeros(2, np.float32), np.zeros(2)
+    for _ in range(1000):
+        sent = compression.decode(compression.encode((x + error)[None], "int8"), 2, "int8")[0]
+        error = x + error - sent
+        total += sent
+    np.testing.assert_allclose(total / 1000, x, atol=1e-5)
+
+
+BAD = [
+    ({"overlap": True}, tfpara.BMUFAdam(), "BMUFAdam has no delayed form"),
+    ({"overlap": 4}, tfpara.BSP(), "longer than sync_period=3"),
+    ({"overlap": 0.5}, tfpara.BSP(), "overlap=0.5 must be True, False, or a whole number"),
+    ({"overlap": True, "local_state": "reset"}, tfpara.BSP(), "belong to the steps under way"),
+    ({"fragments": 0}, tfpara.BSP(), "fragments=0 must be a whole number of at least 1"),
+    ({"fragments": 2}, tfpara.BMUFAdam(), "moments of a whole block"),
+    ({"compression": "int4"}, tfpara.BSP(), "'int4' is not one of none, bf16, fp16, int8"),
+    ({"compression": "int8", "aggregation": "replicated"}, tfpara.BSP(), "has none"),
+    ({"compression": "int8"}, tfpara.BMUFAdam(), "are sent as they are"),
+    ({"device_sync_period": 2}, tfpara.BSP(), "does not divide sync_period=3"),
+    ({"device_sync_period": 0}, tfpara.BSP(), "does not divide sync_period=3"),
+]
+
+
+@pytest.mark.parametrize(("options", "rule", "message"), BAD)
+def test_bad_options(options, rule, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(rule, **options)
+
+
+def test_a_backend_that_cannot_send_a_format_is_refused():
+    with pytest.raises(ValueError, match="needs an all-to-all of integers"):
+        check_sendable("int8", object())
+
+
+def test_more_fragments_than_variables():
+    strategy = make(tfpara.BSP(), fragments=5)
+    model = network(strategy)
+    with pytest.raises(ValueError, match="fragments=5: the model has 4 trainable variables"):
+        model.fit(data_of(strategy, EVEN), verbose=0)
+
+
+def test_the_period_is_not_set_to_less_than_the_delay():
+    strategy = make(tfpara.BSP(), overlap=3, device_sync_period=3)
+    with pytest.raises(ValueError, match="longer than sync_period=2"):
+        strategy.set_sync_period(2)
+    with pytest.raises(ValueError, match="does not divide sync_period=4"):
+        strategy.set_sync_period(4)
+
+
+def test_nan_stops_an_overlapped_run_with_the_usual_message():
+    strategy = make(tfpara.BSP(), 1, overlap=1)
+    model = network(strategy)
+
+    def spoil(batch, logs):
+        if batch == 3:
+            model.layers[-1].kernel.value.values[0].assign(np.full((7, 5), np.nan, "float32"))
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="replica 0 .* has NaN or Inf"):
+        model.fit(data_of(strategy, EVEN[:1]), verbose=0, callbacks=[callback])
+
+
+def test_an_error_beside_the_training_is_raised_in_it(monkeypatch):
+    strategy = make(tfpara.BSP(), 1, overlap=1)
+    model = network(strategy)
+    flight = strategy.extended.synchronizer_of(model)._flight
+
+    def fail():
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(flight, "_fly", fail)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="MemoryError: no room"):
+        model.fit(data_of(strategy, EVEN[:1]), verbose=0)
+
+
+def test_weights_set_while_a_sync_is_in_the_air_stay():
+    strategy = make(tfpara.BMUF(0.6), overlap=2, compression="int8")
+    model = network(strategy)
+    values = [np.full_like(w, 0.5) for w in model.get_weights()]
+    seen = []
+
+    def set_them(batch, logs):
+        if batch == 3:  # the first sync has begun after the step before
+            model.set_weights(values)
+            model.optimizer.learning_rate = 0.0
+            for momentum in model.optimizer.momentums:
+                for component in momentum.value.values:
+                    component.assign(tf.zeros_like(component))
+        if batch > 3:
+            seen.extend(of_replicas(strategy, model))
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=set_them)
+    model.fit(data_of(strategy, EVEN), verbose=0, callbacks=[callback])
+    for weights in seen:
+        np.testing.assert_allclose(weights, 0.5, atol=1e-6)
+
+
+def test_statistics_of_normalised_batches_are_averaged_where_a_block_is_closed():
+    strategy = make(tfpara.BSP(), overlap=True)
+    model = network(strategy, norm=True)
+    model.fit(data_of(strategy, [[4] * 6, [4] * 3]), verbose=0)
+    mean = model.layers[1].moving_mean.value
+    first, second = (c.numpy() for c in strategy.experimental_local_results(mean))
+    np.testing.assert_array_equal(first, second)
+    assert np.abs(first).max() > 1e-3
+    assert strategy.statistics().syncs == 2

@@ -16,16 +16,21 @@ from tfpara.collectives import Collectives, sum_on_first_device
 from tfpara.global_state import GlobalState, Update
 from tfpara.replicas import Buckets, Replicas
 
+# What a wire keeps for the next sync: variables, and the values that they get on commit.
+Writes = list[tuple[tf.Variable, tf.Tensor]]
+
 
 class Wire(Protocol):
     """How the weights of a fragment travel, for each device or holder a list of buckets."""
 
     def gather(
         self, local: Sequence[Buckets], shares: tf.Tensor, fragment: int
-    ) -> list[list[tf.Tensor]]:
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
         """For each holder its parts of the mean Σ_i share_i w_i over all replicas."""
 
-    def spread(self, broadcasts: Sequence[Buckets], fragment: int) -> list[list[tf.Tensor]]:
+    def spread(
+        self, broadcasts: Sequence[Buckets], fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
         """For each device what the holders, of whom each has its parts, broadcast."""
 
     def bytes_sent(self, fragment: int) -> int:
@@ -36,12 +41,13 @@ class Arrival(NamedTuple):
     """What an exchange has brought.
 
     update: of the rule's state and the averages. received: for each device what the rule
-    broadcasts. means: for each holder its parts of the mean.
+    broadcasts. means: for each holder its parts of the mean. writes: of the wire.
     """
 
     update: Update
     received: list[list[tf.Tensor]]
     means: list[list[tf.Tensor]]
+    writes: Writes
 
 
 class Moments(NamedTuple):
@@ -96,12 +102,18 @@ class Averaging:
         """
         buckets = self._replicas.layout.buckets[fragment]
         with phase("reduce"):
-            means = self._wire.gather(local, shares, fragment)
+            means, writes = self._wire.gather(local, shares, fragment)
         with phase("rule"):
             update = self._global.update(means, buckets)
         with phase("reduce"):
-            received = self._wire.spread(update.broadcasts, fragment)
-        return Arrival(update, received, means)
+            received, more = self._wire.spread(update.broadcasts, fragment)
+        return Arrival(update, received, means, writes + more)
+
+    def commit(self, arrival: Arrival) -> None:
+        """Writes what has to be kept of what `exchange` gave; not the replicas' weights."""
+        self._global.commit(arrival.update)
+        for variable, value in arrival.writes:
+            variable.assign(value)
 
     def exchange_others(self, shares: tf.Tensor) -> list[tf.Tensor]:
         """Means of what else is averaged: state, as moved from the anchors; then slots."""
@@ -207,18 +219,21 @@ class PlainWire:
 
     def gather(
         self, local: Sequence[Buckets], shares: tf.Tensor, fragment: int
-    ) -> list[list[tf.Tensor]]:
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
         """For each holder its parts of the mean."""
         weighted = []
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
                 weighted.append([shares[replica] * b for b in local[replica]])
-        return self._aggregation.gather(weighted, f"{self._name}/weights/{fragment}")
+        return self._aggregation.gather(weighted, f"{self._name}/weights/{fragment}"), []
 
-    def spread(self, broadcasts: Sequence[Buckets], fragment: int) -> list[list[tf.Tensor]]:
+    def spread(
+        self, broadcasts: Sequence[Buckets], fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
         """For each device the whole buckets."""
         buckets = self._replicas.layout.buckets[fragment]
-        return self._aggregation.spread(broadcasts, f"{self._name}/broadcast/{fragment}", buckets)
+        name = f"{self._name}/broadcast/{fragment}"
+        return self._aggregation.spread(broadcasts, name, buckets), []
 
     def bytes_sent(self, fragment: int) -> int:
         """Of an all-reduce, or of a reduce-scatter and an all-gather, which send the same."""

@@ -253,6 +253,8 @@ class Checkpoints:
         ids = self._strategy.local_replica_ids
         for name, replica, variable in self.synchronizer.of_replicas():
             tensors[f"replica-{ids[replica]}/sync/{name}"] = variable.read_value()
+        for name, replica, variable in self.synchronizer.of_wire():
+            tensors[f"replica-{ids[replica]}/wire/{name}"] = variable.read_value()
         for name, variable in self.synchronizer.of_open_block().items():
             tensors[f"open/{name}"] = variable.read_value()
         tensors["random"] = tf.constant(json.dumps(_random_state()))
@@ -336,6 +338,9 @@ class Checkpoints:
     def _load_sync(self, held: Mapping[str, Any], replicas: int) -> None:
         """The samples of open blocks, and a sync that had landed and was not merged yet."""
         if replicas == self._strategy.num_replicas:
+            ids = self._strategy.local_replica_ids
+            for name, replica, variable in self.synchronizer.of_wire():
+                variable.assign(_value(held, f"replica-{ids[replica]}/wire/{name}"))
             kept = {name for name in held if name.startswith("open/") or "/sync/" in name}
             self._open_block = {name: _value(held, name) for name in kept}
 
@@ -355,7 +360,7 @@ class Checkpoints:
                 if is_open:
                     values = [_value(held, f"{of}/weights/{k}") for of in former]
                     weights[k] = tf.constant(np.mean(values, 0), weights[k].dtype)
-        self.synchronizer.set_weights([weights] * len(self._strategy.local_replica_ids))
+        self.synchronizer.start_from(weights)
 
 
 def _value(held: Mapping[str, Any], key: str) -> Any:

@@ -30,6 +30,7 @@ from tfpara.fingerprint import agree
 from tfpara.model_variables import optimizers, replica_variables
 from tfpara.settings import (
     Settings,
+    check_sendable,
     warn_of_outlasting_momentum,
 )
 from tfpara.steps import with_open_batches, without_tuner
@@ -181,6 +182,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # Weights travel between the lead devices, everything small between the hosts.
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
+        check_sendable(settings.compression, self.collectives)
         self.reports = self._collectives(1, host, "RING")
         self.control = self._collectives(2, host, "RING", settings.timeout_seconds)
         if self._num_workers > 1:
@@ -277,6 +279,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             overlap=settings.overlap,
             fragments=settings.fragments,
             device_sync_period=settings.device_sync_period,
+            compression=settings.compression,
         )
         if former is not None:
             synchronizer.adopt(former.synchronizer)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfpara import algorithms
 from tfpara.aggregation import AGGREGATIONS
 from tfpara.collectives.choice import COLLECTIVES
+from tfpara.compression import COMPRESSIONS
 from tfpara.synchronizer import LOCAL_STATE
 from tfpara.version import __version__
 
@@ -34,6 +35,7 @@ class Settings:
     overlap: bool | int = False
     fragments: int = 1
     device_sync_period: int | None = None
+    compression: str = "none"
     asked_rule: str = ""  # before the number of replicas filled its defaults in
 
     def resolved(self, num_replicas: int) -> Settings:
@@ -53,6 +55,7 @@ class Settings:
             "overlap": str(self.overlap),
             "fragments": str(self.fragments),
             "device_sync_period": str(self.device_sync_period),
+            "compression": self.compression,
             "collectives": self.collectives,
             **{f"data_plan.{k}": v for k, v in self.data_plan.items()},
         }
@@ -63,6 +66,7 @@ class Settings:
             "overlap": self.overlap,
             "fragments": self.fragments if self.fragments > 1 else None,
             "device_sync_period": self.device_sync_period,
+            "compression": self.compression if self.compression != "none" else None,
         }
         return {
             "rule": self.asked_rule,
@@ -203,6 +207,35 @@ def checked_fragments(fragments: int, rule: Any) -> int:
             "fragments out, or use tfpara.BMUF."
         )
     return fragments
+
+
+def checked_compression(compression: str, rule: Any, aggregation: str) -> str:
+    """Returns the format if the rule and the aggregation allow it, else raises ValueError."""
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression={compression!r} is not one of {', '.join(COMPRESSIONS)}.")
+    if compression == "none":
+        return compression
+    if isinstance(rule, algorithms.BMUFAdam):
+        raise ValueError(
+            f"compression={compression!r}: the moments that BMUFAdam filters are sent as they are. "
+            "Leave compression out, or use tfpara.BMUF."
+        )
+    if aggregation == "replicated":
+        raise ValueError(
+            f"compression={compression!r} sums rounded numbers at the owner of each part of the "
+            'model, and aggregation="replicated" has none. Give aggregation="sharded" or "auto".'
+        )
+    return compression
+
+
+def check_sendable(compression: str, collectives: Any) -> None:
+    """Raises ValueError if the backend cannot send a format."""
+    if compression != "none" and not hasattr(collectives, "all_to_all"):
+        raise ValueError(
+            f"compression={compression!r} needs an all-to-all of integers, which "
+            f'{type(collectives).__name__} does not have. Give compression="none", or '
+            'collectives="tensorflow".'
+        )
 
 
 def checked_device_period(device_sync_period: int | None, sync_period: int) -> int | None:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfpara import aggregation as aggregations
 from tfpara.averaging import Averaging, PlainWire, phase
 from tfpara.collectives import Collectives
+from tfpara.compression import CompressedWire
 from tfpara.flight import FLYING, LANDED, NONE, Flight
 from tfpara.global_state import GlobalState
 from tfpara.replicas import Buckets, Replicas, ReplicaVariables, assign
@@ -67,6 +68,7 @@ class Synchronizer:
             after how many steps they are merged.
         fragments: parts of the weights that take turns at the sync points.
         device_sync_period: minibatches between two averages of the local replicas; None: none.
+        compression: how weights travel between workers; see `tfpara.compression`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Synchronizer:
         overlap: bool | int = False,
         fragments: int = 1,
         device_sync_period: int | None = None,
+        compression: str = "none",
     ) -> None:
         self._variables = variables
         self.shows_others = False  # whether the model's variables hold a global model for a while
@@ -109,6 +112,8 @@ class Synchronizer:
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
         sizes = self._layout.bucket_sizes
+        if compression != "none" and aggregation == "auto":
+            aggregation = "sharded"
         chosen = aggregations.choose(aggregation, sizes, collectives, devices)
         with tf.device(self._devices[0]):
             self.global_state = GlobalState(
@@ -122,9 +127,20 @@ class Synchronizer:
                 self._replicas.moments(0) if variables.moments else None,
                 variables.iterations,
             )
+            self._compressed = None
+            if isinstance(chosen, aggregations.Sharded) and compression != "none":
+                self._compressed = CompressedWire(
+                    compression,
+                    chosen,
+                    self._replicas,
+                    collectives,
+                    self.global_state,
+                    make_variable,
+                    name,
+                )
             self._averaging = Averaging(
                 self._replicas,
-                PlainWire(chosen, self._replicas, collectives.size, name),
+                self._compressed or PlainWire(chosen, self._replicas, collectives.size, name),
                 chosen,
                 collectives,
                 self.global_state,
@@ -274,8 +290,9 @@ class Synchronizer:
             for bucket, at, piece in self._layout.places(index):
                 part = value[piece.start : piece.stop]
                 self.global_state.set_part(bucket, at, part)
-                if self._flight is not None:
-                    self._flight.set_part(bucket, at, part)
+                for keeper in (self._flight, self._compressed):
+                    if keeper is not None:
+                        keeper.set_part(bucket, at, part)
             self._signatures[index].assign(signature_of(value))
 
     def adopt(self, former: Synchronizer) -> None:
@@ -311,6 +328,14 @@ class Synchronizer:
                 for (kind, index), mine in zip(sources, new, strict=True)
             ]
             self.global_state.set_field(cell.field, self._layout.pack(merged))
+        if self._compressed is not None and former._compressed is not None:
+            old = former._layout.unpack(former._compressed.points)
+            new = self._layout.unpack(self._compressed.points)
+            merged = [
+                old[index] if kind == "weight" else mine
+                for (kind, index), mine in zip(sources, new, strict=True)
+            ]
+            self._compressed.set_points(self._layout.pack(merged))
         for name in _COUNTED:
             getattr(self, name).assign(getattr(former, name))
         # What is adopted was agreed on; the local weights may differ.
@@ -390,7 +415,19 @@ class Synchronizer:
         """What a checkpoint keeps beside the global state and the replicas' own variables."""
         names = (*_COUNTED, "_signatures")
         found = {name.strip("_"): getattr(self, name) for name in names}
+        points = self._compressed.points if self._compressed else []
+        found |= {f"point/{k}": point for k, point in enumerate(points)}
         return found | {f"anchor/{k}": a for k, a in enumerate(self._averaging.anchors)}
+
+    def of_wire(self) -> Iterator[tuple[str, int, tf.Variable]]:
+        """What rounding has left out, for a checkpoint: (name, local replica, variable)."""
+        return self._compressed.of_replicas() if self._compressed else iter(())
+
+    def start_from(self, weights: Sequence[tf.Tensor]) -> None:
+        """Other replicas than before go on, all from these weights."""
+        self.set_weights([weights] * len(self._devices))
+        if self._compressed:
+            self._compressed.set_points(self._layout.pack(weights))
 
     def of_replicas(self) -> Iterator[tuple[str, int, tf.Variable]]:
         """What a checkpoint keeps for each local replica: (name, replica, variable)."""
@@ -545,7 +582,7 @@ class Synchronizer:
             self._sync_began.assign(0.0)
             self._distance.assign(distance)
             self._count_bytes(fragment)
-            self.global_state.commit(arrival.update)
+            self._averaging.commit(arrival)
             if moments is not None:
                 self._averaging.commit_moments(moments)
             restarted = self._on_devices(self._rule.restart, local, arrival.received)
@@ -636,7 +673,7 @@ class Synchronizer:
             self._sync_began.assign(0.0)
             self._distance.assign(distance)
             self._count_bytes(fragment)
-            self.global_state.commit(arrival.update)
+            self._averaging.commit(arrival)
             for kept, new in zip(flight.arrived, arrival.received, strict=True):
                 for variable, value in zip(kept[buckets], new, strict=True):
                     variable.assign(value)

@@ -22,13 +22,14 @@ def simulate(
     runs=None,
     device_period=None,
     devices=1,
+    rounded=None,
     **settings,
 ):
     """Trains len(minibatches) replicas.
 
     delay: steps after which a sync is merged; 0: training stops for it. runs: of each fragment the
     (first, past the last) of the variables. devices: replicas of a worker, which are averaged every
-    device_period steps.
+    device_period steps. rounded: what a format makes of a part's numbers; a replica is a worker.
 
     Returns: flat local models, the flat global model and look-ahead point, mean loss of the last
     epoch.
@@ -41,6 +42,7 @@ def simulate(
     local = np.array([start] * replicas)
     optimizers = [optimizer() for _ in range(replicas)]
     centers = [Global(kind, start[p], replicas, **settings) for p in pieces]
+    wires = [Wire(center, rounded) for center in centers]
 
     def average_devices(samples):
         for first in range(0, replicas, devices):
@@ -53,6 +55,8 @@ def simulate(
     def exchanged(number, samples):
         """What each replica would go on from, at once."""
         shares = samples / samples.sum()
+        if rounded:
+            return wires[number].exchanged(local[:, pieces[number]], shares)
         return np.array(centers[number].sync(list(local[:, pieces[number]]), shares))
 
     for _ in range(epochs):
@@ -99,3 +103,34 @@ def merge(local, flight):
     """Replicas go on from the result, plus what they have learned since the snapshot."""
     _, piece, snapshot, result = flight
     local[:, piece] = result + (local[:, piece] - snapshot)
+
+
+class Wire:
+    """What replicas receive, and what rounding has left out, of one fragment."""
+
+    def __init__(self, center, rounded):
+        self.center, self.rounded = center, rounded
+        self.point = center.w.copy()
+        self.errors = np.zeros((center.n, len(self.point)))
+
+    def by_parts(self, vector):
+        """Rounds each of N equal parts of the vector, which is padded with zeros."""
+        length = -(-len(vector) // self.center.n)
+        padded = np.pad(vector, (0, length * self.center.n - len(vector)))
+        return np.concatenate([self.rounded(p) for p in np.split(padded, self.center.n)])[
+            : len(vector)
+        ]
+
+    def exchanged(self, local, shares):
+        center = self.center
+        sent = shares[:, None] * (local - self.point) + self.errors
+        arrived = np.array([self.by_parts(x) for x in sent])
+        self.errors = sent - arrived
+        former = center.w.copy()
+        mean = (center.anchor if center.kind == "nesterov" else center.w) + arrived.sum(0)
+        new = getattr(center, center.kind)(list(local), mean, **center.settings)
+        elastic = center.kind == "elastic"
+        self.point = self.point + self.by_parts((former if elastic else new[0]) - self.point)
+        if elastic:
+            return local - center.settings["alpha"] * (local - self.point)
+        return np.array([self.point] * center.n)

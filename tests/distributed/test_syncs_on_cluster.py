@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import simulation
 import stepwise_simulation
-from cluster_of_processes import run_all_well
+from cluster_of_processes import Workers, run_all_well
 from resumable_runs import Run, assert_same
 
 UNEVEN = [[4] * 10, [4] * 9 + [2], [4] * 7, [4] * 6]
@@ -76,10 +76,37 @@ def test_all_at_once(tmp_path):
     check(results, kind, UNEVEN, settings, **simulated)
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_a_sync_in_the_air_is_part_of_a_checkpoint(tmp_path, fragments):
+def test_int8_equals_the_simulator_and_sends_a_quarter(tmp_path):
+    rule, minibatches = RULES["bmuf"][0], UNEVEN[::2]
+    options = {"rule": rule, "compression": "int8", "aggregation": "sharded"}
+    real = train(tmp_path, 2, minibatches, **options)
+    simulated = train(tmp_path, 1, minibatches, **options)
+    for key, value in real.items():
+        if key != "bytes_sent":
+            np.testing.assert_allclose(simulated[key], value, atol=1e-5, err_msg=key)
+    for i in range(4):
+        np.testing.assert_array_equal(real[f"replica0_{i}"], real[f"replica1_{i}"])
+    # 256 numbers of a byte and a scale of 4, two legs, to the other worker; simulated: nothing.
+    assert real["bytes_sent"] == real["syncs"] * 2 * 260
+    assert simulated["bytes_sent"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("nan", "replica 1 (worker 1) has NaN or Inf"), ("kill", "worker 1 (")]
+)
+def test_faults_are_named_where_syncs_run_beside_the_training(fault, message):
+    with Workers("faults.py", [{"overlap": True}, {"overlap": True, "fault": fault}]) as workers:
+        results = workers.results()
+    for result in results[: 1 if fault == "kill" else 2]:
+        assert result.returncode != 0
+        assert "trained" not in result.output
+        assert message in result.output
+
+
+@pytest.mark.parametrize(("fragments", "compression"), [(1, "none"), (3, "int8")])
+def test_a_sync_in_the_air_is_part_of_a_checkpoint(tmp_path, fragments, compression):
     """Resumed from it, a run ends as one without checkpoints inside its epochs, bit for bit."""
-    options = {"overlap": True, "fragments": fragments, "epochs": 3}
+    options = {"overlap": True, "fragments": fragments, "compression": compression, "epochs": 2}
     whole = Run(tmp_path / "whole", 2, every_syncs=1000, **options)
     broken = Run(tmp_path / "broken", 2, every_syncs=1, **options)
     broken.kill_at("renamed", 4, [0])

@@ -139,6 +139,17 @@ class HorovodCollectives:
                 part.set_shape([buffer.shape[0] // self.size])
         return parts
 
+    def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        """Row r of each worker's rows goes to rank r; returns the rows received, by sender."""
+        return self._call(HorovodCollectives._all_to_all, rows, name)
+
+    def _all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        received = self._hvd.alltoall(
+            rows, name=self._name("all_to_all", name), ignore_name_scope=True
+        )
+        received.set_shape(rows.shape)
+        return received
+
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""
         return self._call(HorovodCollectives._all_gather, buffer, name)

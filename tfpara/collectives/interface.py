@@ -32,6 +32,12 @@ class Collectives(Protocol):
         Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
         """
 
+    def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        """Row r of each worker's int32 rows goes to rank r; returns the rows received, by sender.
+
+        The rows have the shape [size, ...].
+        """
+
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""
 

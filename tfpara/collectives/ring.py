@@ -92,8 +92,16 @@ class TensorFlowCollectives:
             )
             return tf.reshape(part, [-1])
         # TensorFlow has no reduce-scatter on CPUs. The same bytes travel; the sum is taken here.
-        received = tf.raw_ops.CollectiveAllToAllV2(input=rows, ordering_token=[], **attributes)
-        return tf.add_n(tf.unstack(received, num=self.size))
+        return tf.add_n(tf.unstack(self.all_to_all(rows, name), num=self.size))
+
+    def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        """Row r of each worker's rows goes to rank r; returns the rows received, by sender."""
+        with tf.device(self._device):
+            return tf.raw_ops.CollectiveAllToAllV2(
+                input=rows,
+                ordering_token=self._tokens,
+                **self._attributes(f"all to all/{name}", rows),
+            )
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""

@@ -2,10 +2,10 @@
 
 Options (JSON): rule (Python expression), local_devices, directory (of the checkpoints), out (npz
 path, `{rank}` is replaced), epochs, every_syncs, step_seconds (that each step lasts at least),
-overlap, fragments, marks (a file that tells the test how far this start has come), limit_bytes (no
-file may grow longer), and kill: null, or [place, n] to send itself SIGKILL at the n-th time that it
-comes there. The places are those of `PLACES`. kill_once: [rank, file]: only that worker does, and
-if there is no such file, which it makes.
+overlap, fragments, compression, marks (a file that tells the test how far this start has come),
+limit_bytes (no file may grow longer), and kill: null, or [place, n] to send itself SIGKILL at the
+n-th time that it comes there. The places are those of `PLACES`. kill_once: [rank, file]: only that
+worker does, and if there is no such file, which it makes.
 """
 
 import json
@@ -246,6 +246,7 @@ def main():
         aggregation="sharded",
         overlap=options.get("overlap", False),
         fragments=options.get("fragments", 1),
+        compression=options.get("compression", "none"),
         devices=[f"CPU:{i}" for i in range(local)],
         timeout_seconds=60,
         startup_timeout_seconds=120,

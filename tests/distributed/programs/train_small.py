@@ -2,9 +2,9 @@
 
 Options (JSON), or a list of them for one training after the other: rule (Python expression),
 sync_period, local_devices, optimizer (expression), epochs, minibatches (a list for each replica of
-minibatch sizes), local_state, averages, aggregation, overlap, fragments, device_sync_period,
-steps_per_execution, loss (expression), scales (of the inputs), out (npz path). Weights are
-initialised differently on each worker on purpose.
+minibatch sizes), local_state, averages, aggregation, overlap, fragments, compression,
+device_sync_period, steps_per_execution, loss (expression), scales (of the inputs), out (npz path).
+Weights are initialised differently on each worker on purpose.
 """
 
 import json
@@ -40,6 +40,7 @@ def train(options):
         aggregation=options.get("aggregation", "auto"),
         overlap=options.get("overlap", False),
         fragments=options.get("fragments", 1),
+        compression=options.get("compression", "none"),
         device_sync_period=options.get("device_sync_period"),
         devices=[f"CPU:{i}" for i in range(local)],
         data_plan=options.get("data_plan"),
@@ -92,6 +93,8 @@ def train(options):
     results["accuracy"] = history["accuracy"][-1]
     results["evaluation"] = model.evaluate(data, verbose=0)
     results["syncs"] = strategy.statistics().syncs
+    if "compression" in options:
+        results["bytes_sent"] = strategy.statistics().bytes_sent
     np.savez(options["out"], **results)
 
 
