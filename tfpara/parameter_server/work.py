@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms import AsyncEASGD
@@ -21,8 +20,9 @@ from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
 
 # Random streams of a chunk: one for each minibatch that it may be taken up again at.
 CHUNK_STREAMS = 1 << 20
-# Odd, so that different streams give different seeds; 2^32 divided by the golden ratio.
-_MIX = 2654435769
+# 2^64 divided by the golden ratio, as a signed number: the upper bits of its multiples differ.
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+_SEEDS = 1 << 31
 
 
 class Block(NamedTuple):
@@ -71,16 +71,19 @@ class Work:
         self.model = model
         self.optimizer = model.optimizer
         self._rule = rule
-        carried = {id(v) for v in carried_states(model)}
+        states = carried_states(model)  # Keras does not count them among the model's
+        carried = {id(v) for v in states}
         frozen = [v for v in model.non_trainable_variables if v.value.trainable]
         rest = [v for v in model.non_trainable_variables if not v.value.trainable]
         self.state = [v for v in rest if v.value.dtype.is_floating and id(v) not in carried]
-        shared = {id(v) for v in self.state}
+        shared = {id(v) for v in self.state} | carried
         self._own = [v for v in rest if id(v) not in shared]
-        self._seeded = [id(v) not in carried and not v.value.dtype.is_floating for v in self._own]
+        self._seeded = [not v.value.dtype.is_floating for v in self._own]
+        self._own += states
+        self._seeded += [False for _ in states]
         self._frozen = frozen
         self._frozen_values = [v.numpy() for v in frozen]
-        self._own_values = [v.numpy() for v in self._own]
+        self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
         self.local = isinstance(rule, AsyncEASGD)
         self._steps = KerasSteps(model.optimizer, model.trainable_variables) if self.local else None
@@ -96,11 +99,11 @@ class Work:
         Args:
             stream: int64; streams differ in their random numbers.
         """
-        shift = tf.cast(stream * _MIX, tf.uint32)
+        shift = tf.math.floormod(tf.bitwise.right_shift(stream * _MIX, 33), _SEEDS)
         return [
             # Keras' seeds are a seed and a counter.
-            tf.stack([value[0] + shift, value[1]])
-            if seeded and value.dtype == np.uint32 and value.shape == (2,)
+            tf.stack([(value[0] + tf.cast(shift, value.dtype)) % _SEEDS, value[1]])
+            if seeded and value.shape == (2,)
             else tf.convert_to_tensor(value)
             for value, seeded in zip(self._own_values, self._seeded, strict=True)
         ]
@@ -254,6 +257,7 @@ def _build_metrics(model: keras.Model, spec: Any) -> None:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(zeros)
     with keras.StatelessScope():  # carried states stay
         outputs = model(x, training=False)
+    model.compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
     model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
     model.reset_metrics()
 
