@@ -67,6 +67,19 @@ def test_operations_become_spans_on_the_clock():
     ]
 
 
+def test_a_collective_is_over_where_its_thread_goes_on_to_what_follows():
+    space = recording(
+        [
+            ("sync/reduce/CollectiveReduceV2:CollectiveReduceV2", 10, 30),
+            ("CollectiveExecutor::ExecuteAsync::Done", 15, 29),
+            ("sync/unpack/AssignVariableOp:AssignVariableOp", 16, 28),
+        ],
+        [(0, 0, 40, 0)],
+    )
+    found = [(s.phase, s.began // 1000, s.ended // 1000) for s in traces.spans(space)]
+    assert found == [("step", 0, 40), ("reduce", 10, 15), ("unpack", 16, 28)]
+
+
 def test_a_phase_ends_where_another_begins_or_a_step():
     space = recording(
         [

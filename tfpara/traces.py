@@ -25,6 +25,11 @@ _PHASE = re.compile(
 )
 
 
+# What comes after a collective may run on its thread, inside the collective's own event: it is over
+# where this one begins.
+_OVER = "CollectiveExecutor::ExecuteAsync::Done"
+
+
 class Span(NamedTuple):
     """A phase from `began` to `ended`, in nanoseconds since the epoch.
 
@@ -114,15 +119,20 @@ def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[s
         names = {key: entry.name for key, entry in plane.event_metadata.items()}
         kinds = {key: entry.name for key, entry in plane.stat_metadata.items()}
         for line in plane.lines:
+            over = sorted(e.offset_ps for e in line.events if names[e.metadata_id] == _OVER)
             for event in line.events:
                 name = names[event.metadata_id]
                 began = line.timestamp_ns + event.offset_ps // 1000
+                duration = event.duration_ps
+                if ":Collective" in name:
+                    at = bisect.bisect_left(over, event.offset_ps)
+                    duration = min([duration, *(o - event.offset_ps for o in over[at : at + 1])])
                 notes = {}
                 if name == STEP:
                     notes = {
                         kinds[s.metadata_id]: getattr(s, s.WhichOneof("value")) for s in event.stats
                     }
-                yield name, began, began + event.duration_ps // 1000, notes
+                yield name, began, began + duration // 1000, notes
 
 
 def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
