@@ -14,6 +14,7 @@ from scripts import async_flags, common
 from tfpara import algorithms, cluster
 from tfpara.aggregation import AGGREGATIONS
 from tfpara.collectives.choice import COLLECTIVES
+from tfpara.compression import COMPRESSIONS
 from tfpara.simulation import simulate
 from tfpara.strategy import PeriodicSyncStrategy
 
@@ -75,6 +76,23 @@ _SIMULATE = flags.DEFINE_integer(
     lower_bound=0,
 )
 
+_OVERLAP = flags.DEFINE_boolean(
+    "overlap", False, "a sync runs while the next block trains, and is merged where that block ends"
+)
+_COMPRESSION = flags.DEFINE_enum(
+    "compression", "none", list(COMPRESSIONS), "how weights travel between workers"
+)
+_DEVICE_PERIOD = flags.DEFINE_integer(
+    "device_sync_period",
+    None,
+    "minibatches between two averages of a worker's devices, a divisor of the sync period",
+    lower_bound=1,
+)
+_FRAGMENTS = flags.DEFINE_integer(
+    "fragments", 1, "parts of the model that take turns at the sync points", lower_bound=1
+)
+
+_SYNCS = (_OVERLAP, _COMPRESSION, _DEVICE_PERIOD, _FRAGMENTS)
 _BMUF = ("bmuf", "bmuf_adam")
 _OUTER = ("diloco", "slowmo")
 
@@ -120,6 +138,10 @@ def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
         "local_state": _LOCAL_STATE.value,
         "aggregation": _AGGREGATION.value,
         "collectives": _COLLECTIVES.value,
+        "overlap": _OVERLAP.value,
+        "compression": _COMPRESSION.value,
+        "device_sync_period": _DEVICE_PERIOD.value,
+        "fragments": _FRAGMENTS.value,
         "data_plan": data_plan,
     }
     if _SIMULATE.value:
@@ -147,7 +169,7 @@ def _check() -> None:
     common.only_for(name.startswith("easgd"), (_ALPHA,), "--rule=easgd and easgd_async")
     common.only_for(name in _OUTER, (_OUTER_RATE, _OUTER_MOMENTUM), "--rule=diloco and slowmo")
     in_step = name != "none" and not is_async()
-    common.only_for(in_step, (_LOCAL_STATE,), "synchronous rules such as --rule=bmuf")
+    common.only_for(in_step, (_LOCAL_STATE, *_SYNCS), "synchronous rules such as --rule=bmuf")
     synchronous = (_AGGREGATION, _COLLECTIVES)
     common.only_for(not is_async(), synchronous, "synchronous rules such as --rule=bmuf")
     async_flags.check(name, _SIMULATE.value)

@@ -103,6 +103,9 @@ def test_operations(tmp_path, start, size):
                 expected = all_ranks * np.arange(1, 1 + size * (6, 2)[int(number)])
                 if operation == "reduce_scatter":
                     expected = np.split(expected, size)[rank]
+            elif operation == "all_to_all":
+                mine = np.split(np.arange(1, 1 + size * 6), size)[rank]
+                expected = np.multiply.outer(np.arange(1, size + 1), mine)
             else:
                 one = np.arange(1, 1 + value.size // (size if operation == "all_gather" else 1))
                 expected = np.multiply.outer(np.arange(1, size + 1), one)

@@ -40,6 +40,8 @@ def main():
         buffers = [mine(dtype, rank, [6 * size]), mine(dtype, rank, [2 * size])]
         both(f"all_reduce/{dtype}", lambda *b: collectives.all_reduce(b, "sum"), *buffers)
         both(f"reduce_scatter/{dtype}", lambda *b: collectives.reduce_scatter(b, "cut"), *buffers)
+    rows = mine("int32", rank, [size, 2, 3])
+    both("all_to_all/int32", lambda r: collectives.all_to_all(r, "turn"), rows)
     for dtype in options["moved"]:
         for shape in ([], [3], [2, 2]):
             value = mine(dtype, rank, shape)
