@@ -76,6 +76,13 @@ _TIMES = flags.DEFINE_integer(
     "held_out_times_per_epoch", 1, "scores of the held-out data in an epoch", lower_bound=1
 )
 
+_TRACE = flags.DEFINE_string(
+    "trace",
+    None,
+    "synchronous rules: folder for a timeline of the steps around the second sync, for Chrome's "
+    "tracing page or TensorBoard; none if not set",
+)
+
 _PLANNED = (_SEED, _SHUFFLE, _STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
 
 for _module in (common, model_flags, rule_flags, async_flags, schedule_flags):
@@ -164,7 +171,8 @@ def _check() -> None:
     common.only_for(not recurrent, (_SHUFFLE,), "models of single frames, such as --model=dnn")
     if _MINUTES.value is not None and not _MINUTES.value > 0:
         raise ValueError(f"--checkpoint_minutes={_MINUTES.value} must be positive.")
-    common.only_for(not rule_flags.is_async(), (_SYNCS,), "synchronous rules such as --rule=bmuf")
+    of_syncs = (_SYNCS, _TRACE)
+    common.only_for(not rule_flags.is_async(), of_syncs, "synchronous rules such as --rule=bmuf")
     schedule_flags.check()
 
 
@@ -223,8 +231,10 @@ def _callbacks(
 ) -> list[keras.callbacks.Callback]:
     """All but the last ones."""
     replicas = data.strategy.num_replicas
+    traced = [] if _TRACE.value is None else [tfpara.callbacks.Trace(_TRACE.value)]
     choosing = async_training.before_scores(data, validation) if rule_flags.is_async() else []
     return [
+        *traced,
         tfpara.callbacks.Telemetry(run_dir / "tensorboard", data.num_frames),
         *schedule_flags.before_scores(replicas, warm),
         *choosing,

@@ -30,6 +30,16 @@ def explained(error: Any, strategy: Any) -> Exception:
             f"{NOT_FINITE} {found[1]!r}. The push was not applied, and checkpoints before it are "
             "finite. Lower the learning rate, the sync_period or the number of workers."
         )
+    failure = lost(error, strategy)
+    if failure is not None:
+        return failure
+    chunk = getattr(error, "chunk", None)
+    where = "a chunk" if chunk is None else f"chunk {chunk[1]} of epoch {chunk[0]}"
+    return ChunkError(f"{where} could not be trained: {_cause(error.message)}")
+
+
+def lost(error: Any, strategy: Any) -> Exception | None:
+    """What says that a process is gone, if that is what an error of TensorFlow's is about."""
     if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
@@ -38,9 +48,7 @@ def explained(error: Any, strategy: Any) -> Exception:
             except RuntimeError as failure:
                 return failure
             time.sleep(0.05)
-    chunk = getattr(error, "chunk", None)
-    where = "a chunk" if chunk is None else f"chunk {chunk[1]} of epoch {chunk[0]}"
-    return ChunkError(f"{where} could not be trained: {_cause(error.message)}")
+    return None
 
 
 def _cause(message: str) -> str:

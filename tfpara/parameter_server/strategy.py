@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
+from tfpara.parameter_server.errors import lost
 from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
@@ -190,8 +191,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         self.running = running
         try:
             return running.run(epochs, initial_epoch, verbose, callbacks, validation)
-        except BaseException:
+        except BaseException as error:
+            failure = lost(error, self)
             running.give_up()
+            if failure is not None:
+                raise failure from error
             raise
         finally:
             self.running = None
