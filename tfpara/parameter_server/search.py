@@ -24,8 +24,8 @@ class ChunkRateSearch:
     itself, with an optimizer that starts anew), and takes the candidate with the smallest loss on
     the sample afterwards, the lowest of equal ones; a loss that is not finite never wins. If none
     is finite the rate stays. The chunk is then trained with that rate, and it is the one that the
-    next chunks' candidates are multiples of: the rate may rise or fall. The sample needs some tens of
-    minibatches: after a few, rates that are too high still look good.
+    next chunks' candidates are multiples of: the rate may rise or fall. The sample needs some tens
+    of minibatches: after a few, rates that are too high still look good.
 
     Args:
         factors: candidates, as multiples of the present rate, each > 0.
