@@ -139,7 +139,9 @@ def _of_dataset(dataset: tf.data.Dataset, count: int) -> Chunks:
 
     def part(epoch: Any, chunk: Any) -> tf.data.Dataset:
         del epoch
-        variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(program))
+        # 0, but not to TensorFlow, which would make the dataset a constant and fail to.
+        zero = tf.minimum(chunk, tf.zeros([], tf.int64))
+        variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.gather([program], zero))
         return tf.data.experimental.from_variant(variant, spec).shard(count, chunk)
 
     return Chunks(count, part, num_minibatches=size if size >= 0 else None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.simulation import Simulation, Speed
 from tfpara.parameter_server.strategy import AsyncStrategy
 
 _ALIKE = Speed(spread=0.2)
-_DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
 def simulate_async(
@@ -60,11 +61,11 @@ def simulate_async(
 class _Simulated:
     """In place of the processes of a cluster."""
 
-    chief_device = _DEVICE
-    server_devices = (_DEVICE,)
-
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
         self.num_workers = len(speeds)
+        with tf.device("CPU:0"):  # its name is another one in the chief of a cluster
+            self.chief_device = tf.zeros([]).device
+        self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
 
