@@ -149,34 +149,44 @@ def train_counting(servers, rule, *, minibatches, batch, epochs, chunks, during=
 KILLS = 0
 
 
-def kill_sometimes(servers, strategy, stop):
-    """Kills a worker at random moments, and starts it again, when all are at work."""
-    global KILLS
-    draw = random.Random(0)
+def all_at_work(strategy, stop):
+    """Waits until every worker has pushed anew; False if the run is over before."""
     before = None
-    while not stop.wait(draw.uniform(0.2, 0.7)):
+    while not stop.wait(0.1):
         try:
             now = strategy.statistics().by_worker
         except IndexError:  # not begun
             continue
         before = now if before is None else before
         if (now > before).all():
-            index = draw.randrange(len(now))
-            servers.kill(index)
-            KILLS += 1
-            servers.start("worker", index)
-            before = now
+            return True
+    return False
+
+
+def kill_sometimes(servers, strategy, stop):
+    """Kills a worker at random moments, and starts it again, when all are at work."""
+    global KILLS
+    draw = random.Random(0)
+    while all_at_work(strategy, stop) and not stop.wait(draw.uniform(0.0, 0.7)):
+        index = draw.randrange(len(servers.spec["worker"]))
+        servers.kill(index)
+        KILLS += 1
+        servers.start("worker", index)
 
 
 def pause_a_worker(servers, strategy, stop):
     """Stops a worker for a while: a slow one; then kills it for good."""
+    global KILLS
     process = servers.running["worker", 0]
-    for _ in range(3):
-        stop.wait(1.0)
+    for _ in range(2):
+        if not all_at_work(strategy, stop):
+            return
         process.send_signal(signal.SIGSTOP)
         stop.wait(1.0)
         process.send_signal(signal.SIGCONT)
-    servers.kill(0)
+    if all_at_work(strategy, stop):
+        servers.kill(0)
+        KILLS += 1
 
 
 def scenario_counting(servers, options):

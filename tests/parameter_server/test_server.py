@@ -1,0 +1,243 @@
+"""The server: on devices of this process, and in real processes, which are killed at random."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfpara.algorithms import ASGD, AsyncEASGD
+from tfpara.parameter_server.server import Place, Push, Server
+from tfpara.parameter_server.shard import NOT_FINITE
+
+PROGRAM = pathlib.Path(__file__).parent / "programs" / "async_run.py"
+
+
+def run(scenario, timeout=280, **options):
+    """What a scenario of the program says."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), scenario, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TF_NUM_INTRAOP_THREADS": "1"},
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-1000:] + done.stderr[-3000:]
+    return json.loads(lines[0][7:])
+
+
+def check_counts(got, times, pushes, workers, but_times=0):
+    """Every sample is in both weights so often, and the books agree."""
+    assert got["smallest"] == got["largest"] == [times, times]
+    assert got["pushes"] == pushes
+    assert sum(got["staleness"]) == pushes
+    assert sum(got["by_worker"]) == pushes
+    assert len([n for n in got["by_worker"] if n]) == workers
+
+
+@pytest.mark.parametrize("ps", [1, 2])
+def test_no_update_is_lost_over_10000_pushes(ps):
+    got = run("counting", workers=2, ps=ps, minibatches=2500, batch=64, epochs=4, chunks=10)
+    check_counts(got, 10_000, 10_000, 2)
+    assert got["samples"] == 10_000 * 64
+    assert sum(got["staleness"][1:]) > 0  # they were at it at once
+
+
+@pytest.mark.parametrize("ps", [1, 2])
+def test_every_minibatch_is_in_once_though_workers_are_killed(ps):
+    got = run(
+        "counting", workers=2, ps=ps, minibatches=1024, batch=1, epochs=3, chunks=8, during="kills"
+    )
+    check_counts(got, 3 * 1024 // 64, 3 * 1024, 2)
+    assert got["kills"] >= 2
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound):
+    got = run(
+        "counting",
+        workers=3,
+        ps=1,
+        minibatches=1024,
+        batch=1,
+        epochs=2,
+        chunks=12,
+        bound=bound,
+        during="pause",
+    )
+    check_counts(got, 2 * 1024 // 64, 2 * 1024, 3)
+    assert sum(got["staleness"][bound + 1 :]) == 0
+    assert got["kills"] == 1
+
+
+@pytest.mark.parametrize(("easgd", "sync_period"), [(False, 1), (True, 3)])
+def test_a_run_on_a_cluster_is_repeated_in_the_simulation(easgd, sync_period):
+    got = run("replay", workers=2, ps=1, easgd=easgd, sync_period=sync_period)
+    assert got["records"]
+    assert got["difference"] < 1e-5
+    assert got["moved"] > 0.1
+    for name, values in got["histories"][0].items():
+        np.testing.assert_allclose(values, got["histories"][1][name], rtol=1e-4)
+
+
+def test_a_broken_chunk_is_named(tmp_path):
+    for k in (0, 1, 3):
+        (tmp_path / str(k)).write_text("1 2 3 4 5 6\n1 2 3 4 5 6\n")
+    got = run("broken", workers=2, ps=1, path=str(tmp_path))
+    assert got["error"].startswith("chunk 2 of epoch 0 could not be trained: ")
+    assert got["error"].endswith("/2; No such file or directory")
+
+
+# On devices of this process.
+
+
+def long(value):
+    return tf.constant(value, tf.int64)
+
+
+def made(rule, devices=2, **options):
+    """A model of two weights on servers of this process."""
+    x = keras.Input((2,))
+    parts = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(x) for _ in "ab"]
+    model = keras.Model(x, keras.layers.Add()(parts))
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    names = [f"CPU:{k}" for k in range(devices)]
+    server = Server(model, [], rule, {}, names, num_workers=3, **options)
+    server.divide(2)
+    server.open_epoch(0, anew=True)
+    return server
+
+
+def pushed(server, pulled, values, *, worker=0, epoch=0, chunk=0, start=0, waits=False, rate=-1.0):
+    push = Push(
+        values=[tf.constant(v, tf.float32, shape=[2, 1]) for v in values],
+        state=[],
+        metrics=[tf.zeros_like(m) for m in server.metrics],
+        worker=long(worker),
+        place=Place(long(epoch), long(chunk), long(start)),
+        minibatches=long(1),
+        samples=long(5),
+        rate=tf.constant(rate),
+    )
+    return server.push(push, pulled, waits=waits)
+
+
+def weights(server):
+    return [w.numpy().ravel().tolist() for w in server.global_weights()]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_in_already_is_left_out(devices):
+    server = made(ASGD(), devices)
+    pulled = server.read()
+    first = pushed(server, pulled, [[1, 2], [3, 4]])
+    assert bool(first.included) and int(first.versions[0]) == 1
+    again = pushed(server, pulled, [[1, 2], [3, 4]])  # by the worker that took over
+    assert bool(again.included)  # which goes on
+    ahead = pushed(server, pulled, [[1, 2], [3, 4]], start=2)  # as if one were missing
+    assert not ahead.included
+    former = pushed(server, pulled, [[1, 2], [3, 4]], epoch=1, start=1)
+    assert not former.included
+    assert weights(server) == [[-1, -2], [-3, -4]]
+    assert int(server.books.samples) == 5
+    assert int(server.done(long(0))) == 1
+    assert server.books.histogram.numpy().sum() == server.books.by_worker.numpy().sum() == 1
+
+
+def test_a_push_that_came_to_one_server_only_is_made_whole():
+    server = made(ASGD(), 2)
+    pulled = server.read()
+    first = server.shards[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "shards", [first])  # the worker dies before the other one has it
+        patch.setattr(server, "names", server.names[:1])
+        pushed(server, pulled, [[1, 2], [3, 4]])
+    assert int(server.done(long(0))) == 0  # so it is made again
+    pushed(server, pulled, [[1, 2], [3, 4]])
+    assert weights(server) == [[-1, -2], [-3, -4]]
+    assert int(server.done(long(0))) == 1
+    assert int(server.books.samples) == 5
+
+
+def test_a_push_that_is_not_finite_leaves_all_as_it_was():
+    server = made(ASGD(), 1)
+    pulled = server.read()
+    pushed(server, pulled, [[1, 2], [3, 4]])
+    before = {name: v.numpy() for name, v in server.variables().items()}
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"{NOT_FINITE} '.*kernel'"):
+        pushed(server, server.read(), [[1, 2], [np.nan, 4]], start=1)
+    for name, variable in server.variables().items():
+        np.testing.assert_array_equal(variable, before[name])
+    pushed(server, server.read(), [[1, 2], [3, 4]], start=1)  # the lock was given back
+    assert weights(server) == [[-2, -4], [-6, -8]]
+
+
+def test_the_rate_of_a_push_and_of_its_staleness():
+    server = made(ASGD(rate_by_staleness=True), 1)
+    pulled = server.read()
+    pushed(server, pulled, [[1, 1], [1, 1]])
+    pushed(server, pulled, [[1, 1], [1, 1]], start=1)  # staleness 1: half the rate
+    pushed(server, server.read(), [[1, 1], [1, 1]], start=2, rate=0.25)
+    assert weights(server) == [[-1.75, -1.75]] * 2
+    assert server.learning_rate == 1.0
+    server.learning_rate = 0.5
+    pushed(server, server.read(), [[1, 1], [1, 1]], start=3)
+    assert weights(server) == [[-2.25, -2.25]] * 2
+
+
+def test_an_elastic_move_is_told_to_the_worker():
+    server = made(AsyncEASGD(0.25), 2)
+    answer = pushed(server, server.read(), [[4, 8], [0, -4]])
+    assert [m.numpy().ravel().tolist() for m in answer.moves] == [[1, 2], [0, -1]]
+    assert weights(server) == [[1, 2], [0, -1]]
+    again = pushed(server, server.read(), [[4, 8], [0, -4]])  # in already
+    assert [m.numpy().ravel().tolist() for m in again.moves] == [[0, 0], [0, 0]]
+
+
+def test_turns_are_taken_where_staleness_is_bounded():
+    server = made(ASGD(max_staleness=1), 2, record=True)
+    ones = [[1, 1], [1, 1]]
+    assert server.ask_to_pull(long(0), waits=False)
+    old = server.read()
+    assert server.ask_to_pull(long(1), waits=False)
+    assert not server.ask_to_pull(long(2), waits=False)  # two are under way
+    assert pushed(server, server.read(), ones, worker=1, chunk=1).settled
+    assert server.ask_to_pull(long(1), waits=False)
+    refused = pushed(server, server.read(), ones, worker=1, chunk=1, start=1)
+    assert not refused.settled  # worker 0's would be of staleness 2
+    assert not refused.included
+    assert weights(server) == [[-1, -1]] * 2
+    server.forget(0)
+    assert pushed(server, server.read(), ones, worker=1, chunk=1, start=1).settled
+    # Worker 0 was alive after all, and has been overtaken.
+    late = pushed(server, old, ones, worker=0)
+    assert bool(late.settled) and not late.included
+    assert weights(server) == [[-2, -2]] * 2
+    assert [tuple(line) for line in server.books.lines()] == [(1, 1, 0, 0), (1, 1, 1, 1)]
+
+
+def test_no_record_is_told_of():
+    with pytest.raises(ValueError, match="record=True"):
+        made(ASGD()).books.lines()
+
+
+def test_weights_are_spread_over_servers_and_have_names_in_checkpoints():
+    x = keras.Input((8,))
+    model = keras.Sequential([x, keras.layers.Dense(8), keras.layers.Dense(4)])
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    server = Server(model, [], ASGD(), {}, ["CPU:0", "CPU:1"], num_workers=1)
+    shapes = [[tuple(w.shape) for w in shard.weights] for shard in server.shards]
+    assert shapes == [[(8, 8)], [(8,), (8, 4), (4,)]]
+    assert [w.device[-5:] for shard in server.shards for w in shard.weights] == ["CPU:0"] + 3 * [
+        "CPU:1"
+    ]
+    names = server.variables()
+    assert {f"weight/{k}" for k in range(4)} < set(names)
+    assert {"version/0", "version/1", "progress/0", "progress/1", "books/finished"} < set(names)
