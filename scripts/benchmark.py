@@ -17,6 +17,9 @@ Suite `input`: frames/s that the input pipeline gives on one core, from a corpus
 frames/s that training the demo's model (4x512) takes on one core. `ratio_to_training` is the one
 over the other of the same round.
 
+Suite `async`: pushes/s of one and two workers with one parameter server, of tfpara.AsyncStrategy and
+of TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is of the same round.
+
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmark_peers. `predictions` has what the cost model says.
 scripts.benchmark_page puts the results into the documentation.
@@ -34,7 +37,7 @@ from typing import Any
 from absl import flags
 
 import tfpara
-from scripts import benchmark_peers, common
+from scripts import benchmark_async, benchmark_peers, common
 from scripts.benchmark_headlines import headlines
 from scripts.benchmark_prediction import costs_of, predictions
 from scripts.benchmark_processes import measure
@@ -42,7 +45,10 @@ from scripts.benchmark_systems import elements_of
 from tfpara.planner import Link
 
 _SUITE = flags.DEFINE_enum(
-    "suite", "scaling", ["scaling", "averages", "memory", "input", "peers"], "what to measure"
+    "suite",
+    "scaling",
+    ["scaling", "averages", "memory", "input", "peers", "async"],
+    "what to measure",
 )
 _OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "times that everything is measured", lower_bound=1)
@@ -75,6 +81,9 @@ def main() -> None:
         raise common.Failure(f"--out={out}: there is no folder {out.parent}. Make it first.")
     if _SUITE.value == "peers":
         _peers(out)
+        return
+    if _SUITE.value == "async":
+        _async(out)
         return
     systems = {
         "scaling": _scaling_systems,
@@ -117,6 +126,14 @@ def _peers(out: Path) -> None:
             f"{row['predicted_samples_per_second']:.0f} samples/s, measured / predicted "
             f"{row['measured_over_predicted']:.2f}"
         )
+
+
+def _async(out: Path) -> None:
+    sizes = {"batch": _BATCH.value, **_sizes()}
+    steps = max(4, _STEPS.value // 4)
+    found = benchmark_async.measured(sizes, steps, _ROUNDS.value, seconds=600.0)
+    results = {"sizes": sizes, "rounds": _ROUNDS.value, "steps": steps, **found}
+    common.write_json(out, {**_conditions(), **results})
 
 
 def _conditions() -> dict[str, Any]:

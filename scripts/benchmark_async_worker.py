@@ -1,0 +1,126 @@
+"""One process of the benchmark of parameter servers: `... -m scripts.benchmark_async_worker JSON`.
+
+The system "tfpara" trains with `tfpara.AsyncStrategy`; "stock" is the loop that TensorFlow's guide
+shows: `ParameterServerStrategy`, a scheduled function for each step, Keras' optimizer in it. Both
+run in the same processes. The chief prints the figures as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.algorithms import ASGD
+from tfpara.parameter_server import processes
+from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.strategy import AsyncStrategy
+
+_STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
+
+
+def main() -> None:
+    """Trains, and prints pushes/s after a first epoch."""
+    options = json.loads(sys.argv[1])
+    place = processes.join(_TIMEOUT_SECONDS, _STARTUP_SECONDS)
+    seconds = {"tfpara": _tfpara, "stock": _stock}[options["system"]](place, options)
+    pushes = options["steps"] * place.num_workers
+    figures = {
+        "pushes_per_second": pushes / seconds,
+        "samples_per_second": pushes * options["batch"] / seconds,
+    }
+    print("FIGURES", json.dumps(figures), flush=True)
+
+
+def _model(options: dict[str, Any]) -> keras.Model:
+    hidden = [
+        keras.layers.Dense(options["width"], activation="relu") for _ in range(options["layers"])
+    ]
+    model = keras.Sequential(
+        [keras.Input((options["inputs"],)), *hidden, keras.layers.Dense(options["classes"])]
+    )
+    model.compile(
+        keras.optimizers.SGD(1e-3, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def _data(options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    shape = (options["batch"], options["inputs"])
+    return draw.normal(size=shape).astype(np.float32), draw.integers(
+        0, options["classes"], options["batch"]
+    )
+
+
+def _tfpara(place: Any, options: dict[str, Any]) -> float:
+    strategy = AsyncStrategy(ASGD(), _processes=place)
+    with strategy.scope():
+        model = _model(options)
+    x, y = _data(options)
+
+    def part(epoch: Any, chunk: Any) -> tf.data.Dataset:
+        del epoch, chunk
+        return tf.data.Dataset.from_tensors((x, y)).repeat(options["steps"])
+
+    clock = _Clock()
+    strategy.fit(model, Chunks(place.num_workers, part), epochs=2, verbose=0, callbacks=[clock])
+    return clock.seconds
+
+
+class _Clock(keras.callbacks.Callback):
+    """Seconds of the last epoch."""
+
+    async_safe = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._begun = time.monotonic()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seconds = time.monotonic() - self._begun
+
+
+def _stock(place: Any, options: dict[str, Any]) -> float:
+    coordinator = place._coordinator
+    strategy = coordinator.strategy
+    x, y = _data(options)
+    with strategy.scope():
+        model = _model(options)
+        model.optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(iterator: Any) -> None:
+        def replica(data: Any) -> None:
+            features, labels = data
+            with tf.GradientTape() as tape:
+                loss = model.compute_loss(y=labels, y_pred=model(features, training=True))
+            variables = [v.value for v in model.trainable_variables]
+            gradients = tape.gradient(loss, variables)
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        strategy.run(replica, args=(next(iterator),))
+
+    def data() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors((x, y)).repeat()
+
+    iterator = iter(coordinator.create_per_worker_dataset(data))
+
+    def epoch() -> float:
+        begun = time.monotonic()
+        for _ in range(options["steps"] * place.num_workers):
+            coordinator.schedule(step, args=(iterator,))
+        coordinator.join()
+        return time.monotonic() - begun
+
+    epoch()
+    return epoch()
+
+
+if __name__ == "__main__":
+    main()
