@@ -17,8 +17,9 @@ Suite `input`: frames/s that the input pipeline gives on one core, from a corpus
 frames/s that training the demo's model (4x512) takes on one core. `ratio_to_training` is the one
 over the other of the same round.
 
-Suite `async`: pushes/s of one and two workers with one parameter server, of tfpara.AsyncStrategy and
-of TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is of the same round.
+Suite `async`: pushes/s of one and two workers with one parameter server, of tfpara.AsyncStrategy
+and of TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is of the same
+round.
 
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmark_peers. `predictions` has what the cost model says.
