@@ -33,7 +33,7 @@ def run(scenario, timeout=280, **options):
     return json.loads(lines[0][7:])
 
 
-def check_counts(got, times, pushes, workers, but_times=0):
+def check_counts(got, times, pushes, workers):
     """Every sample is in both weights so often, and the books agree."""
     assert got["smallest"] == got["largest"] == [times, times]
     assert got["pushes"] == pushes
@@ -42,11 +42,15 @@ def check_counts(got, times, pushes, workers, but_times=0):
     assert len([n for n in got["by_worker"] if n]) == workers
 
 
-@pytest.mark.parametrize("ps", [1, 2])
-def test_no_update_is_lost_over_10000_pushes(ps):
-    got = run("counting", workers=2, ps=ps, minibatches=2500, batch=64, epochs=4, chunks=10)
-    check_counts(got, 10_000, 10_000, 2)
-    assert got["samples"] == 10_000 * 64
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(("ps", "minibatches"), [(1, 500), (2, 2500)])
+def test_no_update_is_lost(ps, minibatches):
+    pushes = 4 * minibatches
+    got = run(
+        "counting", 600, workers=2, ps=ps, minibatches=minibatches, batch=64, epochs=4, chunks=10
+    )
+    check_counts(got, pushes, pushes, 2)
+    assert got["samples"] == pushes * 64
     assert sum(got["staleness"][1:]) > 0  # they were at it at once
 
 

@@ -293,7 +293,15 @@ class Server:
             return [tf.identity(shard.version), *moves]
 
         fresh = tf.logical_and(accepted, shard.progress.next_is(part))
-        result = tf.cond(fresh, write, leave)
+
+        def here(branch: Callable[[], list[tf.Tensor]]) -> Callable[[], list[tf.Tensor]]:
+            def placed() -> list[tf.Tensor]:
+                with tf.device(shard.device):  # a branch is a graph of its own, without the scope
+                    return branch()
+
+            return placed
+
+        result = tf.cond(fresh, here(write), here(leave))
         with tf.control_dependencies(result):
             return [shard.progress.includes(part), *result]
 

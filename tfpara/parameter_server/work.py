@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
     Attributes:
         weights: those the next minibatch sees: as pulled (ASGD) or the local ones (EASGD).
-        gradients: sums over the block's minibatches; empty for EASGD.
+        gradients: sums over the block's minibatches; empty before the first, and for EASGD.
         optimizer: the local optimizer's state; empty for ASGD.
         state: moving statistics that workers share.
         own: what is a worker's own: random seeds and carried recurrent states.
@@ -126,7 +126,7 @@ class Work:
         zero = tf.zeros([], tf.int64)
         return Block(
             weights=list(weights) if self.local else pulled_weights,
-            gradients=[] if self.local else [tf.zeros_like(w) for w in pulled_weights],
+            gradients=[],
             optimizer=list(optimizer),
             state=[tf.identity(s) for s in pulled.state],
             own=list(own),
@@ -167,7 +167,8 @@ class Work:
             gradients = []
         else:
             gradients = clipped(model.optimizer, gradients)
-            gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
+            if block.gradients:  # not the first of the block
+                gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
         return Block(
             weights=weights,
             gradients=gradients,
