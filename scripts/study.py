@@ -16,6 +16,7 @@ import concurrent.futures
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import time
@@ -118,8 +119,8 @@ _MODELS = (
 
 
 # Small minibatches, so that there are several syncs in an epoch even where the period is 80.
-_PLAIN = ("--model=dnn-003", "--minibatch=64", "--learning_rate=0.02", "--momentum=0.9")
-_FALLING = ("--schedule=exponential", "--final_learning_rate=0.001")
+_PLAIN = ("--model=dnn-003", "--minibatch=64", "--learning_rate=0.1", "--momentum=0")
+_FALLING = ("--schedule=exponential", "--final_learning_rate=0.01")
 _SERVERS = ("--chunk_minutes=1",)
 
 
@@ -260,11 +261,30 @@ def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
         *([f"--simulate_replicas={_REPLICAS.value}"] if run.parallel else []),
         *([f"--init={_weights(out, run.start)}"] if run.start else []),
     ]
-    common.call(out, run.name, command)
+    try:
+        common.call(out, run.name, command)
+    except common.Failure as error:
+        if not re.search("infinite or NaN|NaN or Inf", str(error)):
+            raise
+        print(f"  {run.name}: diverged", flush=True)
+        return [_diverged(run, weights) for weights in run.models]
     seconds = time.monotonic() - began
     rows = [{**_scored(out, run, weights), "seconds": seconds} for weights in run.models]
     print(f"  {run.name}: {time.monotonic() - began:.0f} s", flush=True)
     return rows
+
+
+def _diverged(run: _Run, weights: str) -> dict[str, Any]:
+    """The row of a run that has ended because its weights grew without bound."""
+    unknown = ("epochs", "frame_error_rate", "cross_entropy", "phone_error_rate", "staleness")
+    return {
+        "name": run.name,
+        "model": run.model,
+        "training": run.training,
+        "weights": weights,
+        "replicas": _REPLICAS.value if run.parallel else 1,
+        **dict.fromkeys(unknown),
+    }
 
 
 def _scored(out: Path, run: _Run, weights: str) -> dict[str, Any]:
@@ -312,10 +332,12 @@ def _table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         weights = names.get(row["weights"], row["weights"].replace("ema-", "EMA "))
+        rates = [row["frame_error_rate"], row["phone_error_rate"]]
+        shown = ["diverged" if rate is None else f"{rate:.2f}" for rate in rates]
+        epochs = "" if row["epochs"] is None else row["epochs"]
         lines.append(
-            f"| {row['model']} | {row['training']} | {row['replicas']} | {row['epochs']} | "
-            f"{weights} | "
-            f"{row['frame_error_rate']:.2f} | {row['phone_error_rate']:.2f} |"
+            f"| {row['model']} | {row['training']} | {row['replicas']} | {epochs} | {weights} | "
+            f"{shown[0]} | {shown[1]} |"
         )
     return "\n".join(lines) + "\n"
 
