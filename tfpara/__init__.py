@@ -38,7 +38,7 @@ _LOCATION = {
     "Speed": "tfpara.parameter_server.simulation",
     "StartMean": "tfpara.parameter_server.start_mean",
     "StartupError": "tfpara.startup",
-    "SyncStatistics": "tfpara.synchronizer",
+    "SyncStatistics": "tfpara.statistics",
     "simulate": "tfpara.simulation",
     "simulate_async": "tfpara.parameter_server.simulated",
 }
