@@ -90,7 +90,11 @@ def test_librispeech_with_resampling(run_well, kaldi, tmp_path):
     [
         ("kaldi", ("--data=data",), ("one of --ali and --phones",)),
         ("kaldi", ("--data=data", "--ali=few.1"), ("s2-u1", "--skip=labels")),
-        ("kaldi", ("--data=data", "--ali=pdf.1", "--pitch"), ("--pitch=True is for features computed from audio",)),
+        (
+            "kaldi",
+            ("--data=data", "--ali=pdf.1", "--pitch"),
+            ("--pitch=True is for features computed from audio",),
+        ),
         (
             "kaldi",
             ("--data=data", "--validation_data=audio", "--ali=pdf.1"),

@@ -9,6 +9,9 @@ import tensorflow as tf
 # Staler pushes are counted together with those of this staleness.
 LARGEST_STALENESS = 255
 
+# A variable and its next value.
+Change = tuple[tf.Variable, tf.Tensor]
+
 
 class Pushed(NamedTuple):
     """A line of a record: push number `version` (from 0) of a run.
@@ -68,19 +71,21 @@ class Books:
         """No chunk of the new epoch is finished."""
         self.finished.assign(tf.zeros_like(self.finished))
 
-    def enter(self, push: Any, staleness: tf.Tensor, pulled: tf.Tensor) -> list[Any]:
-        """Enters a push; returns what must have run before the lock is given back."""
+    def changes(self, push: Any, staleness: tf.Tensor) -> list[Change]:
+        """What a push changes; inside the lock."""
         row = tf.minimum(staleness, LARGEST_STALENESS)
         one = tf.ones([], tf.int64)
-        entered = [
-            _count(self.histogram, row, one),
-            _count(self.by_worker, push.worker, one),
-            self.samples.assign_add(push.samples),
+        return [
+            _counted(self.histogram, row, one),
+            _counted(self.by_worker, push.worker, one),
+            (self.samples, self.samples + push.samples),
         ]
+
+    def record(self, push: Any, staleness: tf.Tensor, pulled: tf.Tensor) -> None:
+        """Keeps a line for a push, if lines are kept; inside the lock."""
         if self._log is not None:
             line = tf.stack([push.worker, push.place.chunk, pulled])
-            entered.append(self._log.insert([pulled + staleness], [line]))
-        return entered
+            self._log.insert([pulled + staleness], [line])
 
     def finish(self, chunk: tf.Tensor, finished: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """Enters whether all minibatches of a chunk are in the model; inside the lock."""
@@ -150,10 +155,10 @@ class Progress:
             self.is_of(push.place.epoch), done >= push.place.start + push.minibatches
         )
 
-    def enter(self, push: Any) -> tf.Tensor:
-        """Enters them."""
-        return _count(self.done, push.place.chunk, push.minibatches)
+    def change(self, push: Any) -> Change:
+        """What having them in changes."""
+        return _counted(self.done, push.place.chunk, push.minibatches)
 
 
-def _count(counters: tf.Variable, index: tf.Tensor, by: tf.Tensor) -> tf.Tensor:
-    return counters.assign(tf.tensor_scatter_nd_add(counters.read_value(), [[index]], [by]))
+def _counted(counters: tf.Variable, index: tf.Tensor, by: tf.Tensor) -> Change:
+    return counters, tf.tensor_scatter_nd_add(counters.read_value(), [[index]], [by])

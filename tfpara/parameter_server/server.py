@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfpara.algorithms import AsyncEASGD
 from tfpara.parameter_server.books import Books
-from tfpara.parameter_server.shard import NOT_FINITE, Shard, variable
+from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, variable
 from tfpara.parameter_server.turns import DROP, GO, Turns
 
 
@@ -243,18 +243,19 @@ class Server:
     def _part(self, shard: Shard, push: Push) -> Push:
         """What of a push is a server's, sent to it."""
         first = shard is self.first
+        push = push._replace(
+            values=[push.values[k] for k in shard.indices],
+            state=list(push.state) if first else [],
+            metrics=list(push.metrics) if first else [],
+        )
         with tf.device(shard.device):
-            return push._replace(
-                values=[tf.identity(push.values[k]) for k in shard.indices],
-                state=[tf.identity(t) for t in push.state] if first else [],
-                metrics=[tf.identity(t) for t in push.metrics] if first else [],
-            )
+            return tf.nest.map_structure(tf.identity, push)
 
     def _locked(self, shard: Shard, part: Push, inside: Callable[[], Any]) -> Any:
         """Runs what is to be inside the lock, when all that was sent has arrived."""
         with (
             tf.device(shard.device),
-            tf.control_dependencies([*part.values, *part.state, *part.metrics]),
+            tf.control_dependencies(tf.nest.flatten(part)),
         ):
             return shard.lock.execute(inside)
 
@@ -273,19 +274,20 @@ class Server:
 
         def write() -> list[tf.Tensor]:
             # A statistic that is NaN once stays so. Those of other shards are an empty list.
-            changes = [
+            deltas = [
                 tf.debugging.check_numerics(d, f"{NOT_FINITE} {name!r}")
                 for d, name in zip(part.state, self.state_names, strict=False)
             ]
-            with tf.control_dependencies(changes):
-                moves, written, staleness = shard.apply(part, pulled)
-            if shard is self.first:
-                written += [v.assign_add(d) for v, d in zip(self.state, changes, strict=True)]
-                written += [
-                    v.assign_add(d) for v, d in zip(self.metrics, part.metrics, strict=True)
-                ]
-                written += self.books.enter(part, staleness, pulled.versions[0])
-            with tf.control_dependencies(written):
+            changes, moves, staleness = shard.changes(part, pulled)
+            if shard is not self.first:
+                written = commit(changes)
+            else:
+                changes += [(v, v + d) for v, d in zip(self.state, deltas, strict=True)]
+                changes += [(v, v + d) for v, d in zip(self.metrics, part.metrics, strict=True)]
+                changes += self.books.changes(part, staleness)
+                at = pulled.versions[0]
+                written = commit(changes, lambda: self.books.record(part, staleness, at))
+            with tf.control_dependencies([written]):
                 return [tf.identity(shard.version), *(tf.identity(m) for m in moves)]
 
         def leave() -> list[tf.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara.algorithms import AsyncEASGD
 from tfpara.algorithms.keras_step import KerasSteps
-from tfpara.parameter_server.books import Progress
+from tfpara.parameter_server.books import Change, Progress
 
 NOT_FINITE = "a push would make this weight infinite or NaN:"
 
@@ -74,16 +74,16 @@ class Shard:
         with tf.device(self.device):
             self.progress = Progress(num_chunks)
 
-    def apply(self, push: Any, pulled: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
-        """The step with what was pushed; inside the lock.
+    def changes(self, push: Any, pulled: Any) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
+        """What a push changes; inside the lock.
 
         Args:
             push: a `Push` whose values are those of this shard's weights.
             pulled: the `Pulled` that it was computed from.
 
         Returns:
-            For each weight what the local model loses, of rules that have them; what must have run
-            before the lock is given back; and the staleness.
+            The changes; for each weight what the local model loses, of rules that have them; and
+            the staleness.
         """
         before = [tf.identity(v) for v in self.weights]
         version = tf.identity(self.version)
@@ -99,18 +99,14 @@ class Shard:
             tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
             for w, name in zip(after, self.names, strict=True)
         ]
-        with tf.control_dependencies([*after, *moves, *optimizer]):
-            written = [v.assign(w) for v, w in zip(self.weights, after, strict=True)]
-            written += [v.assign(s) for v, s in zip(self.optimizer, optimizer, strict=True)]
-            for name, average in self._averages.items():
-                for kept, new in zip(self.averages[name], after, strict=True):
-                    values = average.update(_read(kept), new)
-                    written += [
-                        v.assign(tf.cast(x, v.dtype)) for v, x in zip(kept, values, strict=True)
-                    ]
-            written.append(self.version.assign(version + 1))
-            written.append(self.progress.enter(push))
-        return moves, written, staleness
+        changes: list[Change] = list(zip(self.weights, after, strict=True))
+        changes += zip(self.optimizer, optimizer, strict=True)
+        for name, average in self._averages.items():
+            for kept, new in zip(self.averages[name], after, strict=True):
+                values = average.update(_read(kept), new)
+                changes += [(v, tf.cast(x, v.dtype)) for v, x in zip(kept, values, strict=True)]
+        changes += [(self.version, version + 1), self.progress.change(push)]
+        return changes, moves, staleness
 
     def _step(
         self, weights: Sequence[tf.Tensor], push: Any, staleness: tf.Tensor, pulled: Any
@@ -154,6 +150,23 @@ class Shard:
         found[f"version/{self.number}"] = self.version
         found[f"progress/{self.number}"] = self.progress.done
         return found
+
+
+def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None) -> tf.Tensor:
+    """Makes all changes, and then `record`; or, if the worker dies before, none of them.
+
+    When a worker dies, TensorFlow ends what it runs on a server between two operations. This is one
+    operation: a function that is not dissolved into its caller, and begins when all is computed.
+    """
+
+    @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+    def write(values: list[tf.Tensor]) -> tf.Tensor:
+        for (changed, _), value in zip(changes, values, strict=True):
+            changed.assign(value)
+        record()
+        return tf.constant(True)
+
+    return write([value for _, value in changes])
 
 
 def variable(value: Any) -> tf.Variable:
