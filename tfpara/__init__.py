@@ -33,7 +33,7 @@ _LOCATION = {
     "FingerprintError": "tfpara.fingerprint",
     "ParameterServerError": "tfpara.parameter_server.lobby",
     "PeriodicSyncStrategy": "tfpara.strategy",
-    "Pushed": "tfpara.parameter_server.simulation",
+    "Pushed": "tfpara.parameter_server.books",
     "SlowMo": "tfpara.algorithms",
     "Speed": "tfpara.parameter_server.simulation",
     "StartMean": "tfpara.parameter_server.start_mean",

@@ -151,9 +151,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         """Trains the model on the workers; Keras' `fit`, with its arguments, callbacks and history.
 
         An epoch is divided into chunks. A chunk goes to one worker at a time, and to another one if
-        that dies, which goes on where the model is: every minibatch is in the model once. A push
-        that its worker's death cuts in the middle may, with several parameter servers, be in on
-        some of them only; it is then made again whole.
+        that dies, which goes on where the model is: every minibatch is in the model once, on every
+        parameter server.
 
         The progress bar, and the batch hooks of callbacks, follow the pushes several times a
         second, not each of them. After `fit` the model has the global weights.
@@ -344,8 +343,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         self._processes.check()
         for worker in self._processes.lost():
             for server, _ in self._servers.values():
-                if hasattr(server, "forget"):
-                    server.forget(worker)
+                server.forget(worker)
 
     def _of(self, model: keras.Model | None) -> Server:
         """The model's server; None: that of the newest model."""
