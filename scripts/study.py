@@ -119,8 +119,8 @@ _MODELS = (
 
 
 # Small minibatches, so that there are several syncs in an epoch even where the period is 80.
-_PLAIN = ("--model=dnn-003", "--minibatch=64", "--learning_rate=0.1", "--momentum=0")
-_FALLING = ("--schedule=exponential", "--final_learning_rate=0.01")
+_PLAIN = ("--model=dnn-003", "--minibatch=64", "--learning_rate=0.02", "--momentum=0")
+_FALLING = ("--schedule=exponential", "--final_learning_rate=0.002")
 _SERVERS = ("--chunk_minutes=1",)
 
 
