@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# The first test waits for all of them.
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "scripts" / "recipes").glob("*.flags"))
 # Those that others include, or for another program.
@@ -47,7 +50,7 @@ def runs(corpus_directory, tmp_path_factory):
         env=environ,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return out
