@@ -900,7 +900,7 @@ def test_unknown_weights_are_refused_with_a_list():
     with strategy.scope():
         model = compiled(*MODELS["dense"])
     with (
-        pytest.raises(ValueError, match="which='em' is unknown. There are: global, local, ema"),
+        pytest.raises(ValueError, match="which='em' is unknown. There are: local, global, ema"),
         strategy.weights(model, "em"),
     ):
         pass

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from cluster_of_processes import free_ports
+from launched import default_signals
 
 from tfpara.parameter_server.cluster import AsyncCluster
 
@@ -38,6 +39,7 @@ class Process:
         env = os.environ | dict.fromkeys(threads, "1") | {"TF_CONFIG": tf_config} | environ
         self.popen = subprocess.Popen(
             [sys.executable, str(PROGRAMS / program), *arguments],
+            preexec_fn=default_signals,
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

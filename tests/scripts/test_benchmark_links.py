@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launched import default_signals
 
 from scripts import benchmark_links, common
 from scripts.benchmark_processes import measure
@@ -58,6 +59,7 @@ def test_signals_remove_everything(number):
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program],
+        preexec_fn=default_signals,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
