@@ -81,6 +81,17 @@ def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound):
     assert got["kills"] == 1
 
 
+def test_a_slow_worker_does_not_hold_up_the_others():
+    got = run("slow", workers=2, ps=1, seconds=4)
+    alike, slow = got["alike"], got["slow"]
+    assert slow[0] < 0.4 * alike[0]  # it has a tenth of its time
+    assert slow[1] > 0.7 * alike[1]
+    assert slow[0] > 0
+    # All the same, no update is lost.
+    assert got["smallest"] == got["largest"] == [got["pushes"]] * 2
+    assert sum(got["staleness"]) == sum(got["by_worker"]) == got["pushes"]
+
+
 @pytest.mark.parametrize(("easgd", "sync_period"), [(False, 1), (True, 3)])
 def test_a_run_on_a_cluster_is_repeated_in_the_simulation(easgd, sync_period):
     got = run("replay", workers=2, ps=1, easgd=easgd, sync_period=sync_period)

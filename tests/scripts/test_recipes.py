@@ -28,8 +28,10 @@ for name in names:
     small += ["--streams=8"] if "lstm" in name or "cldnn" in name else ["--minibatch=512"]
     if name.startswith("003-dnn"):
         small.append("--warm_start_epochs=0")  # of a single epoch, that syncs
-    if name.startswith("002") or name.endswith(("-asgd", "-async")):
+    if name.startswith("002") or name.endswith("-asgd"):
         small += ["--simulate_replicas=2", "--chunk_minutes=0.2"]
+    if name.endswith("-async"):  # its period must fit into a chunk
+        small += ["--simulate_replicas=2", "--chunk_minutes=0.2", "--minibatch=8"]
     where = [f"--flagfile=scripts/recipes/{name}.flags", f"--corpus={corpus}"]
     with flagsaver.flagsaver():
         flags.FLAGS(["train", *where, f"--run_dir={out}/{name}", *small])

@@ -39,9 +39,7 @@ class Chunks:
         arguments: Callable[[int, int], tuple[Any, ...]] | None = None,
         num_minibatches: int | None = None,
     ) -> None:
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-            raise ValueError(f"count={count!r} must be a whole number of chunks, at least 1.")
-        self.count = int(count)
+        self.count = _positive("count", count, 1)
         self.num_minibatches = num_minibatches
         self._dataset = dataset
         self._arguments = arguments
@@ -93,7 +91,7 @@ def as_chunks(
         _refuse(type(x).__name__, y=y, sample_weight=sample_weight, batch_size=batch_size)
         if isinstance(x, Chunks):
             _refuse("Chunks", chunks=count)
-        chunks = x if isinstance(x, Chunks) else _of_dataset(x, count or 1)
+        chunks = x if isinstance(x, Chunks) else _of_dataset(x, _positive("chunks", count, 1))
     elif x is None or isinstance(x, str | bytes | int | float) or hasattr(x, "__next__"):
         raise TypeError(
             f"x is a {type(x).__name__}. The workers read the data without Python, so give arrays, "
@@ -101,8 +99,17 @@ def as_chunks(
         )
     else:
         data = (x, y) if sample_weight is None else (x, y, sample_weight)
-        chunks = _of_arrays(data, batch_size or 32, shuffle, count or 1, seed)
+        size = _positive("batch_size", batch_size, 32)
+        chunks = _of_arrays(data, size, shuffle, _positive("chunks", count, 1), seed)
     return chunks if class_weight is None else _weighted(chunks, class_weight)
+
+
+def _positive(name: str, value: int | None, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+    return int(value)
 
 
 def _refuse(kind: str, **given: Any) -> None:

@@ -189,6 +189,61 @@ def pause_a_worker(servers, strategy, stop):
         KILLS += 1
 
 
+class Stop(keras.callbacks.Callback):
+    """Ends training once an event is set."""
+
+    def __init__(self, event):
+        super().__init__()
+        self.event = event
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = self.event.is_set()
+
+
+def pushes_of(strategy, seconds):
+    """Of each worker, while so much time passes."""
+    before = strategy.statistics().by_worker
+    time.sleep(seconds)
+    return [int(n) for n in strategy.statistics().by_worker - before]
+
+
+def scenario_slow(servers, options):
+    """Pushes of each worker while all are alike, and while worker 0 has a tenth of its time."""
+    global BATCH
+    BATCH = 64
+    strategy = AsyncStrategy(ASGD(), _processes=servers)
+    with strategy.scope():
+        model = counting_model()
+    x, y = samples(256 * BATCH, BATCH)
+    measured, done = {}, threading.Event()
+
+    def slow(process, ended):
+        while not ended.is_set():
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.09)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.01)
+
+    def measure():
+        all_at_work(strategy, threading.Event())
+        measured["alike"] = pushes_of(strategy, options["seconds"])
+        ended = threading.Event()
+        thread = threading.Thread(target=slow, args=(servers.running["worker", 0], ended))
+        thread.start()
+        measured["slow"] = pushes_of(strategy, options["seconds"])
+        ended.set()
+        thread.join()
+        done.set()
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    strategy.fit(
+        model, x, y, batch_size=BATCH, epochs=10**6, verbose=0, chunks=16, callbacks=[Stop(done)]
+    )
+    thread.join()
+    return measured | counted(model, strategy)
+
+
 def scenario_counting(servers, options):
     rule = ASGD(max_staleness=options.pop("bound", None))
     during = {"kills": kill_sometimes, "pause": pause_a_worker}.get(options.pop("during", None))
