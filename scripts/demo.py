@@ -75,6 +75,7 @@ _RUNS = (
         ("--rule=bmuf", "--nonesterov", "--local_state=reset"),
     ),
     _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf", "--ma", f"--ema_decay={_EMA_DECAY}")),
+    _Run("bmuf-int8", "Nesterov BMUF, syncs in int8", ("--rule=bmuf", "--compression=int8")),
     _Run("easgd", "EASGD", ("--rule=easgd",)),
     # A parameter server, to which each worker pushes every minibatch.
     _Run("asgd", "asynchronous SGD", ("--rule=asgd", "--sync_period=1", "--chunk_minutes=2")),

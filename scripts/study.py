@@ -7,7 +7,7 @@ Trains what the suite lists on synthetic speech, --jobs runs at a time with a th
 scores each of their models on the test split: frame error rate, and phone error rate of the decoded
 phones. N replicas, or asynchronous workers, are simulated in one process. Leaves results.json,
 table.md, the runs and their logs in --out. A run that has ended is not trained again, and one that
-was interrupted goes on.
+was interrupted goes on. The table's minutes are those of training, start included.
 """
 
 from __future__ import annotations
@@ -261,21 +261,31 @@ def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
         *([f"--simulate_replicas={_REPLICAS.value}"] if run.parallel else []),
         *([f"--init={_weights(out, run.start)}"] if run.start else []),
     ]
+    score = _scored
     try:
         common.call(out, run.name, command)
     except common.Failure as error:
         if not re.search("infinite or NaN|NaN or Inf", str(error)):
             raise
         print(f"  {run.name}: diverged", flush=True)
-        return [_diverged(run, weights) for weights in run.models]
-    seconds = time.monotonic() - began
-    rows = [{**_scored(out, run, weights), "seconds": seconds} for weights in run.models]
+        score = _diverged
+    seconds = _seconds(run_dir, time.monotonic() - began)
+    rows = [{**score(out, run, weights), "seconds": seconds} for weights in run.models]
     print(f"  {run.name}: {time.monotonic() - began:.0f} s", flush=True)
     return rows
 
 
-def _diverged(run: _Run, weights: str) -> dict[str, Any]:
+def _seconds(run_dir: Path, now: float) -> float:
+    """What the call took that ended the run: `now`, unless it had ended before."""
+    file = run_dir / "seconds.json"
+    if not file.exists():
+        common.write_json(file, now)
+    return json.loads(file.read_text())
+
+
+def _diverged(out: Path, run: _Run, weights: str) -> dict[str, Any]:
     """The row of a run that has ended because its weights grew without bound."""
+    del out
     unknown = ("epochs", "frame_error_rate", "cross_entropy", "phone_error_rate", "staleness")
     return {
         "name": run.name,
@@ -327,8 +337,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     names = {"global": "global", "ma": "MA"}
     lines = [
         "| model | training | replicas | epochs | weights | test frame error % | "
-        "test phone error % |",
-        "|---|---|---|---|---|---|---|",
+        "test phone error % | minutes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         weights = names.get(row["weights"], row["weights"].replace("ema-", "EMA "))
@@ -337,7 +347,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         epochs = "" if row["epochs"] is None else row["epochs"]
         lines.append(
             f"| {row['model']} | {row['training']} | {row['replicas']} | {epochs} | {weights} | "
-            f"{shown[0]} | {shown[1]} |"
+            f"{shown[0]} | {shown[1]} | {row['seconds'] / 60:.1f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -45,7 +45,8 @@ check() { # check NAME COMMAND...
 }
 
 # Two processes share the test files; "-n 0" among the arguments is one, for a debugger.
-pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n 2 --dist loadfile)
+pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n 2 --dist loadfile
+  --no-loadscope-reorder)
 if [ "$stack" = full ]; then
   check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
   export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.

@@ -23,6 +23,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         pytest.exit(f"tfpara comes from {found}, not from the wheel in {installed}", 3)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests first, so that none of them is left for one process at the end."""
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _logical_devices() -> None:
     """Four logical CPU devices in the test process, and few threads."""

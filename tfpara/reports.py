@@ -10,11 +10,17 @@ averaged at times of its own.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 RUNNING, NONFINITE, SIGNATURE, REQUEST, STEPS, SAMPLES = range(6)  # and what follows: samples
+
+
+# Before a worker fails: by then the others have the table that says why. Its failure ends what they
+# have not received yet.
+_GRACE_SECONDS = 1.0
 
 
 class Request(enum.IntEnum):
@@ -74,7 +80,19 @@ def checks(
         (other, other // replicas_per_worker),
     )
     equal = (signatures == signatures[0]) | tf.math.is_nan(signatures)
-    return [
-        tf.debugging.Assert(tf.reduce_all(bad < 0.0), [nonfinite]),
-        tf.debugging.Assert(tf.reduce_all(equal), [unequal]),
-    ]
+    several = reports.shape[0] > replicas_per_worker
+    with tf.control_dependencies([_wait_if(is_bad(reports))] if several else []):
+        return [
+            tf.debugging.Assert(tf.reduce_all(bad < 0.0), [nonfinite]),
+            tf.debugging.Assert(tf.reduce_all(equal), [unequal]),
+        ]
+
+
+def _wait_if(condition: tf.Tensor) -> tf.Tensor:
+    def wait() -> bool:
+        time.sleep(_GRACE_SECONDS)
+        return True
+
+    return tf.cond(
+        condition, lambda: tf.numpy_function(wait, [], tf.bool), lambda: tf.constant(True)
+    )

@@ -5,7 +5,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -46,15 +45,17 @@ class Launched:
 
     def read_until(self, *words):
         """Reads stdout until it holds all words."""
-        deadline = time.monotonic() + DEADLINE
         while not all(word.encode() in self.seen for word in words):
-            left = deadline - time.monotonic()
-            if not select.select([self.process.stdout], [], [], max(0, left))[0]:
-                pytest.fail(f"no {words} in {self.seen!r}")
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                pytest.fail(f"no {words} in {self.seen!r}: {self.process.stderr.read()!r}")
-            self.seen += chunk
+            self.read_more(words)
+
+    def read_more(self, wanted="more"):
+        """Reads what comes next on stdout."""
+        if not select.select([self.process.stdout], [], [], DEADLINE)[0]:
+            pytest.fail(f"no {wanted} in {self.seen!r}")
+        chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+        if not chunk:
+            pytest.fail(f"no {wanted} in {self.seen!r}: {self.process.stderr.read()!r}")
+        self.seen += chunk
 
     def finish(self):
         """Returns (exit code, stdout, stderr)."""

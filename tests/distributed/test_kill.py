@@ -43,6 +43,7 @@ OF_TWO_WORKERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("workers", "every_syncs", "kills"),

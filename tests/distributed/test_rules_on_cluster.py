@@ -1,138 +1,208 @@
-"""Two processes of two devices each, against the NumPy simulation."""
+"""Trainings on two processes, over each backend, against NumPy and the simulator of replicas.
+
+All trainings of a backend share a pair of processes: to start one costs as much as to train.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import simulation
+import stepwise_simulation
 from cluster_of_processes import run_all_well
+from horovod_here import needs_horovod
 
-MOMENTUM = "keras.optimizers.SGD(0.2, momentum=0.9)"
+# The first test of each backend waits for all its trainings.
+pytestmark = pytest.mark.timeout(600)
 
-RULES = {
-    "bsp": ("tfpara.BSP()", "bsp", {}),
-    "bmuf": ("tfpara.BMUF()", "nesterov", {"eta": 0.75}),
-    "bmuf-classical": (
-        "tfpara.BMUF(0.5, block_learning_rate=1.2, nesterov=False)",
-        "classical",
-        {"eta": 0.5, "zeta": 1.2},
-    ),
-    "bmuf-cntk": (
-        "tfpara.BMUF(0.6, compat='cntk')",
-        "lookahead_anchor",
-        {"eta": 0.6, "gain": 0.4 * 4},
-    ),
-    "bmuf-fairseq": (
-        "tfpara.BMUF(0.6, compat='fairseq')",
-        "lookahead_anchor",
-        {"eta": 0.6, "gain": 1.0},
-    ),
-    "easgd": ("tfpara.EASGD(0.2)", "elastic", {"alpha": 0.2}),
-}
 # Every replica has ten minibatches; and an uneven variant in which one worker's data end early, one
 # replica has a short minibatch and another one fewer.
 EVEN = [[4] * 10] * 4
 UNEVEN = [[4] * 10, [4] * 9 + [2], [4] * 7, [4] * 6]
+ONE_EACH = UNEVEN[::2]  # a replica for each worker
+AVERAGES = "{'ema': tfpara.EMA(0.8, zero_debias=True), 'ma': tfpara.MA()}"
+HALVES = [(0, 1), (1, 4)]  # variables of the two fragments
 
 
-def train(tmp_path, rule, minibatches, **options):
-    """Runs the cluster; returns the results of both workers merged, and each worker's."""
-    outs = [tmp_path / f"{rank}.npz" for rank in range(2)]
-    common = {
-        "rule": rule,
+class Training(NamedTuple):
+    """`kind` and `settings` say which rule NumPy applies; None: it is compared with others only.
+    `stepwise`: what `stepwise_simulation` is told, for syncs that do not stop the training."""
+
+    rule: str
+    kind: str | None
+    settings: dict
+    options: dict
+    stepwise: dict | None = None
+
+
+BMUF = ("tfpara.BMUF()", "nesterov", {"eta": 0.75})
+BLOCK = ("tfpara.BMUF(0.6)", "nesterov", {"eta": 0.6})
+EASGD = ("tfpara.EASGD(0.2)", "elastic", {"alpha": 0.2})
+SHARDED = {"aggregation": "sharded", "averages": AVERAGES, "minibatches": UNEVEN, "epochs": 2}
+UNEVEN_TWICE = {"minibatches": UNEVEN, "epochs": 2, "steps_per_execution": 2}
+OVERLAPPED = {"minibatches": ONE_EACH, "epochs": 2, "aggregation": "sharded"}
+
+TRAININGS = {
+    "bsp": Training("tfpara.BSP()", "bsp", {}, {"local_state": "average"}),
+    "bsp-reset": Training("tfpara.BSP()", "bsp", {}, {"local_state": "reset"}),
+    "bsp-sharded": Training("tfpara.BSP()", "bsp", {}, SHARDED),
+    "bmuf": Training(*BMUF, {"averages": AVERAGES}),
+    "bmuf-sharded": Training(*BMUF, SHARDED),
+    "bmuf-uneven": Training(*BMUF, UNEVEN_TWICE),
+    "bmuf-classical": Training(
+        "tfpara.BMUF(0.5, block_learning_rate=1.2, nesterov=False)",
+        "classical",
+        {"eta": 0.5, "zeta": 1.2},
+        {},
+    ),
+    "bmuf-cntk": Training(
+        "tfpara.BMUF(0.6, compat='cntk')", "lookahead_anchor", {"eta": 0.6, "gain": 0.4 * 4}, {}
+    ),
+    "bmuf-fairseq": Training(
+        "tfpara.BMUF(0.6, compat='fairseq')", "lookahead_anchor", {"eta": 0.6, "gain": 1.0}, {}
+    ),
+    "easgd": Training(*EASGD, {}),
+    "easgd-sharded": Training(*EASGD, SHARDED),
+    "easgd-uneven": Training(*EASGD, UNEVEN_TWICE),
+    "diloco": Training("tfpara.DiLoCo()", None, {}, {"aggregation": "sharded"}),
+    "slowmo": Training("tfpara.SlowMo()", None, {}, {"local_state": "reset"}),
+    "bmuf_adam": Training(
+        "tfpara.BMUFAdam()",
+        None,
+        {},
+        {"optimizer": "keras.optimizers.Adam(0.01)", **SHARDED},
+    ),
+    "bmuf-overlap": Training(*BLOCK, {**OVERLAPPED, "overlap": True}, {"delay": 3}),
+    "easgd-overlap": Training(*EASGD, {**OVERLAPPED, "overlap": True}, {"delay": 3}),
+    # Two workers of two devices: overlap, fragments, hierarchy, several steps an execution.
+    "all-at-once": Training(
+        *BLOCK,
+        {**UNEVEN_TWICE, "overlap": 2, "fragments": 2, "device_sync_period": 1},
+        {"delay": 2, "runs": HALVES, "device_period": 1, "devices": 2},
+    ),
+    "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
+}
+# Also of replicas that one process simulates on as many devices.
+SIMULATED = ("bmuf-sharded", "easgd-sharded", "bmuf-overlap", "easgd-overlap", "int8")
+WEIGHTS = 4
+
+
+def of_worker(name, workers, out):
+    """The options of programs/train_small.py."""
+    training = TRAININGS[name]
+    options = {
         "sync_period": 3,
-        "local_devices": 2,
-        "optimizer": MOMENTUM,
-        "minibatches": minibatches,
-        **options,
+        "optimizer": "keras.optimizers.SGD(0.2, momentum=0.9)",
+        "minibatches": EVEN,
+        "timeout_seconds": 100,
+        **training.options,
     }
-    run_all_well("train_small.py", [{**common, "out": str(out)} for out in outs])
-    workers = [dict(np.load(out)) for out in outs]
-    return {**workers[1], **workers[0]}, workers
+    devices = len(options["minibatches"]) // workers
+    return {**options, "rule": training.rule, "local_devices": devices, "out": str(out)}
+
+
+def train(path, names, workers, **options):
+    """Of each training what its workers saved."""
+    path.mkdir()
+    outs = {name: [path / f"{name}-{rank}.npz" for rank in range(workers)] for name in names}
+    given = [[of_worker(n, workers, outs[n][rank]) for n in names] for rank in range(workers)]
+    run_all_well("train_small.py", given, timeout=500, **options)
+    return {name: [dict(np.load(out)) for out in outs[name]] for name in names}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function: what came of all trainings on "TF_CONFIG", on "horovod" or "simulated"."""
+    path = tmp_path_factory.mktemp("trained")
+    found = {}
+
+    def of(backend):
+        if backend not in found:
+            if backend == "simulated":
+                alone = {"environ": [{"TF_CONFIG": ""}]}
+                found[backend] = train(path / backend, SIMULATED, 1, **alone)
+            else:
+                found[backend] = train(path / backend, TRAININGS, 2, start=backend)
+        return found[backend]
+
+    return of
+
+
+BACKENDS = ["TF_CONFIG", pytest.param("horovod", marks=needs_horovod)]
 
 
 def model(results, prefix):
-    return simulation.flat([results[f"{prefix}_{i}"] for i in range(4)])
+    return simulation.flat([results[f"{prefix}_{i}"] for i in range(WEIGHTS)])
 
 
-def check(results, workers, kind, minibatches, settings, **options):
-    initial = [results[f"initial_{i}"] for i in range(4)]
-    local, center, loss = simulation.simulate(
-        kind,
-        initial,
-        minibatches,
-        3,
-        lambda: simulation.Momentum(0.2, 0.9),
-        **options,
-        **settings,
-    )
-    for replica in range(4):
-        np.testing.assert_allclose(model(results, f"replica{replica}"), local[replica], atol=1e-5)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [name for name in TRAININGS if TRAININGS[name].kind])
+def test_it_is_what_numpy_computes(trained, name, backend):
+    training, workers = TRAININGS[name], trained(backend)[name]
+    results = {**workers[1], **workers[0]}
+    options = of_worker(name, 2, "")
     for worker in workers:
-        np.testing.assert_array_equal(model(worker, "initial"), model(results, "initial"))
-        np.testing.assert_allclose(model(worker, "global"), center.w, atol=1e-5)
-        for name in ("loss", "accuracy", "evaluation"):
-            np.testing.assert_array_equal(worker[name], workers[0][name])
+        for key in ("initial_0", "global_0", "loss", "accuracy", "evaluation", "syncs"):
+            np.testing.assert_array_equal(worker[key], results[key], err_msg=key)
+    initial = [results[f"initial_{i}"] for i in range(WEIGHTS)]
+    settings = {"epochs": options.get("epochs", 1), **training.settings}
+    arguments = (training.kind, initial, options["minibatches"], options["sync_period"])
+
+    def optimizer():
+        return simulation.Momentum(0.2, 0.9)
+
+    if training.stepwise:
+        stepwise = {**training.stepwise, **settings}
+        local, (w, _), loss = stepwise_simulation.simulate(*arguments, optimizer, **stepwise)
+    else:
+        state = options.get("local_state", "keep")
+        local, center, loss = simulation.simulate(
+            *arguments, optimizer, local_state=state, **settings
+        )
+        w = center.w
+        assert results["syncs"] == len(center.history) - 1
+        if "averages" in options:
+            check_averages(results, center.history)
+    for replica, expected in enumerate(local):
+        np.testing.assert_allclose(model(results, f"replica{replica}"), expected, atol=1e-5)
+    np.testing.assert_allclose(model(results, "global"), w, atol=1e-5)
     np.testing.assert_allclose(results["loss"], loss, rtol=1e-5)
-    assert workers[0]["syncs"] == len(center.history) - 1
-    return center
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_rule_equals_simulation(tmp_path, name):
-    rule, kind, settings = RULES[name]
-    check(*train(tmp_path, rule, EVEN), kind, EVEN, settings)
-
-
-@pytest.mark.parametrize("name", ["bsp", "bmuf", "easgd"])
-def test_sharded_state_gives_the_same(tmp_path, name):
-    rule, kind, settings = RULES[name]
-    averages = "{'ema': tfpara.EMA(0.8, zero_debias=True), 'ma': tfpara.MA()}"
-    options = {"averages": averages, "epochs": 2, "aggregation": "sharded"}
-    results, workers = train(tmp_path, rule, UNEVEN, **options)
-    center = check(results, workers, kind, UNEVEN, settings, epochs=2)
-    ema = np.zeros_like(center.history[0])
-    for w in center.history[1:]:
+def check_averages(results, history):
+    """The averages of the global models: the initial one, and that after each sync."""
+    ema = np.zeros_like(history[0])
+    for w in history[1:]:
         ema = 0.8 * ema + 0.2 * w
-    ema /= 1 - 0.8 ** (len(center.history) - 1)
+    ema /= 1 - 0.8 ** (len(history) - 1)
     np.testing.assert_allclose(model(results, "ema"), ema, atol=1e-5)
-    np.testing.assert_allclose(model(results, "ma"), np.mean(center.history[1:], 0), atol=1e-5)
+    np.testing.assert_allclose(model(results, "ma"), np.mean(history[1:], 0), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bmuf", "easgd"])
-def test_uneven_data_are_weighted_and_nobody_waits_for_ever(tmp_path, name):
-    rule, kind, settings = RULES[name]
-    results, workers = train(tmp_path, rule, UNEVEN, epochs=2, steps_per_execution=2)
-    check(results, workers, kind, UNEVEN, settings, epochs=2)
+@needs_horovod
+@pytest.mark.parametrize("name", TRAININGS)
+def test_horovod_gives_what_tensorflow_gives(trained, name):
+    for mine, theirs in zip(trained("horovod")[name], trained("TF_CONFIG")[name], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            np.testing.assert_allclose(mine[key], value, atol=1e-5, rtol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("local_state", ["reset", "average"])
-def test_optimizer_state_at_a_sync(tmp_path, local_state):
-    results, workers = train(tmp_path, "tfpara.BSP()", EVEN, local_state=local_state)
-    check(results, workers, "bsp", EVEN, {}, local_state=local_state)
-
-
-def test_averages_follow_the_global_model_and_do_not_touch_it(tmp_path):
-    rule, kind, settings = RULES["bmuf"]
-    averages = "{'ema': tfpara.EMA(0.8), 'ma': tfpara.MA()}"
-    results, workers = train(tmp_path, rule, EVEN, averages=averages)
-    center = check(results, workers, kind, EVEN, settings)
-    ema = center.history[0]
-    for w in center.history[1:]:
-        ema = 0.8 * ema + 0.2 * w
-    np.testing.assert_allclose(model(results, "ema"), ema, atol=1e-5)
-    np.testing.assert_allclose(model(results, "ma"), np.mean(center.history[1:], 0), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["bmuf", "easgd"])
-def test_simulated_replicas_compute_what_real_workers_do(tmp_path, name):
-    averages = "{'ema': tfpara.EMA(0.8), 'ma': tfpara.MA()}"
-    options = {"averages": averages, "epochs": 2, "aggregation": "sharded"}
-    real, _ = train(tmp_path, RULES[name][0], UNEVEN, **options)
-    out = tmp_path / "simulated.npz"
-    common = {"rule": RULES[name][0], "sync_period": 3, "optimizer": MOMENTUM, **options}
-    simulated = {"minibatches": UNEVEN, "local_devices": 4, "out": str(out)}
-    run_all_well("train_small.py", [{**common, **simulated}])
-    found = dict(np.load(out))
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_replicas_compute_what_real_workers_do(trained, name):
+    workers, (simulated,) = trained("TF_CONFIG")[name], trained("simulated")[name]
     # The same initial weights: those of the chief, with its seed.
-    assert set(found) == set(real)
+    real = {**workers[1], **workers[0]}
+    assert set(simulated) == set(real)
     for key, value in real.items():
-        np.testing.assert_allclose(found[key], value, atol=1e-5, err_msg=key)
+        if key != "bytes_sent":
+            np.testing.assert_allclose(simulated[key], value, atol=1e-5, err_msg=key)
+
+
+def test_int8_sends_a_quarter_and_leaves_equal_replicas(trained):
+    workers, (simulated,) = trained("TF_CONFIG")["int8"], trained("simulated")["int8"]
+    for i in range(WEIGHTS):
+        np.testing.assert_array_equal(workers[0][f"replica0_{i}"], workers[1][f"replica1_{i}"])
+    # 256 numbers of a byte and a scale of 4, two legs, to the other worker; simulated: nothing.
+    assert workers[0]["bytes_sent"] == workers[0]["syncs"] * 2 * 260
+    assert simulated["bytes_sent"] == 0

@@ -56,10 +56,12 @@ def script(tmp_path):
     return write
 
 
-def pid_of(run, name):
-    """The process whose line "serving PID" has come, the last one of this name."""
-    run.read_until(f"[{name}] serving")
-    return int(re.findall(rf"^\[{name}\] serving (\d+)", run.seen.decode(), re.MULTILINE)[-1])
+def pid_of(run, name, start=0):
+    """The process that was started under this name, at first or again; waits for its line."""
+    lines = re.compile(rf"^\[{name}\] serving (\d+)$", re.MULTILINE)
+    while len(found := lines.findall(run.seen.decode())) <= start:
+        run.read_more()
+    return int(found[start])
 
 
 def test_each_process_reads_its_place(script):
@@ -96,7 +98,7 @@ def test_a_worker_is_started_again_while_the_others_go_on(script, tmp_path):
         first = pid_of(run, "worker 1")
         os.kill(first, signal.SIGKILL)
         run.read_until("[chief] joined 1")
-        second = pid_of(run, "worker 1")
+        second = pid_of(run, "worker 1", 1)
         assert second != first
         os.kill(second, signal.SIGKILL)  # and not a second time
         time.sleep(0.1)

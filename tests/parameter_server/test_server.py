@@ -42,6 +42,7 @@ def check_counts(got, times, pushes, workers):
     assert len([n for n in got["by_worker"] if n]) == workers
 
 
+@pytest.mark.long
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(("ps", "minibatches"), [(1, 500), (2, 2500)])
 def test_no_update_is_lost(ps, minibatches):
@@ -54,6 +55,7 @@ def test_no_update_is_lost(ps, minibatches):
     assert sum(got["staleness"][1:]) > 0  # they were at it at once
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ps", [1, 2])
 def test_every_minibatch_is_in_once_though_workers_are_killed(ps):
     got = run(
@@ -63,6 +65,7 @@ def test_every_minibatch_is_in_once_though_workers_are_killed(ps):
     assert got["kills"] >= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bound", [0, 1])
 def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound):
     got = run(

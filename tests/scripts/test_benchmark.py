@@ -2,6 +2,8 @@
 
 import json
 
+SMALL = ("--layers=1", "--width=64", "--classes=50")
+
 
 def test_scaling_writes_rows_and_prints_them(run_well, tmp_path):
     out = tmp_path / "scaling.json"
@@ -13,6 +15,7 @@ def test_scaling_writes_rows_and_prints_them(run_well, tmp_path):
         "--sync_periods=1,2",
         "--steps=2",
         "--batch=8",
+        *SMALL,
     )
     content = json.loads(out.read_text())
     assert content["suite"] == "scaling"
@@ -42,7 +45,7 @@ def test_memory_falls_with_the_number_of_replicas(run_well, tmp_path):
 
 def test_averages_are_compared_with_none(run_well, tmp_path):
     out = tmp_path / "averages.json"
-    run_well("benchmark", "--suite=averages", f"--out={out}", "--rounds=1", "--steps=4")
+    run_well("benchmark", "--suite=averages", f"--out={out}", "--rounds=1", "--steps=4", *SMALL)
     rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["sharded, no averages"]["ratio_to_none"] == 1.0
     assert rows["sharded, three averages"]["sync_ms"] > 0

@@ -27,7 +27,9 @@ def test_the_table_has_a_row_for_each_model(run_well, tmp_path):
     for row, line in zip(rows, table.splitlines()[2:], strict=True):
         assert 0 < row["frame_error_rate"] <= 100
         assert f"| {row['frame_error_rate']:.2f} | {row['phone_error_rate']:.2f} |" in line
-    assert "| LSTM | SGD, Nesterov BMUF | 2 | EMA 0.8 |" in table
+        assert row["seconds"] > 0
+        assert line.endswith(f"| {row['seconds'] / 60:.1f} |")
+    assert "| LSTM | SGD, Nesterov BMUF | 2 | 1 | EMA 0.8 |" in table
     assert content["setting"]["replicas"] == 2
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfpara.steps import without_tuner
+
 # Below what protocol buffers carry in one message, 2 GB.
 _LARGEST_BYTES = 1 << 30
 
@@ -46,7 +48,7 @@ class Chunks:
 
     def dataset(self, epoch: Any, chunk: Any, *arguments: Any) -> tf.data.Dataset:
         """The minibatches of a chunk."""
-        return self._dataset(epoch, chunk, *arguments)
+        return without_tuner(self._dataset(epoch, chunk, *arguments))
 
     @property
     def element_spec(self) -> Any:

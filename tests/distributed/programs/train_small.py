@@ -25,13 +25,14 @@ def batch(replica, step, size):
 
 def main():
     options = json.loads(sys.argv[1])
-    for training in options if isinstance(options, list) else [options]:
+    trainings = options if isinstance(options, list) else [options]
+    make_devices(max(training["local_devices"] for training in trainings))
+    for training in trainings:
         train(training)
 
 
 def train(options):
     local = options["local_devices"]
-    make_devices(local)
     strategy = tfpara.PeriodicSyncStrategy(
         eval(options["rule"]),
         sync_period=options["sync_period"],
@@ -49,8 +50,14 @@ def train(options):
     )
     keras.utils.set_random_seed(strategy.worker_index)
     with strategy.scope():
+        # Named, so that variables have the same names whatever was trained before.
         model = keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(5)]
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(7, activation="tanh", name="hidden"),
+                keras.layers.Dense(5, name="output"),
+            ],
+            name="model",
         )
         model.compile(
             eval(options["optimizer"]),
@@ -80,7 +87,7 @@ def train(options):
         with strategy.weights(model, which):
             results |= {f"{which}_{i}": w for i, w in enumerate(model.get_weights())}
     of_replicas = {f"_{i}": v for i, v in enumerate(model.trainable_variables)}
-    of_replicas |= {f":{v.path.replace('/', '.')}": v for v in model.optimizer.variables}
+    of_replicas |= {f":{v.path.rpartition('/')[2]}": v for v in model.optimizer.variables}
     for name, variable in of_replicas.items():
         kind = "optimizer" if name.startswith(":") else "replica"
         for replica, component in zip(
