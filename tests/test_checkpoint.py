@@ -99,7 +99,7 @@ def everything(strategy, model):
 
 def run(directory, rule=None, stop=None, epochs=EPOCHS, log=None, devices=DEVICES, **options):
     """One process of a run; returns what it ends with and its history, or None if stopped."""
-    names = ("aggregation", "averages", "data_plan", "sync_period")
+    names = ("aggregation", "averages", "data_plan", "sync_period", "overlap", "fragments")
     settings = {k: options.pop(k) for k in names if k in options}
     # Another seed for each process that resumes: all it has is the checkpoint.
     seed = 1 + len(list(directory.glob("checkpoint-*")))
@@ -273,14 +273,49 @@ def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_
     assert abs(history["accuracy"][0] * 64 - round(history["accuracy"][0] * 64)) < 1e-4
 
 
-def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path):
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"overlap": 1, "fragments": 2}], ids=str
+)
+def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path, options):
     log = []
-    assert run(tmp_path, every_syncs=1, stop=(0, 4)) is None
+    assert run(tmp_path, every_syncs=1, stop=(0, 4), **options) is None
     # 2 syncs of 2 steps of 2 replicas, then 1 of 3 replicas, then what is left to 1 replica.
     three, one = ([f"CPU:{i}" for i in range(n)] for n in (3, 1))
-    assert run(tmp_path, every_syncs=1, stop=(0, 2), devices=three) is None
-    run(tmp_path, devices=one, log=log, epochs=1)
+    assert run(tmp_path, every_syncs=1, stop=(0, 2), devices=three, **options) is None
+    run(tmp_path, devices=one, log=log, epochs=1, **options)
     assert log[-1] == (0, list(range(14, 16)))
+
+
+def test_a_sync_that_was_in_the_air_counts_on_another_number_of_replicas(tmp_path):
+    strategy, model = make(tfpara.BSP(), averages={}, overlap=True)
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=1)
+    wanted = []
+
+    def look(batch, logs=None):
+        if batch == 3:  # the second sync has begun, and was kept
+            with strategy.weights(model, "global"):
+                wanted.extend(v.numpy() for v in model.trainable_variables)
+            raise Stop
+
+    looking = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    with pytest.raises(Stop):
+        model.fit(epoch_data(strategy), verbose=0, callbacks=[checkpoint, looking])
+    checkpoint._checkpoints.store.release()
+    other, again = make(tfpara.BSP(), ["CPU:0", "CPU:1", "CPU:2"], averages={}, overlap=True)
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    found = []
+
+    def begin(epoch, logs=None):
+        for variable in again.trainable_variables:
+            found.append([c.numpy() for c in other.experimental_local_results(variable.value)])
+
+    beginning = keras.callbacks.LambdaCallback(on_epoch_begin=begin)
+    again.fit(epoch_data(other), verbose=0, callbacks=[checkpoint, beginning])
+    checkpoint._checkpoints.store.release()
+    for components, value in zip(found, wanted, strict=True):
+        assert len(components) == 3
+        for component in components:
+            np.testing.assert_allclose(component, value, atol=1e-6)
 
 
 def model_weights(weights, model):
