@@ -8,24 +8,28 @@ from cluster_of_processes import run_all_well
 PHASES = {"step", "check", "wait", "pack", "reduce", "rule", "unpack"}
 
 
-@pytest.fixture(scope="module", params=["replicated", "sharded"])
-def events(request, tmp_path_factory):
+def recorded(folder, **options):
     """The timeline of steps 4 to 9 of two epochs of six, a sync every third; worker 1 is late."""
-    folder = tmp_path_factory.mktemp("traced") / "trace"
     options = {
         "log_dir": str(folder),
         "steps": [4, 9],
-        "aggregation": request.param,
+        "aggregation": "sharded",
         "late_step": 5,
         "late_seconds": 0.5,
         "minibatches": 6,
         "sync_period": 3,
         "epochs": 2,
+        **options,
     }
     run_all_well("train_traced.py", [options] * 2)
     for worker in range(2):
         assert list(folder.glob(f"worker-{worker}/plugins/profile/*/*.xplane.pb"))
     return json.loads((folder / "timeline.json").read_text())["traceEvents"]
+
+
+@pytest.fixture(scope="module", params=["replicated", "sharded"])
+def events(request, tmp_path_factory):
+    return recorded(tmp_path_factory.mktemp("traced") / "trace", aggregation=request.param)
 
 
 def spans(events, worker, *phases):
@@ -89,3 +93,15 @@ def test_the_punctual_worker_waits_for_the_late_one(events):
     (late,) = [s for s in spans(events, 1, "step") if s[2]["step"] == 5]
     assert late[0] > step[0] + 400 or late[1] - late[0] > 400
     assert abs(late[1] - step[1]) < 200
+
+
+def test_a_sync_beside_the_training_does_not_hold_up_the_punctual_worker(tmp_path):
+    # The sync that begins at the end of step 5 is merged at the end of step 8.
+    events = recorded(tmp_path / "trace", overlap=True, minibatches=12, epochs=1, late_step=6)
+    for worker in range(2):
+        mine = {e["name"] for e in events if e["ph"] == "X" and e["pid"] == worker}
+        assert mine == PHASES
+    steps = {args["step"]: (b, e) for b, e, args in spans(events, 0, "step")}
+    (late,) = [s for s in spans(events, 1, "step") if s[2]["step"] == 6]
+    # Worker 1 sleeps before step 6; worker 0 is through with it, and with step 7, meanwhile.
+    assert steps[7][1] < late[1]

@@ -1,7 +1,7 @@
 """A worker that trains with `tfpara.callbacks.Trace`; worker 1 comes late to one sync.
 
 Options (JSON): log_dir, steps (first and last, or null), aggregation, late_step, late_seconds,
-minibatches (in an epoch), sync_period, epochs.
+minibatches (in an epoch), sync_period, epochs, overlap.
 """
 
 import json
@@ -35,6 +35,7 @@ def main():
         sync_period=options["sync_period"],
         averages={"ema": tfpara.EMA(0.9)},
         aggregation=options["aggregation"],
+        overlap=options.get("overlap", False),
     )
     with strategy.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(6), keras.layers.Dense(3)])
