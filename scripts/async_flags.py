@@ -118,6 +118,11 @@ def rate_search() -> Any:
     return ChunkRateSearch(factors, _PART.value)
 
 
+def by_staleness() -> bool:
+    """The value of --rate_by_staleness."""
+    return _BY_STALENESS.value
+
+
 def start_mean_chunks() -> int:
     """The value of --start_mean_chunks."""
     return _START_MEAN.value

@@ -27,6 +27,7 @@ _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 def main() -> None:
     """Trains, and prints pushes/s after a first epoch."""
     options = json.loads(sys.argv[1])
+    options["steps"] = max(1, options["steps"] // _CHUNKS) * _CHUNKS
     place = processes.join(_TIMEOUT_SECONDS, _STARTUP_SECONDS)
     seconds = {"tfpara": _tfpara, "stock": _stock}[options["system"]](place, options)
     pushes = options["steps"] * place.num_workers

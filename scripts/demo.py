@@ -154,7 +154,7 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
         *run.options,
         *schedule,
     ]
-    if workers > 1:
+    if workers > 1 or _is_async(run):
         servers = ["--ps", "1"] if _is_async(run) else []
         launcher = ["tfpara.launch", *servers, "-n", str(workers), "--threads", "1", "--"]
         command = [*launcher, sys.executable, "-m", *command]

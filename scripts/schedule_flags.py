@@ -143,6 +143,11 @@ def _check_async(name: str, schedule: str) -> None:
         raise ValueError(
             f"--sync_period={_PERIOD.value}: with parameter servers the period is one number."
         )
+    if async_flags.by_staleness() and schedule == "hand":
+        raise ValueError(
+            "--rate_by_staleness divides a rate that --schedule=hand computes from the pushes. "
+            "Leave out one of them."
+        )
     if async_flags.rate_search() is not None and schedule != "constant":
         raise ValueError(
             f"--search_rate chooses the learning rate, and so does --schedule={schedule}. Leave "

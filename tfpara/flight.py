@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ class Flight:
                     kept.append(
                         [make(tf.zeros([s]), f"{name}_{number}_{k}") for k, s in enumerate(sizes)]
                     )
-        atexit.register(self._wait_a_little)
+        _flights.add(self)
 
     def start(
         self, rows: tf.Tensor, fragment: tf.Tensor, local: Sequence[Buckets], buckets: slice
@@ -148,7 +149,17 @@ class Flight:
             of_collective = isinstance(error, _OF_COLLECTIVES)
         self._ends.enqueue((message, of_collective))
 
-    def _wait_a_little(self) -> None:
-        """The thread must not be in TensorFlow while the interpreter is taken down."""
+    def wait_a_little(self) -> None:
+        """Waits for the thread, if there is one."""
         if self._thread is not None:
             self._thread.join(_PATIENCE_SECONDS)
+
+
+_flights: weakref.WeakSet[Flight] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_flights() -> None:
+    """No thread must be in TensorFlow while the interpreter is taken down."""
+    for flight in list(_flights):
+        flight.wait_a_little()

@@ -148,6 +148,7 @@ def _environments(
         clusters = local_clusters(count, options.host, options.port)
         return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
     # Each start has a store of its own, without the addresses of workers that have ended.
+    stores.close()
     [port] = ports(options.host, options.port, 1)
     store = rendezvous.Server(port, options.host)
     stores.callback(store.close)

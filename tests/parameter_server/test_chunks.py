@@ -125,6 +125,7 @@ X, Y = numbered(6)
         (lambda: as_chunks(Chunks(1, lambda e, c: None), count=2), "chunks does not go"),
         (lambda: as_chunks(X, Y[:5]), r"the arrays have \[5, 6\] samples"),
         (lambda: as_chunks(X[:0], Y[:0]), r"\[0\] samples"),
+        (lambda: as_chunks(X), "y is None"),
         (lambda: as_chunks(X, Y, batch_size=0), "batch_size=0 must be a whole number"),
         (lambda: as_chunks(X, Y, count=-1), "chunks=-1 must be a whole number"),
         (lambda: as_chunks(tf.data.Dataset.range(3), count=0), "chunks=0 must be a whole number"),
@@ -146,3 +147,14 @@ def test_data_that_does_not_fit_is_refused(make, told):
 def test_data_of_another_kind_is_refused(x):
     with pytest.raises(TypeError, match="without Python"):
         as_chunks(x)
+
+
+def test_class_weights_of_one_hot_labels():
+    x, y = numbered(6)
+    labels = np.arange(6) % 3
+    weighted = []
+    for targets in (labels, np.eye(3, dtype="float32")[labels]):
+        chunks = as_chunks(x, targets, batch_size=4, shuffle=False, class_weight={1: 5.0})
+        weighted.append(np.concatenate([w for chunk in read(chunks) for _, _, w in chunk]))
+    np.testing.assert_array_equal(*weighted)
+    assert weighted[0].tolist() == [1, 5, 1, 1, 5, 1]

@@ -167,6 +167,89 @@ def test_an_error_in_a_callback_leaves_the_servers_weights_in_the_model(every_pu
     strategy.fit(model, X, Y, **settings())  # and the workers are free
 
 
+def test_an_order_that_is_not_this_runs_is_refused():
+    first, model = made(2)
+    first.fit(model, X, Y, chunks=4, **settings())
+    record = first.record(model)
+    same, again = made(2, order=record)
+    same.fit(again, X, Y, chunks=4, **settings())
+    assert same.record(again) == record
+    for options, told in (
+        ({"epochs": 2}, "has ended|no pull"),
+        ({"chunks": 3}, "no pull|has nothing to push|has ended"),
+    ):
+        other, model = made(2, order=record)
+        with pytest.raises(ValueError, match=f"record of another run: .*({told})"):
+            other.fit(model, X, Y, **settings(**{"chunks": 4, **options}))
+    with pytest.raises(ValueError, match="pushes of worker 1, and there are 1 workers"):
+        made(1, order=record)
+
+
+def test_a_dataset_of_unknown_length_is_for_all_workers():
+    strategy, model = made(3)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).filter(lambda x, y: True)
+    strategy.fit(model, data, verbose=0)
+    assert (strategy.statistics(model).by_worker > 0).all()
+    assert strategy.statistics(model).pushes == MINIBATCHES
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(1, [0, 1, 2]), (2, [1]), ([1, 3], [0, 2])])
+def test_validation_frequencies_are_those_of_keras(every, epochs):
+    strategy, model = made()
+    seen = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(epoch) if "val_loss" in logs else None
+    )
+    options = settings(validation_data=(X[:8], Y[:8]), validation_freq=every, callbacks=[note])
+    strategy.fit(model, X, Y, epochs=3, **options)
+    assert seen == epochs
+
+
+@pytest.mark.parametrize("every", [0, 1.5, True, None])
+def test_other_validation_frequencies_are_refused(every):
+    strategy, model = made()
+    with pytest.raises(ValueError, match=f"validation_freq={every}"):
+        strategy.fit(model, X, Y, validation_data=(X, Y), validation_freq=every, **settings())
+    assert strategy.statistics(model).pushes == 0
+
+
+def test_a_model_that_was_not_trained_has_no_statistics():
+    strategy, model = made()
+    for call in (strategy.statistics, lambda: strategy.statistics(model), strategy.record):
+        with pytest.raises(ValueError, match="not been trained yet"):
+            call()
+
+
+def test_frozen_weights_and_statistics_that_are_set_between_fits_are_used():
+    strategy = tfpara.simulate_async(1, tfpara.ASGD())
+    with strategy.scope():
+        frozen = keras.layers.Dense(4, trainable=False)
+        layers = [frozen, keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    y = np.eye(3, dtype="float32")[Y]
+    first = strategy.fit(model, X, y, **settings()).history["loss"]
+    frozen.set_weights([np.zeros((6, 4)), np.ones(4)])
+    second = strategy.fit(model, X, y, **settings()).history["loss"]
+    assert second != first
+    assert second[0] == pytest.approx(float(np.mean(y**2)), rel=1e-5)  # of a constant, normalised
+    moving = model.layers[1].moving_mean
+    moving.assign(np.full(4, 7.0))
+    with strategy.weights(model, "global"):
+        pass
+    np.testing.assert_array_equal(moving, 7.0)
+
+
+def test_a_rate_by_staleness_needs_a_rate():
+    strategy = tfpara.simulate_async(1, tfpara.ASGD(rate_by_staleness=True))
+    with strategy.scope():
+        model = compiled()
+        decay = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
+        model.compile(keras.optimizers.SGD(decay), "sparse_categorical_crossentropy")
+    with pytest.raises(ValueError, match="rate_by_staleness=True divides"):
+        strategy.fit(model, X, Y, **settings())
+
+
 def test_periods_and_chunks_that_do_not_fit_are_refused():
     strategy, model = made(1, sync_period=4)
     with pytest.raises(ValueError, match="sync_period=4 exceeds the 3 minibatches of a chunk"):

@@ -208,6 +208,68 @@ def test_a_callback_sets_the_rate_on_the_servers():
     np.testing.assert_array_equal(seen[1], seen[2])
 
 
+def test_a_searched_rate_outlasts_a_resumption_and_a_second_fit(tmp_path):
+    search = tfpara.ChunkRateSearch((0.5,), minibatches=2)  # halves it for each chunk
+    strategy, model = made(tfpara.AveragedASGD(), keras.optimizers.SGD(0.064))
+    options = {"chunks": 2, "search_rate": search}
+    train(strategy, model, 1, [tfpara.AsyncCheckpoint(tmp_path)], **options)
+    rate = strategy._servers[model][0].learning_rate
+    assert rate == pytest.approx(0.016)
+    again, resumed = made(tfpara.AveragedASGD(), keras.optimizers.SGD(0.064))
+    train(again, resumed, 2, [tfpara.AsyncCheckpoint(tmp_path)], **options)
+    assert again._servers[resumed][0].learning_rate == pytest.approx(0.004)
+    train(again, resumed, 1, **options)
+    assert again._servers[resumed][0].learning_rate == pytest.approx(0.001)
+    resumed.optimizer.learning_rate = 0.5  # set by the user: the next search starts from it
+    train(again, resumed, 1, **options)
+    assert again._servers[resumed][0].learning_rate == pytest.approx(0.125)
+
+
+def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append((batch, float(self.model.optimizer.learning_rate)))
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 8:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def callbacks(*more):
+        rate = tfpara.callbacks.LearningRate(lambda position: 0.1 * (1 - position), 24)
+        return [rate, Look(), *more, tfpara.AsyncCheckpoint(tmp_path)]
+
+    strategy, model = made(optimizer=keras.optimizers.SGD(0.1))
+    with pytest.raises(tfpara.callbacks.Preempted):
+        train(strategy, model, 1, callbacks(Kill()))
+    before = len(seen)
+    again, resumed = made(optimizer=keras.optimizers.SGD(0.1))
+    train(again, resumed, 1, callbacks())
+    assert before and len(seen) > before
+    for batch, rate in seen:
+        assert rate == pytest.approx(0.1 * (1 - batch / 24))
+
+
+def test_sigterm_is_the_programs_own_again_after_a_fit_that_failed(tmp_path):
+    def own(*_):
+        pass
+
+    former = signal.signal(signal.SIGTERM, own)
+    try:
+        strategy, model = made()
+        failing = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: 1 / 0)
+        checkpoint = tfpara.AsyncCheckpoint(tmp_path)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                train(strategy, model, 1, [failing, checkpoint])
+            assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
 def test_telemetry_reports_pushes_and_their_staleness(tmp_path):
     strategy, model = made()
     history = train(strategy, model, 2, [tfpara.callbacks.Telemetry(tmp_path)])

@@ -111,16 +111,18 @@ class LearningRate(Schedule):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         restored, self._restored = self._restored, None
         self._epoch = epoch
-        self._before = restored[1] if restored and restored[0] == epoch else 0
-        self._done = self._before
+        self._done = restored[1] if restored and restored[0] == epoch else 0
+        # Keras counts from where it resumes, an AsyncStrategy from the begin of the epoch.
+        is_async = getattr(self.model.distribute_strategy, "running", None) is not None
+        self._before = 0 if is_async else self._done
         before, self._rate = self._rate, None
-        self._set(epoch + self._share(0))
+        self._set(epoch + self._share(self._done))
         if self._rate != before:
             self.say(epoch, f"learning rate {self._rate:.4g}.")
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._steps is not None:
-            self._set(self._epoch + self._share(batch))
+            self._set(self._epoch + self._share(self._before + batch))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._done = self._before + batch + 1
@@ -129,9 +131,9 @@ class LearningRate(Schedule):
         super().on_epoch_end(epoch, logs)
         self._epoch = -1  # a checkpoint from here on belongs to no epoch's middle
 
-    def _share(self, batch: int) -> float:
-        """How much of the epoch is done before a minibatch."""
-        return min((self._before + batch) / self._steps, 1.0) if self._steps else 0.0
+    def _share(self, done: int) -> float:
+        """How much of the epoch so many minibatches are."""
+        return min(done / self._steps, 1.0) if self._steps else 0.0
 
     def _set(self, position: float) -> None:
         rate = float(self._schedule(position))

@@ -28,8 +28,9 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     A checkpoint holds what the parameter servers hold (weights, the optimizer's slots, averages,
     counters, and how far each chunk of the epoch is) and the states of callbacks. It is written at
     the end of each epoch, and within epochs if asked; workers pause meanwhile, between two pushes.
-    A program that is started again goes on there, with as many parameter servers and any number of
-    workers. Workers' own models (AsyncEASGD) are not kept: workers begin with the servers' model.
+    A program that is started again goes on there, with as many parameter servers and chunks, and
+    any number of workers; where that changes, give `fit` the number of `chunks`, which otherwise
+    depends on it. Workers' own models (AsyncEASGD) are not kept: they begin with the servers'.
 
     On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
     the program with exit code 75. Put the callback last in the list.
@@ -90,6 +91,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         except BaseException:
             self._store.release()
             raise
+        self._running.at_failure.append(self._stand_down)
         if threading.current_thread() is threading.main_thread():
             self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
         self._saved_at = time.monotonic()
@@ -108,8 +110,12 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.model.stop_training:
             self._save(self._running.epoch, finished=True)
+        self._stand_down()
+
+    def _stand_down(self) -> None:
         if self._former_handler is not None:
             signal.signal(signal.SIGTERM, self._former_handler)
+            self._former_handler = None
         self._store.release()
 
     # -- saving ----------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ def as_chunks(
             f"x is a {type(x).__name__}. The workers read the data without Python, so give arrays, "
             "a tf.data.Dataset of minibatches, or tfpara.Chunks."
         )
+    elif y is None:
+        raise ValueError("y is None: give the targets that belong to the arrays x.")
     else:
         data = (x, y) if sample_weight is None else (x, y, sample_weight)
         size = _positive("batch_size", batch_size, 32)
@@ -202,7 +204,8 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
         if len(data) != 2 or isinstance(data[1], dict | tuple | list):
             raise ValueError("class_weight needs minibatches (x, y) with one array of labels.")
         x, y = data
-        labels = tf.cast(tf.reshape(y, [-1]), tf.int64)
+        one_hot = y.shape.rank == 2 and y.shape[-1] != 1
+        labels = tf.argmax(y, -1) if one_hot else tf.cast(tf.reshape(y, [-1]), tf.int64)
         known = tf.minimum(labels, len(table) - 1)
         return x, y, tf.where(labels < len(table), tf.gather(table, known), 1.0)
 

@@ -162,7 +162,9 @@ def chunk_function(
         at = _At(first, work.own_start(stream), done, tf.logical_not(halted))
         (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
         with tf.control_dependencies([at.go]):
-            ended = tf.logical_not(at.element.has_value())
+            # Where the last push was left out, somebody has to make it again.
+            all_in = server.done(chunk) >= at.done
+            ended = tf.logical_and(tf.logical_not(at.element.has_value()), all_in)
             return server.finish(epoch, chunk, ended)
 
     return train

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -40,7 +40,7 @@ class Fit:
         x, y, sample_weight = data
         if chunks is None and not isinstance(x, Chunks):
             chunks = strategy.num_workers * (1 if isinstance(x, tf.data.Dataset) else 4)
-            chunks = min(chunks, _minibatches(x, batch_size)) or None
+            chunks = min(chunks, _minibatches(x, batch_size) or chunks)
         self._chunks = as_chunks(
             x,
             y,
@@ -60,11 +60,11 @@ class Fit:
         if search_rate is not None:
             choose_rate = search_rate.function(self.server, self.work, self._chunks)
         self._executor = strategy.executor(self.server, self.work, self._chunks, choose_rate)
-        self._rate: float | None = None
         self._seen = 0  # minibatches of this epoch that callbacks were told of
         self._resumed_epoch: int | None = None
         self.epoch = 0
         self.chunks_done = 0
+        self.at_failure: list[Callable[[], None]] = []  # called where `run` fails
 
     def run(
         self, epochs: int, first: int, verbose: str | int, callbacks: Any, validation: Any
@@ -72,6 +72,7 @@ class Fit:
         """Trains the epochs `first` … `epochs` − 1, or from where a checkpoint was."""
         model = self._model
         model.stop_training = False
+        _check_frequency(validation[-1])
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             verbose = 1 if verbose == "auto" else verbose
             callbacks = keras.callbacks.CallbackList(
@@ -111,10 +112,14 @@ class Fit:
         """
         self.epoch = epoch
         self._resumed_epoch = epoch if within else None
+        # The checkpoint has both rates; a search moves that of the servers alone.
+        self.server.told_rate = self._chiefs_rate()
         self._model.stop_training = finished
 
     def give_up(self) -> None:
         """Leaves the workers idle and the model with the global weights; `run` has failed."""
+        for function in self.at_failure:
+            function()
         with contextlib.suppress(tf.errors.OpError):  # the cluster may be gone
             self.server.books.halted.assign(True)
             self._strategy.read(self._model)
@@ -185,12 +190,15 @@ class Fit:
 
     def _follow_rate(self) -> None:
         """Gives the servers the rate of the model's optimizer where a callback has changed it."""
-        optimizer = self._model.optimizer
+        rate = self._chiefs_rate()
+        if rate is not None and rate != self.server.told_rate:
+            self.server.learning_rate = self.server.told_rate = rate
+
+    def _chiefs_rate(self) -> float | None:
+        """That of the model's optimizer, where it is a number that the servers have."""
         if self.server.learning_rate is None:
-            return
-        rate = float(optimizer.learning_rate)
-        if rate != self._rate:
-            self.server.learning_rate = self._rate = rate
+            return None
+        return float(self._model.optimizer.learning_rate)
 
     def _logs(self) -> dict[str, Any]:
         for variable, value in zip(metric_variables(self._model), self.server.metrics, strict=True):
@@ -198,8 +206,10 @@ class Fit:
         results = self._model.get_metrics_result()
         return {name: float(value) for name, value in results.items()}
 
-    def _validated(self, data: Any, batch_size: int | None, every: int) -> dict[str, Any]:
-        if data is None or (self.epoch + 1) % every:
+    def _validated(self, data: Any, batch_size: int | None, every: Any) -> dict[str, Any]:
+        number = self.epoch + 1
+        due = number % every == 0 if isinstance(every, int) else number in every
+        if data is None or not due:
             return {}
         x, y, sample_weight = (
             keras.utils.unpack_x_y_sample_weight(data)
@@ -218,6 +228,15 @@ def _minibatches(x: Any, batch_size: int | None) -> int:
         return max(0, int(x.cardinality()))
     flat = tf.nest.flatten(x)
     return -(-len(flat[0]) // (batch_size or 32)) if hasattr(flat[0], "__len__") else 0
+
+
+def _check_frequency(every: Any) -> None:
+    one = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    if not one and not isinstance(every, list | tuple | set):
+        raise ValueError(
+            f"validation_freq={every!r} must be a whole number of epochs, at least 1, or a list of "
+            "the epochs, counted from 1, after which to validate."
+        )
 
 
 def _check_period(period: int, chunks: Chunks) -> None:

@@ -116,6 +116,7 @@ class Server:
         self.averages = dict(averages)
         weights = model.trainable_variables
         self.names = [v.path for v in weights]
+        self.told_rate: float | None = None  # the chief's, as the servers know it
         self.state_names = [v.path for v in state]
         self.shards = [Shard(device, number) for number, device in enumerate(devices)]
         self.first = self.shards[0]
@@ -129,6 +130,7 @@ class Server:
         for shard in self.shards:
             shard.indices.sort()
             shard.fill(weights, rule, averages, model.optimizer)
+        self.told_rate = self.learning_rate
         bound = getattr(rule, "max_staleness", None)
         with tf.device(self.first.device):
             self.state = [variable(v.value) for v in state]
@@ -149,8 +151,11 @@ class Server:
         for shard in self.shards:
             with tf.device(shard.device):
                 variable = shard.optimizer[self._rate_index]
+                value = tf.cast(rate, variable.dtype)
                 done.append(
-                    shard.lock.execute(lambda variable=variable: tf.identity(variable.assign(rate)))
+                    shard.lock.execute(
+                        lambda kept=variable, value=value: tf.identity(kept.assign(value))
+                    )
                 )
         return done
 
@@ -445,9 +450,7 @@ class Server:
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        for shard in self.shards:
-            if shard.steps is not None and shard.steps.rate_index is not None:
-                shard.optimizer[shard.steps.rate_index].assign(rate)
+        self.set_rate(tf.constant(rate))
 
     def variables(self) -> dict[str, tf.Variable]:
         """All that a checkpoint must hold, by name; fixed by the model and number of servers."""

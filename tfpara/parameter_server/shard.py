@@ -68,6 +68,12 @@ class Shard:
                 # The workers clip: they see all gradients.
                 self.steps = KerasSteps(optimizer, own, clip=False)
                 self.optimizer = [variable(value) for value in self.steps.initial]
+                if self.steps.rate_index is None and rule.rate_by_staleness:
+                    raise ValueError(
+                        "rate_by_staleness=True divides a learning rate that is a number, and the "
+                        "optimizer has a schedule. Compile it with a number, and set that by a "
+                        "callback such as tfpara.callbacks.LearningRate."
+                    )
 
     def divide(self, num_chunks: int) -> None:
         """Epochs have so many chunks from here on."""
@@ -134,8 +140,16 @@ class Shard:
 
     def start_mean(self, name: str) -> None:
         """Has the running average `name` go on as a mean."""
-        for state in self.averages[name]:
-            state.mean.assign(self._averages[name].start_mean(_read(state)).mean)
+
+        def start() -> tf.Tensor:
+            kept = self.averages[name]
+            means = [self._averages[name].start_mean(_read(state)).mean for state in kept]
+            done = [state.mean.assign(mean) for state, mean in zip(kept, means, strict=True)]
+            with tf.control_dependencies(done):
+                return tf.constant(True)
+
+        with tf.device(self.device):
+            self.lock.execute(start)
 
     def variables(self) -> dict[str, tf.Variable]:
         """All that a checkpoint must hold, by name."""

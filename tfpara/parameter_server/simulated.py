@@ -40,7 +40,8 @@ def simulate_async(
         The strategy. Its `record()` lists all pushes.
 
     Raises:
-        ValueError: a number of workers or speeds that does not fit.
+        ValueError: a number of workers or speeds that does not fit, or a record of more workers;
+            in `fit`: the record of another run.
 
     Example:
         >>> strategy = simulate_async(8, tfpara.ASGD(), speeds=tfpara.Speed(1.0, spread=0.5))
@@ -54,6 +55,12 @@ def simulate_async(
         raise ValueError(
             f"speeds has {len(each)} entries for {num_workers} workers. Give one for each, or one "
             "tfpara.Speed for all."
+        )
+    highest = max((pushed.worker for pushed in order or ()), default=0)
+    if highest >= num_workers:
+        raise ValueError(
+            f"order= has pushes of worker {highest}, and there are {num_workers} workers. Simulate "
+            "as many as the record was made with."
         )
     return AsyncStrategy(rule, record=True, _processes=_Simulated(each, order), **options)
 

@@ -122,6 +122,10 @@ class Simulation:
         while True:
             self._pull_where_free()
             if not self._events:
+                if self._repeats and (
+                    self._waiting or any(w.element is not None for w in self._workers)
+                ):
+                    raise self._other_run("it has no pull that could come next")
                 return True
             self._push_of(self._next_to_push())
             self._push_refused()
@@ -177,12 +181,26 @@ class Simulation:
 
     def _next_to_push(self) -> _Worker:
         if self._repeats:
+            if not self._order:
+                raise self._other_run("it has ended")
             index = self._order.popleft().worker
-            self._events.remove(next(event for event in self._events if event[1] == index))
+            event = next((event for event in self._events if event[1] == index), None)
+            if event is None:
+                raise self._other_run(f"worker {index} pushes next in it, but has nothing to push")
+            self._events.remove(event)
             heapq.heapify(self._events)
             return self._workers[index]
         self._now, index = heapq.heappop(self._events)
         return self._workers[index]
+
+    def _other_run(self, why: str) -> ValueError:
+        left = len(self._waiting) + sum(w.element is not None for w in self._workers)
+        pushes = int(self._server.first.version)
+        return ValueError(
+            f"order= is the record of another run: {why}, after {pushes} pushes and with {left} "
+            "chunks of the epoch left. Repeat it with the workers, data, chunks, sync_period and "
+            "epochs that it was made with, in one fit of a new strategy."
+        )
 
     def _next_minibatch(self, worker: _Worker) -> bool:
         """Gives a worker a chunk where it has none; returns whether it has a minibatch."""

@@ -52,6 +52,9 @@ class StartMean(keras.callbacks.Callback):
             )
         strategy.keep_state("start_mean", self)
 
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._scored = 0  # A checkpoint's state is restored after this.
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         running = self.model.distribute_strategy.running
         self._compare(running.epoch * running.num_chunks + running.chunks_done)

@@ -217,12 +217,13 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         if server is None:  # not trained yet: all are the same
             yield
             return
-        kept = [tf.identity(v.value) for v in model.trainable_variables]
+        changed = [*model.trainable_variables, *self._servers[model][1].state]
+        kept = [tf.identity(v.value) for v in changed]
         self.read(model, which)
         try:
             yield
         finally:
-            for variable, value in zip(model.trainable_variables, kept, strict=True):
+            for variable, value in zip(changed, kept, strict=True):
                 variable.assign(value)
 
     def read(self, model: keras.Model, which: str = "global") -> None:
@@ -238,7 +239,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         """What has been pushed so far.
 
         Args:
-            model: of this model; None: of the one that is or was trained, if it is the only one.
+            model: of this model; None: of the one that is trained, or was trained first by a `fit`
+                last.
+
+        Raises:
+            ValueError: it has not been trained yet.
         """
         server = self._of(model)
         books = server.books
@@ -258,7 +263,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             model: as for `statistics`.
 
         Raises:
-            ValueError: the strategy was made without `record=True`.
+            ValueError: the strategy was made without `record=True`; or the model has not been
+                trained yet.
         """
         return self._of(model).books.lines()
 
@@ -327,6 +333,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         there = [*server.global_weights(), *server.state]
         if not all(np.array_equal(a, b) for a, b in zip([*weights, *state], there, strict=True)):
             server.set_weights(weights, state)
+        work.read_frozen()
 
     def executor(self, server: Server, work: Work, chunks: Any, choose_rate: Any) -> Any:
         """What runs chunks on the workers."""
@@ -347,8 +354,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
 
     def _of(self, model: keras.Model | None) -> Server:
         """The model's server; None: that of the newest model."""
-        if model is None:
+        if model is None and self._servers:
             return list(self._servers.values())[-1][0]
+        if model not in self._servers:
+            raise ValueError("the model has not been trained yet: call strategy.fit before.")
         return self._servers[model][0]
 
     def _server_of(self, model: keras.Model) -> Server | None:

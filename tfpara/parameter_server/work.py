@@ -82,11 +82,15 @@ class Work:
         self._own += states
         self._seeded += [False for _ in states]
         self._frozen = frozen
-        self._frozen_values = [v.numpy() for v in frozen]
+        self.read_frozen()
         self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
         self.local = isinstance(rule, AsyncEASGD)
         self._steps = KerasSteps(model.optimizer, model.trainable_variables) if self.local else None
+
+    def read_frozen(self) -> None:
+        """Takes the frozen weights as they are now; for graphs that are made from here on."""
+        self._frozen_values = [v.numpy() for v in self._frozen]
 
     @property
     def optimizer_start(self) -> list[Any]:

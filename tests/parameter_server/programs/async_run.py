@@ -155,7 +155,7 @@ def all_at_work(strategy, stop):
     while not stop.wait(0.1):
         try:
             now = strategy.statistics().by_worker
-        except IndexError:  # not begun
+        except ValueError:  # not begun
             continue
         before = now if before is None else before
         if (now > before).all():
