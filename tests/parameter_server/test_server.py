@@ -90,8 +90,8 @@ def test_a_slow_worker_does_not_hold_up_the_others():
     assert slow[0] < 0.4 * alike[0]  # it has a tenth of its time
     assert slow[1] > 0.7 * alike[1]
     assert slow[0] > 0
-    # All the same, no update is lost.
-    assert got["smallest"] == got["largest"] == [got["pushes"]] * 2
+    # All the same, no update is lost; in the epoch that was broken off samples differ.
+    assert got["mean"] == [got["pushes"]] * 2
     assert sum(got["staleness"]) == sum(got["by_worker"]) == got["pushes"]
 
 

@@ -115,6 +115,7 @@ def counted(model, strategy):
     return {
         "smallest": [min(w) for w in weights],
         "largest": [max(w) for w in weights],
+        "mean": [sum(w) / IDS for w in weights],
         "pushes": statistics.pushes,
         "samples": statistics.samples,
         "staleness": [int(k) for k in statistics.staleness],
