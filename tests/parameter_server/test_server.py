@@ -5,6 +5,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 
 import keras
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tfpara.algorithms import ASGD, AsyncEASGD
+from tfpara.algorithms.asgd import RunningThenMean
 from tfpara.parameter_server.server import Place, Push, Server
 from tfpara.parameter_server.shard import NOT_FINITE
 
@@ -120,14 +123,14 @@ def long(value):
     return tf.constant(value, tf.int64)
 
 
-def made(rule, devices=2, **options):
+def made(rule, devices=2, averages=None, **options):
     """A model of two weights on servers of this process."""
     x = keras.Input((2,))
     parts = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(x) for _ in "ab"]
     model = keras.Model(x, keras.layers.Add()(parts))
     model.compile(keras.optimizers.SGD(1.0), "mse")
     names = [f"CPU:{k}" for k in range(devices)]
-    server = Server(model, [], rule, {}, names, num_workers=3, **options)
+    server = Server(model, [], rule, averages or {}, names, num_workers=3, **options)
     server.divide(2)
     server.open_epoch(0, anew=True)
     return server
@@ -208,6 +211,47 @@ def test_the_rate_of_a_push_and_of_its_staleness():
     server.learning_rate = 0.5
     pushed(server, server.read(), [[1, 1], [1, 1]], start=3)
     assert weights(server) == [[-2.25, -2.25]] * 2
+
+
+def test_a_rate_and_a_mean_that_are_set_while_workers_push_are_not_lost():
+    server = made(ASGD(), 1, averages={"average": RunningThenMean(0.1)})
+    zeros = [tf.zeros([2, 1])] * 2
+
+    @tf.function
+    def push(start):
+        values = Push(
+            zeros, [], [tf.zeros_like(m) for m in server.metrics], long(0),
+            Place(long(0), long(0), start), long(1), long(5), tf.constant(-1.0),
+        )  # fmt: skip
+        return server.push(values, server.read()).versions[0]
+
+    pushes = 0
+    stop = threading.Event()
+
+    def work():
+        nonlocal pushes
+        while not stop.is_set():
+            push(long(pushes))
+            pushes += 1
+
+    def let_two_pass():
+        seen = pushes
+        while pushes < seen + 2:
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for rate in range(1, 100):
+            server.learning_rate = rate / 128
+            let_two_pass()
+            assert server.learning_rate == rate / 128
+        server.start_mean("average")
+        let_two_pass()
+    finally:
+        stop.set()
+        thread.join()
+    assert [bool(s.mean) for s in server.shards[0].averages["average"]] == [True, True]
 
 
 def test_an_elastic_move_is_told_to_the_worker():
