@@ -53,7 +53,7 @@ def lost(error: Any, strategy: Any) -> Exception | None:
 
 def _cause(message: str) -> str:
     """The sentence of an error's message, among the places in graphs and programs."""
-    remote = re.search(r'"grpc_message":"((?:[^"\\]|\\.)*)"', message)
+    remote = re.search(r'"?grpc_message"?:"((?:[^"\\]|\\.)*)"', message)
     if remote:
         message = remote[1].replace("\\n", "\n").replace("\\t", "\t")
     message = re.sub(r"\{\{function_node [^}]*\}\}|\[\[\{\{node.*|\[Op:.*", "", message)
