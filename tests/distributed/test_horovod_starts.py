@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import resumable_runs
-from cluster_of_processes import HERE, run_all_well
+from cluster_of_processes import HERE, free_ports, run_all_well
 from horovod_here import needs_horovod
 
 pytestmark = needs_horovod
@@ -69,7 +69,8 @@ def test_a_cluster_of_tf_config_on_horovod():
 def test_the_launcher_restarts_and_the_run_goes_on(tmp_path, uninterrupted):
     resumed = resumable_runs.Run(tmp_path / "run", 2, every_syncs=2)
     once = [1, str(tmp_path / "killed")]
-    options = ["--collectives=horovod", "--max_restarts=1"]
+    (port,) = free_ports(1)  # which the first start's store must have left
+    options = ["--collectives=horovod", "--max_restarts=1", f"--port={port}"]
     code, output = words(resumed.launch_command(*options, kill=["sync", 4], kill_once=once))
     assert code == 0, output
     assert "restart 1 of 1" in output and resumed.checkpoints()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -144,7 +144,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         sample_weight: Any = None,
         initial_epoch: int = 0,
         validation_batch_size: int | None = None,
-        validation_freq: int = 1,
+        validation_freq: int | Collection[int] = 1,
         chunks: int | None = None,
         search_rate: Any = None,
     ) -> keras.callbacks.History:
