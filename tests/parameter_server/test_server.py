@@ -88,11 +88,11 @@ def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound):
 
 
 def test_a_slow_worker_does_not_hold_up_the_others():
-    got = run("slow", workers=2, ps=1, seconds=4)
+    got = run("slow", workers=2, ps=1, seconds=1.5, turns=4)
     alike, slow = got["alike"], got["slow"]
-    assert slow[0] < 0.4 * alike[0]  # it has a tenth of its time
-    assert slow[1] > 0.7 * alike[1]
-    assert slow[0] > 0
+    assert 0 < slow[0] < 0.5 * alike[0]  # it has a tenth of its time
+    assert slow[1] > 3 * slow[0]
+    assert slow[1] > 0.6 * alike[1]
     # All the same, no update is lost; in the epoch that was broken off samples differ.
     assert got["mean"] == [got["pushes"]] * 2
     assert sum(got["staleness"]) == sum(got["by_worker"]) == got["pushes"]

@@ -216,7 +216,7 @@ def scenario_slow(servers, options):
     with strategy.scope():
         model = counting_model()
     x, y = samples(256 * BATCH, BATCH)
-    measured, done = {}, threading.Event()
+    measured, done = {"alike": [], "slow": []}, threading.Event()
 
     def slow(process, ended):
         while not ended.is_set():
@@ -227,13 +227,14 @@ def scenario_slow(servers, options):
 
     def measure():
         all_at_work(strategy, threading.Event())
-        measured["alike"] = pushes_of(strategy, options["seconds"])
-        ended = threading.Event()
-        thread = threading.Thread(target=slow, args=(servers.running["worker", 0], ended))
-        thread.start()
-        measured["slow"] = pushes_of(strategy, options["seconds"])
-        ended.set()
-        thread.join()
+        for _ in range(options["turns"]):  # so that other load is on both alike
+            measured["alike"].append(pushes_of(strategy, options["seconds"]))
+            ended = threading.Event()
+            thread = threading.Thread(target=slow, args=(servers.running["worker", 0], ended))
+            thread.start()
+            measured["slow"].append(pushes_of(strategy, options["seconds"]))
+            ended.set()
+            thread.join()
         done.set()
 
     thread = threading.Thread(target=measure)
@@ -242,7 +243,8 @@ def scenario_slow(servers, options):
         model, x, y, batch_size=BATCH, epochs=10**6, verbose=0, chunks=16, callbacks=[Stop(done)]
     )
     thread.join()
-    return measured | counted(model, strategy)
+    sums = {name: np.sum(turns, 0).tolist() for name, turns in measured.items()}
+    return sums | counted(model, strategy)
 
 
 def scenario_counting(servers, options):
