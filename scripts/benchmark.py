@@ -30,9 +30,7 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
 import statistics
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -80,7 +78,7 @@ _SIZES = {
 def main() -> None:
     """Measures, prints the table and writes the JSON file."""
     # So that processes, and the namespaces of limited links, end with the benchmark.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    common.exit_on_sigterm()
     out = Path(_OUT.value)
     if not out.parent.is_dir():
         raise common.Failure(f"--out={out}: there is no folder {out.parent}. Make it first.")

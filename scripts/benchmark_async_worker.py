@@ -21,6 +21,7 @@ from tfpara.parameter_server import processes
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.strategy import AsyncStrategy
 
+_CHUNKS = 4  # of each worker; `fit` has as many by default, so that none is left alone at the end
 _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 
 
@@ -36,9 +37,6 @@ def main() -> None:
         "samples_per_second": pushes * options["batch"] / seconds,
     }
     print("FIGURES", json.dumps(figures), flush=True)
-
-
-_CHUNKS = 4  # of each worker; `fit` has as many by default, so that none is left alone at the end
 
 
 def _model(options: dict[str, Any]) -> keras.Model:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -149,6 +150,11 @@ def call(out: Path, name: str, command: list[str]) -> list[str]:
     if code:
         raise Failure("\n".join([f"{name} ended with code {code}; {log} ends:", *lines[-8:]]))
     return lines or [""]
+
+
+def exit_on_sigterm() -> None:
+    """SIGTERM ends the program like an error, so that what it has started ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def end_calls() -> None:

@@ -14,7 +14,6 @@ validation set in --out. samples/s is that of training, from the end of each epo
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -86,7 +85,7 @@ _AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
 def main() -> None:
     started = time.monotonic()
     # So that a run under way is ended with the demo.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    common.exit_on_sigterm()
     out = Path(_OUT.value)
     with common.bad_input():
         out.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,6 @@ import json
 import os
 import platform
 import re
-import signal
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -193,7 +191,7 @@ def main() -> None:
 def _all(out: Path, chosen: list[_Run], jobs: int) -> list[dict[str, Any]]:
     """Carries the runs out; their rows, in the order of the runs."""
     # So that runs under way are ended with the study; they can be taken up again.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    common.exit_on_sigterm()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         # The longest ones first, so that none is left alone at the end.
         order = sorted(chosen, key=lambda run: run.model == "DNN")

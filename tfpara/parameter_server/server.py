@@ -116,7 +116,6 @@ class Server:
         self.averages = dict(averages)
         weights = model.trainable_variables
         self.names = [v.path for v in weights]
-        self.told_rate: float | None = None  # the chief's, as the servers know it
         self.state_names = [v.path for v in state]
         self.shards = [Shard(device, number) for number, device in enumerate(devices)]
         self.first = self.shards[0]
@@ -130,7 +129,7 @@ class Server:
         for shard in self.shards:
             shard.indices.sort()
             shard.fill(weights, rule, averages, model.optimizer)
-        self.told_rate = self.learning_rate
+        self.told_rate = self.learning_rate  # the chief's, as the servers know it
         bound = getattr(rule, "max_staleness", None)
         with tf.device(self.first.device):
             self.state = [variable(v.value) for v in state]

@@ -122,9 +122,7 @@ class Simulation:
         while True:
             self._pull_where_free()
             if not self._events:
-                if self._repeats and (
-                    self._waiting or any(w.element is not None for w in self._workers)
-                ):
+                if self._repeats and self._chunks_left():
                     raise self._other_run("it has no pull that could come next")
                 return True
             self._push_of(self._next_to_push())
@@ -193,13 +191,15 @@ class Simulation:
         self._now, index = heapq.heappop(self._events)
         return self._workers[index]
 
+    def _chunks_left(self) -> int:
+        return len(self._waiting) + sum(w.element is not None for w in self._workers)
+
     def _other_run(self, why: str) -> ValueError:
-        left = len(self._waiting) + sum(w.element is not None for w in self._workers)
         pushes = int(self._server.first.version)
         return ValueError(
-            f"order= is the record of another run: {why}, after {pushes} pushes and with {left} "
-            "chunks of the epoch left. Repeat it with the workers, data, chunks, sync_period and "
-            "epochs that it was made with, in one fit of a new strategy."
+            f"order= is the record of another run: {why}, after {pushes} pushes and with "
+            f"{self._chunks_left()} chunks of the epoch left. Repeat it with the workers, data, "
+            "chunks, sync_period and epochs that it was made with, in one fit of a new strategy."
         )
 
     def _next_minibatch(self, worker: _Worker) -> bool:
