@@ -112,17 +112,19 @@ def _peers(out: Path) -> None:
     if _QUICK.value:
         periods, rounds, steps = [min(periods), max(periods) // 4 or 1], 1, max(2, steps // 4)
     links = [] if _QUICK.value else benchmark_peers.links()
-    found = benchmark_peers.measured(sizes, periods, steps, rounds, links)
     conditions = _conditions()
     conditions["versions"] |= benchmark_peers.versions()
     model_bytes = 4 * elements_of(sizes)
-    costs = costs_of(found["rows"], sizes["batch"], model_bytes, benchmark_peers.LOOPBACK)
-    limited = {name: Link.of_mbit(mbit, delay) for name, mbit, delay in found.pop("links")}
-    predicted = predictions(found["rows"], costs, sizes["batch"], limited) if costs else []
-    results = {"sizes": sizes, "rounds": rounds, **found, "predictions": predicted}
-    common.write_json(out, {**conditions, **results})
-    _print_table(found["rows"])
-    print("\n".join(headlines(found["rows"])))
+    # Written after each link: the slow ones take long.
+    for found in benchmark_peers.measured(sizes, periods, steps, rounds, links):
+        rows = found["rows"]
+        costs = costs_of(rows, sizes["batch"], model_bytes, benchmark_peers.LOOPBACK)
+        limited = {name: Link.of_mbit(mbit, delay) for name, mbit, delay in found["links"]}
+        predicted = predictions(rows, costs, sizes["batch"], limited) if costs else []
+        results = {"rows": rows, "notes": found["notes"], "predictions": predicted}
+        common.write_json(out, {**conditions, "sizes": sizes, "rounds": rounds, **results})
+    _print_table(rows)
+    print("\n".join(headlines(rows)))
     for row in predicted:
         print(
             f"{row['link']:12} {row['system']:34} predicted "

@@ -16,6 +16,7 @@ import inspect
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
@@ -70,8 +71,9 @@ def links() -> list[float]:
 
 def measured(
     sizes: dict[str, int], periods: list[int], steps: int, rounds: int, limits: list[float]
-) -> dict[str, Any]:
-    """Measures everything; returns the rows, (name, Mbit/s, ms) of the links, and notes on them.
+) -> Iterator[dict[str, Any]]:
+    """Measures everything; after each link gives all rows so far, (name, Mbit/s, ms) of the limited
+    links, and notes on them.
 
     Args:
         sizes: `batch`, `inputs`, `layers`, `width`, `classes`.
@@ -84,7 +86,8 @@ def measured(
     rows = _measure_at(LOOPBACK, Loopback(), systems, rounds)
     speeds = {r["system"]: r["samples_per_second"] for r in rows if "samples_per_second" in r}
     made: list[tuple[str, float, float]] = []
-    notes = []
+    notes: list[str] = []
+    yield {"rows": rows, "links": made, "notes": notes}
     for mbit in limits:
         label = f"{mbit:g} Mbit/s"
         limited = [_shortened(s, mbit) for s in systems if s.workers > 1 and s.name != INDEPENDENT]
@@ -93,7 +96,7 @@ def measured(
             if place.delay_ms != _DELAY.value:
                 notes.append(f"{label}: without delay, since this kernel has no netem")
             rows += _measure_at(label, place, limited, _LINK_ROUNDS.value, speeds)
-    return {"rows": rows, "links": made, "notes": notes}
+        yield {"rows": rows, "links": made, "notes": notes}
 
 
 def _chosen(systems: list[System]) -> list[System]:
@@ -118,7 +121,7 @@ def _shortened(system: System, mbit: float) -> System:
     period = options["sync_period"] if options.get("sync_period") else 1
     exchanges = max(2, int(15 / seconds))
     if options["steps"] > exchanges * period:
-        options["steps"] = exchanges * period - ("first" in options)
+        options["steps"] = exchanges * period
     if system.per_step:
         options["warm_up"] = 1
     return dataclasses.replace(system, options=options)

@@ -68,7 +68,7 @@ def _plain(step: dict[str, Any]) -> list[System]:
     return [
         System(PLAIN, 1, plain, family="reference"),
         System(INDEPENDENT, 2, plain, alone=PLAIN, family="reference"),
-        System(ONE_WORKER, 1, {**alone, "steps": step["steps"] - 1}, family="tfpara"),
+        System(ONE_WORKER, 1, alone, family="tfpara"),
     ]
 
 
@@ -78,8 +78,8 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
     for period in periods:
         options = {**step, "system": "tfpara", "sync_period": period}
         if period == periods[-1]:
-            # A block that is not counted would take long: all but the first step are.
-            options |= {"first": 1, "steps": _whole_blocks(steps, period) - 1}
+            # A block that is not counted would take long: one of a minibatch is before it.
+            options |= {"first": 1, "steps": _whole_blocks(steps, period)}
         else:
             share = (period / periods[-1]) ** 0.5
             options["steps"] = _whole_blocks(share * steps, period)
@@ -89,7 +89,10 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
         for label, strategy in _VARIANTS.items():
             package = _HOROVOD if "collectives" in strategy else None
             name = f"tfpara, period {period}, {label}"
-            found.append(ours(name, 2, {**options, "strategy": strategy}, package=package))
+            of_variant = {**options, "strategy": strategy}
+            if "overlap" in strategy:
+                of_variant.pop("first", None)  # the sync before must be as far away
+            found.append(ours(name, 2, of_variant, package=package))
     return found
 
 

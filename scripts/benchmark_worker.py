@@ -56,31 +56,27 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
     long_block = strategy is not None and "first" in options
     if long_block:
-        strategy.set_sync_period(1)  # so that a first sync is not among those that are timed
+        strategy.set_sync_period(1)
     model.fit(data, epochs=1, steps_per_epoch=2, verbose=0)
-    if long_block:
-        strategy.set_sync_period(options["sync_period"])
     wait_for_the_others()
-    # Timed from the end of the first block to the last sync: the rest of `fit` is not training.
-    # Where a block is long, from its first step on: one step less than so many syncs have.
+    # Timed from the end of a block to that of a later one, so that each has one sync; what `fit`
+    # does around them is not training. Where a block is long, the one before has one minibatch. Of
+    # overlapped syncs one that is in the air at the begin is merged in this time, and one that
+    # begins at the end is not waited for.
     first = options.get("first") or options["sync_period"] or 1
-    begun: list[Any] = []
-    times: list[float] = []
+    marks: list[tuple[float, Any, int]] = []
 
     def mark(batch: int, logs: Any) -> None:
         del logs
-        if batch == first - 1:
+        if batch in (first - 1, first + steps - 1):
             found = strategy.statistics() if strategy else None
-            begun.extend([time.time(), found, sent_bytes(options)])
+            marks.append((time.time(), found, sent_bytes(options)))
+        if long_block and batch == first - 1:
+            strategy.set_sync_period(options["sync_period"])
 
-    def finish(epoch: int, logs: Any) -> None:
-        del epoch, logs
-        times.extend([time.time(), sent_bytes(options)])
-
-    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=mark, on_epoch_end=finish)]
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=mark)]
     model.fit(data, epochs=1, steps_per_epoch=first + steps, verbose=0, callbacks=callbacks)
-    ended, sent = times
-    began, before, sent_before = begun
+    (began, before, sent_before), (ended, now, sent) = marks
     figures = {
         "began": began,
         "ended": ended,
@@ -88,8 +84,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
         "sent_bytes": sent - sent_before,
         "peak_memory_bytes": peak_memory_bytes(),
     }
-    if strategy and before:
-        now = strategy.statistics()
+    if strategy:
         syncs = now.syncs - before.syncs
         waited = now.wait_seconds - before.wait_seconds
         synced = now.sync_seconds - before.sync_seconds

@@ -259,6 +259,27 @@ def test_sharded_state_gives_the_same_numbers_in_less_memory(rule):
     assert max(held[1]) < held[0][0] / 3 + 200
 
 
+@pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
+def test_the_distance_of_the_replicas_is_that_before_the_sync(aggregation):
+    def trained(synchronised, **options):
+        keras.utils.set_random_seed(3)
+        strategy = make_strategy(**options)
+        if not synchronised:
+            strategy.set_sync_period(None)
+        with strategy.scope():
+            model = compiled(*MODELS["dense"])
+        model.fit(distributed(strategy, steps=TAU), verbose=0)
+        return strategy, model
+
+    replicas = components(*trained(synchronised=False))
+    apart = [np.concatenate([w.ravel() for w in own]) for own in replicas]
+    mean = np.mean(apart, 0)
+    want = np.linalg.norm(apart[0] - mean) / np.linalg.norm(mean)
+    strategy, _ = trained(synchronised=True, aggregation=aggregation)
+    got = strategy.statistics().distance
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
 def final_weights(rule, optimizer, **options):
     strategy = make_strategy(rule, **options)
     keras.utils.set_random_seed(3)

@@ -125,6 +125,10 @@ def check(
     return strategy, model
 
 
+def test_a_replica_with_a_share_of_one_third_among_unequal_ones():
+    check("bmuf", [[2] * 6, [4] * 6, [6] * 6], aggregation="sharded")
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_an_overlapped_sync_is_merged_where_the_next_begins(name):
     check(name, UNEVEN, overlap=True, delay=TAU)

@@ -24,7 +24,7 @@ class Wire(Protocol):
     """How the weights of a fragment travel, for each device or holder a list of buckets."""
 
     def gather(
-        self, local: Sequence[Buckets], shares: tf.Tensor, fragment: int
+        self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
         """For each holder its parts of the mean Σ_i share_i w_i over all replicas."""
 
@@ -35,6 +35,16 @@ class Wire(Protocol):
 
     def bytes_sent(self, fragment: int) -> int:
         """Bytes that this worker sends in both."""
+
+
+class Shares(NamedTuple):
+    """Of the local replicas in a mean over all.
+
+    portions: n_i / Σ_j n_j, shape [local replicas]. alike: whether they are 1/N, on all workers.
+    """
+
+    portions: tf.Tensor
+    alike: tf.Tensor
 
 
 class Arrival(NamedTuple):
@@ -92,7 +102,7 @@ class Averaging:
         anchors = replicas.state_layout.pack([v[0] for v in replicas.variables.state])
         self.anchors = [make(a, f"anchor_{k}") for k, a in enumerate(anchors)]
 
-    def exchange(self, fragment: int, local: Sequence[Buckets], shares: tf.Tensor) -> Arrival:
+    def exchange(self, fragment: int, local: Sequence[Buckets], shares: Shares) -> Arrival:
         """Averages a fragment and takes the global step; nothing is written.
 
         Args:
@@ -115,14 +125,14 @@ class Averaging:
         for variable, value in arrival.writes:
             variable.assign(value)
 
-    def exchange_others(self, shares: tf.Tensor) -> list[tf.Tensor]:
+    def exchange_others(self, shares: Shares) -> list[tf.Tensor]:
         """Means of what else is averaged: state, as moved from the anchors; then slots."""
         with phase("pack"):
             weighted = []
             for replica, device in enumerate(self._replicas.devices):
                 others = self._replicas.others(replica, self.anchors)
                 with tf.device(device):
-                    weighted.append([shares[replica] * b for b in others])
+                    weighted.append([shares.portions[replica] * b for b in others])
         with phase("reduce"):
             sums = sum_on_first_device(weighted, self._replicas.devices)
             return self._collectives.all_reduce(sums, f"{self._name}/others")
@@ -136,14 +146,14 @@ class Averaging:
                 anchor.assign(value)
         self._replicas.write_others(state, slots)
 
-    def exchange_moments(self, shares: tf.Tensor, steps: tf.Tensor) -> Moments:
+    def exchange_moments(self, shares: Shares, steps: tf.Tensor) -> Moments:
         """The local optimizer's moments for the next block; nothing is written.
 
         Args:
             shares: of the local replicas.
             steps: minibatches of the block, at least 1: a block of none has no mean gradient.
         """
-        first, second = self.mean_moments(shares)
+        first, second = self.mean_moments(shares.portions)
         kept = self._global.update_moments(first, second, tf.cast(steps, tf.float32))
         spread = {
             field: self._aggregation.spread(
@@ -159,13 +169,13 @@ class Averaging:
         for field, spread in moments.spread.items():
             self._replicas.write_moments(field, spread)
 
-    def mean_moments(self, shares: tf.Tensor) -> list[list[list[tf.Tensor]]]:
+    def mean_moments(self, portions: tf.Tensor) -> list[list[list[tf.Tensor]]]:
         """For each of the two moments, and each holder, its parts of the replicas' mean."""
         weighted: list[list[list[tf.Tensor]]] = [[], []]
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
                 for kind, buckets in zip(weighted, self._replicas.moments(replica), strict=True):
-                    kind.append([shares[replica] * b for b in buckets])
+                    kind.append([portions[replica] * b for b in buckets])
         return [
             self._aggregation.gather(kind, f"{self._name}/moments/{k}")
             for k, kind in enumerate(weighted)
@@ -183,16 +193,21 @@ class Averaging:
         self._global.set_field("moments/equivalent_steps", tf.constant(0.0))
 
     def distance(self, fragment: int, local: Sequence[Buckets], arrival: Arrival) -> tf.Tensor:
-        """Relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square."""
+        """Relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square.
+
+        Where the state is sharded, of the part of the weights that each replica holds: nothing has
+        to travel for it.
+        """
         buckets = self._replicas.layout.buckets[fragment]
-        average = self._aggregation.spread(arrival.means, f"{self._name}/mean/{fragment}", buckets)
-        squares = [
-            2.0 * tf.nn.l2_loss(w - m)
-            for of_replica in local
-            for w, m in zip(of_replica, average[0], strict=True)
-        ]
-        norm = tf.add_n([2.0 * tf.nn.l2_loss(m) for m in average[0]])
-        return tf.sqrt(tf.add_n(squares) / (len(local) * tf.maximum(norm, 1e-30)))
+        squares, norms = [], []
+        for replica, own in enumerate(local):
+            holder = min(replica, len(arrival.means) - 1)
+            parts = self._aggregation.parts(holder)[buckets]
+            for bucket, mean, part in zip(own, arrival.means[holder], parts, strict=True):
+                held = bucket[part.start : part.stop]  # the padding is behind the bucket's end
+                squares.append(2.0 * tf.nn.l2_loss(held - mean[: held.shape[0]]))
+                norms.append(2.0 * tf.nn.l2_loss(mean))
+        return tf.sqrt(tf.add_n(squares) / tf.maximum(tf.add_n(norms), 1e-30))
 
     def bytes_sent(self, fragment: int) -> int:
         """Bytes that this worker sends to others in a fragment's exchange."""
@@ -210,22 +225,30 @@ class PlainWire:
     """Weights travel as they are, in float32."""
 
     def __init__(
-        self, aggregation: Aggregation, replicas: Replicas, workers: int, name: str
+        self,
+        aggregation: Aggregation,
+        replicas: Replicas,
+        workers: int,
+        num_replicas: int,
+        name: str,
     ) -> None:
         self._aggregation = aggregation
         self._replicas = replicas
         self._workers = workers
+        self._num_replicas = num_replicas
         self._name = name
 
     def gather(
-        self, local: Sequence[Buckets], shares: tf.Tensor, fragment: int
+        self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
         """For each holder its parts of the mean."""
         weighted = []
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
-                weighted.append([shares[replica] * b for b in local[replica]])
-        return self._aggregation.gather(weighted, f"{self._name}/weights/{fragment}"), []
+                weighted.append(_weighted(local[replica], shares, replica))
+        sums = self._aggregation.gather(weighted, f"{self._name}/weights/{fragment}")
+        divisor = tf.where(shares.alike, float(self._num_replicas), 1.0)
+        return [[s / divisor for s in parts] for parts in sums], []
 
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
@@ -239,6 +262,17 @@ class PlainWire:
         """Of an all-reduce, or of a reduce-scatter and an all-gather, which send the same."""
         elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
         return round(4 * elements * 2 * (self._workers - 1) / self._workers)
+
+
+def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
+    """A replica's terms of the mean. Equal shares are divided by in the sum, which is a part of the
+    weights and not a pass over all."""
+    weighted = tf.cond(
+        shares.alike,
+        lambda: list(buckets),
+        lambda: [shares.portions[replica] * b for b in buckets],
+    )
+    return [tf.ensure_shape(w, b.shape) for w, b in zip(weighted, buckets, strict=True)]
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:

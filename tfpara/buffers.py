@@ -8,6 +8,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+# A variable of this part of the largest bucket has buckets of its own.
+_OWN_BUCKET = 4
+# Large buckets are cut at multiples of so many elements: where they are cut again, for the replicas
+# that hold parts, memory is aligned, and a part is not a copy.
+_ALIGNED = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -21,9 +27,9 @@ class Piece:
 class Layout:
     """How a list of variables is laid out in buckets.
 
-    The variables, flattened and one after the other, are one vector; buckets cut it into pieces of
-    at most `bucket_bytes`. Fragments divide it between variables, into runs of about equal size;
-    no bucket belongs to two.
+    A large variable, flattened, has buckets of its own, so that what has arrived can become its
+    value without a copy; the small ones share buckets. Fragments divide the list of variables into
+    runs of about equal size; no bucket belongs to two.
 
     Args:
         shapes: static shapes of the variables.
@@ -51,7 +57,7 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
-        """Length of the whole vector."""
+        """Of all variables together."""
         return sum(self.sizes)
 
     @property
@@ -130,19 +136,32 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
 
 
 def _fill(sizes: Sequence[int], part: slice, capacity: int) -> list[list[Piece]]:
-    """Cuts a run of variables into buckets of nearly equal size, none above `capacity` elements."""
-    total = sum(sizes[part])
+    """Lays a run of variables out in buckets of at most `capacity` elements."""
+    numbers = list(range(len(sizes)))[part]
+    large = [number for number in numbers if sizes[number] >= max(1, capacity // _OWN_BUCKET)]
+    small = [number for number in numbers if number not in large and sizes[number]]
+    buckets = []
+    for group in (*([number] for number in large), small):
+        buckets += _cut_evenly([Piece(number, 0, sizes[number]) for number in group], capacity)
+    return buckets
+
+
+def _cut_evenly(pieces: Sequence[Piece], capacity: int) -> list[list[Piece]]:
+    """Pieces, one after the other, in as few buckets as can be, of nearly equal size."""
+    total = sum(piece.stop - piece.start for piece in pieces)
     target = math.ceil(total / math.ceil(total / capacity)) if total else capacity
+    if target > 16 * _ALIGNED:
+        target = min(capacity, math.ceil(target / _ALIGNED) * _ALIGNED)
     buckets: list[list[Piece]] = []
     room = 0
-    for variable, size in list(enumerate(sizes))[part]:
-        start = 0
-        while start < size:
+    for piece in pieces:
+        start = piece.start
+        while start < piece.stop:
             if room == 0:
                 buckets.append([])
                 room = target
-            stop = min(size, start + room)
-            buckets[-1].append(Piece(variable, start, stop))
+            stop = min(piece.stop, start + room)
+            buckets[-1].append(Piece(piece.variable, start, stop))
             room -= stop - start
             start = stop
     return buckets

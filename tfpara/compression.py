@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.aggregation import Sharded
+from tfpara.averaging import Shares
 from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
 from tfpara.global_state import GlobalState
 from tfpara.replicas import Buckets, Replicas
@@ -118,7 +119,7 @@ class CompressedWire:
                 self._errors.append([make(z, f"error_{source}_{k}") for k, z in enumerate(zeros)])
 
     def gather(
-        self, local: Sequence[Buckets], shares: tf.Tensor, fragment: int
+        self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
         """For each holder its parts of the mean; and the errors that are kept on commit."""
         buckets = self._replicas.layout.buckets[fragment]
@@ -159,14 +160,14 @@ class CompressedWire:
         return means, kept
 
     def _moved(
-        self, local: Sequence[Buckets], shares: tf.Tensor, buckets: slice
+        self, local: Sequence[Buckets], shares: Shares, buckets: slice
     ) -> list[list[tf.Tensor]]:
         """For each source Σ n_i (w_i − B̂) over its replicas."""
         weighted = []
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
-                weighted.append([shares[replica] * b for b in local[replica]])
-        portions = tf.unstack(shares, num=len(self._replicas.devices))
+                weighted.append([shares.portions[replica] * b for b in local[replica]])
+        portions = tf.unstack(shares.portions, num=len(self._replicas.devices))
         if self._rows == 1:
             weighted = [sum_on_first_device(weighted, self._replicas.devices)]
             portions = [tf.add_n(portions)]

@@ -163,19 +163,26 @@ class GlobalState:
         update = Update(buckets, [], [], {label: [] for label in self._averages})
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
-                before = [_read(state) for state in self._rule_states[holder][buckets]]
+                # What has not arrived takes no time from sending: read when it has.
+                before = [
+                    _read(state, after=mean)
+                    for state, mean in zip(
+                        self._rule_states[holder][buckets], means[holder], strict=True
+                    )
+                ]
                 after = [
                     self._rule.update(state, mean, self._num_replicas)
                     for state, mean in zip(before, means[holder], strict=True)
                 ]
+                broadcasts = list(map(self._rule.broadcast, before, after))
                 update.rule_states.append(after)
-                update.broadcasts.append(list(map(self._rule.broadcast, before, after)))
+                update.broadcasts.append(broadcasts)
                 for label, average in self._averages.items():
                     states = self._average_states[label][holder][buckets]
                     update.average_states[label].append(
                         [
-                            average.update(_read(state), new.global_model)
-                            for state, new in zip(states, after, strict=True)
+                            average.update(_read(state, after=sent), new.global_model)
+                            for state, new, sent in zip(states, after, broadcasts, strict=True)
                         ]
                     )
         return update
@@ -309,8 +316,10 @@ def _variables(state: Any, name: str, make: MakeVariable) -> Any:
     )
 
 
-def _read(variables: Any) -> Any:
-    return type(variables)(*(v.read_value() for v in variables))
+def _read(variables: Any, after: tf.Tensor | None = None) -> Any:
+    """The values of a NamedTuple of variables; read once the tensor `after` is there."""
+    with tf.control_dependencies([] if after is None else [after]):
+        return type(variables)(*(v.read_value() for v in variables))
 
 
 def _assign(variables: Any, values: Any) -> None:

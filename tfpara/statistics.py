@@ -14,8 +14,9 @@ class SyncStatistics(NamedTuple):
     sync_seconds: for which training stood still for syncs, waiting included; what an overlapped
     sync does beside the training is not in it. wait_seconds: the part spent waiting, for the
     slowest replica or for an overlapped sync to arrive. distance: relative distance ‖w_i − w̄‖ /
-    ‖w̄‖ of the local replicas before a sync, root mean square over them; measured at the first 16
-    syncs and then at every 16th. bytes_sent: to other workers in syncs, headers left out.
+    ‖w̄‖ of the local replicas before a sync, root mean square over them, and where the global state is
+    sharded over the parts of the weights that they hold; measured at the first 16 syncs and then at
+    every 16th. bytes_sent: to other workers in syncs, headers left out.
     """
 
     steps: int

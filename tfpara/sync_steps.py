@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara import aggregation as aggregations
-from tfpara.averaging import Averaging, PlainWire, phase
+from tfpara.averaging import Averaging, PlainWire, Shares, phase
 from tfpara.collectives import Collectives
 from tfpara.compression import CompressedWire
 from tfpara.global_state import GlobalState
@@ -20,7 +20,7 @@ from tfpara.replicas import Buckets, Replicas, ReplicaVariables
 from tfpara.reports import REQUEST, RUNNING, SAMPLES, STEPS, checks, signature_of
 
 # The replicas' distance is measured at each of the first syncs, then at every such one: it needs a
-# pass over the model, and where the state is sharded an all-gather.
+# pass over the weights.
 MEASURED_SYNCS = 16
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62
@@ -119,7 +119,8 @@ class SyncSteps:
                 )
             self._averaging = Averaging(
                 self._replicas,
-                self._compressed or PlainWire(chosen, self._replicas, collectives.size, name),
+                self._compressed
+                or PlainWire(chosen, self._replicas, collectives.size, num_replicas, name),
                 chosen,
                 collectives,
                 self.global_state,
@@ -254,11 +255,12 @@ class SyncSteps:
         )
         return tf.reduce_max(tf.stack(committed))
 
-    def _shares(self, part: int, reports: tf.Tensor) -> tf.Tensor:
+    def _shares(self, part: int, reports: tf.Tensor) -> Shares:
         """Of the local replicas in the means of a part."""
         samples = reports[:, SAMPLES + part]
         local = samples[self._first_replica :][: len(self._devices)]
-        return tf.cast(local / tf.reduce_sum(samples), tf.float32)
+        portions = tf.cast(local / tf.reduce_sum(samples), tf.float32)
+        return Shares(portions, tf.reduce_all(samples == samples[0]))
 
     def _commit(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1."""

@@ -125,6 +125,13 @@ class HorovodCollectives:
         return self._call(HorovodCollectives._reduce_scatter, list(buffers), name)
 
     def _reduce_scatter(self, buffers: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        if "GPU" not in self._device.upper():
+            # Gloo's reduce-scatter takes three times as long as the same bytes in an all-to-all
+            # and a sum here.
+            return [
+                self._sum_of_rows(buffer, self._name("scatter", name, k))
+                for k, buffer in enumerate(buffers)
+            ]
         parts = [
             self._hvd.reducescatter(
                 buffer,
@@ -138,6 +145,12 @@ class HorovodCollectives:
             if buffer.shape.is_fully_defined():
                 part.set_shape([buffer.shape[0] // self.size])
         return parts
+
+    def _sum_of_rows(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        rows = tf.reshape(buffer, [self.size, -1])
+        received = self._hvd.alltoall(rows, name=name, ignore_name_scope=True)
+        received.set_shape(rows.shape)
+        return tf.add_n(tf.unstack(received, num=self.size))
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         """Row r of each worker's rows goes to rank r; returns the rows received, by sender."""
