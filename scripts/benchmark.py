@@ -171,7 +171,10 @@ def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     systems: dict[str, tuple[int, dict[str, Any]]] = {
         "plain Keras": (1, plain),
         "plain Keras, independent": (2, plain),
-        "tfpara, one worker": (1, {**plain, "system": "tfpara", "sync_period": longest}),
+        "tfpara, one worker": (
+            1,
+            {**plain, "system": "tfpara", "sync_period": steps, "first": 1},
+        ),
         "bare all-reduce": (
             2,
             {

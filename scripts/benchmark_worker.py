@@ -54,10 +54,13 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
         return tf.data.Dataset.from_tensors((x, y)).repeat()
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
+    # The first syncs, also the first that are merged, make what later ones use.
     long_block = strategy is not None and "first" in options
-    if long_block:
+    if strategy:
         strategy.set_sync_period(1)
-    model.fit(data, epochs=1, steps_per_epoch=2, verbose=0)
+    model.fit(data, epochs=1, steps_per_epoch=4, verbose=0)
+    if strategy and not long_block:
+        strategy.set_sync_period(options["sync_period"])
     wait_for_the_others()
     # Timed from the end of a block to that of a later one, so that each has one sync; what `fit`
     # does around them is not training. Where a block is long, the one before has one minibatch. Of

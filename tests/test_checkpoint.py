@@ -401,6 +401,16 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
         run(tmp_path)
 
 
+def test_a_checkpoint_with_other_buckets_is_refused(tmp_path):
+    run(tmp_path, epochs=1)
+    for path in tmp_path.glob("checkpoint-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["bucket_sizes"].append(1)
+        path.write_text(json.dumps(manifest))
+    with pytest.raises(tfpara.CheckpointError, match="buckets, of other sizes than the 1 of this"):
+        run(tmp_path)
+
+
 def test_a_directory_in_use_is_refused(tmp_path):
     with (tmp_path / "lock").open("w") as other:  # as another process would have it
         fcntl.flock(other, fcntl.LOCK_EX)

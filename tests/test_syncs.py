@@ -4,6 +4,7 @@ The reference is `distributed/stepwise_simulation.py`, NumPy alone.
 """
 
 import re
+import time
 
 import keras
 import numpy as np
@@ -289,3 +290,23 @@ def test_statistics_of_normalised_batches_are_averaged_where_a_block_is_closed()
     np.testing.assert_array_equal(first, second)
     assert np.abs(first).max() > 1e-3
     assert strategy.statistics().syncs == 2
+
+
+def test_waiting_for_an_overlapped_sync_is_counted_once():
+    strategy = make(tfpara.BSP(), overlap=True, sync_period=1)
+    model = network(strategy)
+    model.fit(data_of(strategy, EVEN), verbose=0)
+    flight = strategy.extended.synchronizers[0]._flight
+    fly = flight._fly
+
+    def fly_late():
+        time.sleep(0.3)
+        fly()
+
+    flight._fly = fly_late
+    before = strategy.statistics()
+    model.fit(data_of(strategy, EVEN), verbose=0)
+    after = strategy.statistics()
+    waited = after.wait_seconds - before.wait_seconds
+    assert waited > 0.3
+    assert after.sync_seconds - before.sync_seconds < 1.5 * waited

@@ -20,6 +20,17 @@ from tfpara.replicas import Buckets, Replicas
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
 
+class Shares(NamedTuple):
+    """Of the local replicas in a mean over all.
+
+    portions: n_i / Σ_j n_j, shape [local replicas]. divisor: N where all replicas, of all workers,
+    have equal shares, so that a sum need only be divided; else 1.
+    """
+
+    portions: tf.Tensor
+    divisor: tf.Tensor
+
+
 class Wire(Protocol):
     """How the weights of a fragment travel, for each device or holder a list of buckets."""
 
@@ -35,16 +46,6 @@ class Wire(Protocol):
 
     def bytes_sent(self, fragment: int) -> int:
         """Bytes that this worker sends in both."""
-
-
-class Shares(NamedTuple):
-    """Of the local replicas in a mean over all.
-
-    portions: n_i / Σ_j n_j, shape [local replicas]. alike: whether they are 1/N, on all workers.
-    """
-
-    portions: tf.Tensor
-    alike: tf.Tensor
 
 
 class Arrival(NamedTuple):
@@ -195,18 +196,19 @@ class Averaging:
     def distance(self, fragment: int, local: Sequence[Buckets], arrival: Arrival) -> tf.Tensor:
         """Relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square.
 
-        Where the state is sharded, of the part of the weights that each replica holds: nothing has
-        to travel for it.
+        Where the state is sharded, on the part of the weights that each replica holds, so that
+        nothing has to travel for it.
         """
         buckets = self._replicas.layout.buckets[fragment]
         squares, norms = [], []
         for replica, own in enumerate(local):
             holder = min(replica, len(arrival.means) - 1)
             parts = self._aggregation.parts(holder)[buckets]
-            for bucket, mean, part in zip(own, arrival.means[holder], parts, strict=True):
-                held = bucket[part.start : part.stop]  # the padding is behind the bucket's end
-                squares.append(2.0 * tf.nn.l2_loss(held - mean[: held.shape[0]]))
-                norms.append(2.0 * tf.nn.l2_loss(mean))
+            with tf.device(self._replicas.devices[replica]):
+                for bucket, mean, part in zip(own, arrival.means[holder], parts, strict=True):
+                    held = bucket[part.start : part.stop]  # the padding is behind the bucket's end
+                    squares.append(2.0 * tf.nn.l2_loss(held - mean[: held.shape[0]]))
+                    norms.append(2.0 * tf.nn.l2_loss(mean))
         return tf.sqrt(tf.add_n(squares) / tf.maximum(tf.add_n(norms), 1e-30))
 
     def bytes_sent(self, fragment: int) -> int:
@@ -225,17 +227,11 @@ class PlainWire:
     """Weights travel as they are, in float32."""
 
     def __init__(
-        self,
-        aggregation: Aggregation,
-        replicas: Replicas,
-        workers: int,
-        num_replicas: int,
-        name: str,
+        self, aggregation: Aggregation, replicas: Replicas, workers: int, name: str
     ) -> None:
         self._aggregation = aggregation
         self._replicas = replicas
         self._workers = workers
-        self._num_replicas = num_replicas
         self._name = name
 
     def gather(
@@ -247,8 +243,11 @@ class PlainWire:
             with tf.device(device):
                 weighted.append(_weighted(local[replica], shares, replica))
         sums = self._aggregation.gather(weighted, f"{self._name}/weights/{fragment}")
-        divisor = tf.where(shares.alike, float(self._num_replicas), 1.0)
-        return [[s / divisor for s in parts] for parts in sums], []
+        means = []
+        for device, parts in zip(self._aggregation.holders, sums, strict=True):
+            with tf.device(device):
+                means.append([part / shares.divisor for part in parts])
+        return means, []
 
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
@@ -267,12 +266,11 @@ class PlainWire:
 def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
     """A replica's terms of the mean. Equal shares are divided by in the sum, which is a part of the
     weights and not a pass over all."""
-    weighted = tf.cond(
-        shares.alike,
+    return tf.cond(
+        shares.divisor > 1.0,
         lambda: list(buckets),
         lambda: [shares.portions[replica] * b for b in buckets],
     )
-    return [tf.ensure_shape(w, b.shape) for w, b in zip(weighted, buckets, strict=True)]
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:

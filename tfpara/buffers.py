@@ -1,4 +1,4 @@
-"""Many variables as a few flat float32 buffers of about equal size, and back."""
+"""Many variables as a few flat float32 buffers, and back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 # A variable of this part of the largest bucket has buckets of its own.
 _OWN_BUCKET = 4
-# Large buckets are cut at multiples of so many elements: where they are cut again, for the replicas
-# that hold parts, memory is aligned, and a part is not a copy.
+# Large variables are cut at multiples of so many elements: where buckets are cut again, for the
+# replicas that hold parts, memory is aligned for the usual numbers, and a part is not a copy.
 _ALIGNED = 4096
 
 
@@ -27,9 +27,9 @@ class Piece:
 class Layout:
     """How a list of variables is laid out in buckets.
 
-    A large variable, flattened, has buckets of its own, so that what has arrived can become its
-    value without a copy; the small ones share buckets. Fragments divide the list of variables into
-    runs of about equal size; no bucket belongs to two.
+    A large variable, flattened, has buckets of its own, so that it is sent, and what has arrived
+    becomes its value, without copies if it fits one; the small ones share buckets. Fragments divide
+    the list of variables into runs of about equal size; no bucket belongs to two.
 
     Args:
         shapes: static shapes of the variables.
@@ -138,10 +138,11 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
 def _fill(sizes: Sequence[int], part: slice, capacity: int) -> list[list[Piece]]:
     """Lays a run of variables out in buckets of at most `capacity` elements."""
     numbers = list(range(len(sizes)))[part]
-    large = [number for number in numbers if sizes[number] >= max(1, capacity // _OWN_BUCKET)]
-    small = [number for number in numbers if number not in large and sizes[number]]
+    threshold = max(1, capacity // _OWN_BUCKET)
+    large = [[number] for number in numbers if sizes[number] >= threshold]
+    small = [number for number in numbers if 0 < sizes[number] < threshold]
     buckets = []
-    for group in (*([number] for number in large), small):
+    for group in (*large, small):
         buckets += _cut_evenly([Piece(number, 0, sizes[number]) for number in group], capacity)
     return buckets
 

@@ -309,6 +309,12 @@ class Checkpoints:
                     pieces.setdefault(field, {}).setdefault(int(bucket), {})[int(start)] = reader
         sizes = manifest["bucket_sizes"]
         state = self.synchronizer.global_state
+        if sizes != state.bucket_sizes:
+            raise CheckpointError(
+                f"the checkpoint has its weights in {len(sizes)} buckets, of other sizes than the "
+                f"{len(state.bucket_sizes)} of this version. Resume with the version of tfpara "
+                "that wrote it, or start anew."
+            )
         for cell in {cell.field: cell for cell in state.cells()}.values():
             buckets = []
             for bucket, size in enumerate(sizes):

@@ -1,9 +1,10 @@
 """A sync that runs in a thread of its own while training goes on.
 
-A flight *starts* at a sync point: the replicas' weights and reports are copied, and a thread takes
-part in the exchange with these copies. It *lands* when its results are there; training waits for
-it, where it has to, in a TensorFlow queue, which blocks no thread that the flight may need. Only
-then does the training thread look at what the flight has written.
+A flight *starts* at a sync point: the replicas' weights and reports are copied (by TensorFlow, when
+the next step writes to them), and a thread takes part in the exchange with these copies. It *lands*
+when its results are there; training waits for it, where it has to, in a TensorFlow queue, which
+blocks no thread that the flight may need. Only then does the training thread look at what the
+flight has written.
 """
 
 from __future__ import annotations

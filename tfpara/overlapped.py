@@ -83,7 +83,9 @@ class OverlappedSteps(SyncSteps):
                 local = [self._replicas.weights(r, fragment) for r in range(len(self._devices))]
                 return flight.start(rows, turn, local, self._layout.buckets[fragment])
 
-        with tf.control_dependencies([self._of_fragment(turn, start)]):
+        with tf.control_dependencies([began]):
+            started = self._of_fragment(turn, start)
+        with tf.control_dependencies([started]):
             self._next_turn(turn, tf.constant(False))
             self._seconds.assign_add(tf.stack([now() - began, 0.0]))
 
@@ -121,9 +123,9 @@ class OverlappedSteps(SyncSteps):
                     variable.assign(value)
         return tf.constant(1, tf.int64)
 
-    def _land_step(self) -> None:
+    def _land_step(self) -> tf.Tensor:
         """Waits until the flight has landed, if there is one, and takes what all know alike."""
-        where(self._in_the_air.state == FLYING, self._wait)
+        return where(self._in_the_air.state == FLYING, self._wait)
 
     def _wait(self) -> None:
         flight = self._in_the_air
@@ -153,8 +155,8 @@ class OverlappedSteps(SyncSteps):
     def _merge_step(self) -> None:
         """Replicas take in what the flight brought, if there is one."""
         flight = self._in_the_air
-        self._land_step()
-        began = now()
+        with tf.control_dependencies([self._land_step()]):
+            began = now()
 
         def merge(fragment: int) -> tf.Tensor:
             buckets = self._layout.buckets[fragment]
@@ -166,8 +168,9 @@ class OverlappedSteps(SyncSteps):
                 self._replicas.write_weights(merged, fragment)
             return tf.constant(0)
 
-        landed = flight.state == LANDED
-        done = where(landed, lambda: self._of_fragment(flight.fragment, merge))
+        with tf.control_dependencies([began]):
+            landed = flight.state == LANDED
+            done = where(landed, lambda: self._of_fragment(flight.fragment, merge))
         flight.state.assign(NONE)
         with tf.control_dependencies([done]):
             self._seconds.assign_add(tf.stack([now() - began, 0.0]))

@@ -12,11 +12,12 @@ class SyncStatistics(NamedTuple):
 
     steps: minibatches taken by each replica. samples: of all local replicas. syncs: committed.
     sync_seconds: for which training stood still for syncs, waiting included; what an overlapped
-    sync does beside the training is not in it. wait_seconds: the part spent waiting, for the
-    slowest replica or for an overlapped sync to arrive. distance: relative distance ‖w_i − w̄‖ /
-    ‖w̄‖ of the local replicas before a sync, root mean square over them, and where the global state is
-    sharded over the parts of the weights that they hold; measured at the first 16 syncs and then at
-    every 16th. bytes_sent: to other workers in syncs, headers left out.
+    sync does beside the training is not in it, nor the copying of its snapshot in the step after.
+    wait_seconds: the part spent waiting, for the slowest replica or for an overlapped sync to
+    arrive. distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root
+    mean square over them, on the parts of the weights that they hold where the global state is
+    sharded; measured at the first 16 syncs and then at every 16th. bytes_sent: to other workers in
+    syncs, headers left out.
     """
 
     steps: int

@@ -119,8 +119,7 @@ class SyncSteps:
                 )
             self._averaging = Averaging(
                 self._replicas,
-                self._compressed
-                or PlainWire(chosen, self._replicas, collectives.size, num_replicas, name),
+                self._compressed or PlainWire(chosen, self._replicas, collectives.size, name),
                 chosen,
                 collectives,
                 self.global_state,
@@ -260,7 +259,8 @@ class SyncSteps:
         samples = reports[:, SAMPLES + part]
         local = samples[self._first_replica :][: len(self._devices)]
         portions = tf.cast(local / tf.reduce_sum(samples), tf.float32)
-        return Shares(portions, tf.reduce_all(samples == samples[0]))
+        alike = tf.reduce_all(samples == samples[0])
+        return Shares(portions, tf.where(alike, float(self._num_replicas), 1.0))
 
     def _commit(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1."""

@@ -47,12 +47,13 @@ class TensorFlowCollectives:
         self._timeout = float(timeout_seconds)
         self._communication = communication.lower()
         self._group_key = _GROUP_KEY + group
-        # NCCL needs the same launch order on every worker, which a shared token gives; on the ring
-        # a token would only keep the buckets from travelling in parallel.
-        self._tokens = []
+        # TensorFlow runs operations with the same token one after the other, and so those that have
+        # none. NCCL needs the same order on every worker, by a token that all share. On the ring
+        # each has its own, so that buckets travel in parallel.
+        self._shared_token = None
         if "GPU" in device.upper():
             with tf.device(device), tf.init_scope():
-                self._tokens = [tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[])]
+                self._shared_token = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[])
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""
@@ -62,7 +63,6 @@ class TensorFlowCollectives:
                     input=buffer,
                     merge_op="Add",
                     final_op="Id",
-                    ordering_token=self._tokens,
                     **self._attributes(f"reduce/{name}/{index}", buffer),
                 )
                 for index, buffer in enumerate(buffers)
@@ -82,12 +82,11 @@ class TensorFlowCollectives:
     def _reduce_scatter(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         rows = tf.reshape(buffer, [self.size, -1])
         attributes = self._attributes(name, rows)
-        if self._tokens:
+        if self._shared_token is not None:
             part = tf.raw_ops.CollectiveReduceScatterV2(
                 input=rows,
                 merge_op="Add",
                 final_op="Id",
-                ordering_token=self._tokens,
                 **attributes,
             )
             return tf.reshape(part, [-1])
@@ -99,7 +98,6 @@ class TensorFlowCollectives:
         with tf.device(self._device):
             return tf.raw_ops.CollectiveAllToAllV2(
                 input=rows,
-                ordering_token=self._tokens,
                 **self._attributes(f"all to all/{name}", rows),
             )
 
@@ -108,7 +106,6 @@ class TensorFlowCollectives:
         with tf.device(self._device):
             gathered = tf.raw_ops.CollectiveGatherV2(
                 input=buffer[tf.newaxis],
-                ordering_token=self._tokens,
                 **self._attributes(f"gather/{name}", buffer),
             )
             gathered.set_shape([self.size, *buffer.shape])
@@ -117,19 +114,25 @@ class TensorFlowCollectives:
     def broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """The buffer of rank 0."""
         with tf.device(self._device):
-            attributes = self._attributes(f"broadcast/{name}", buffer)
+            keys = self._keys(f"broadcast/{name}", buffer)
             if self.rank == 0:
-                sent = tf.raw_ops.CollectiveBcastSendV2(input=buffer, **attributes)
+                sent = tf.raw_ops.CollectiveBcastSendV2(input=buffer, **keys)
                 return tf.identity(sent)
-            return tf.raw_ops.CollectiveBcastRecvV2(
-                T=buffer.dtype, shape=tf.shape(buffer), **attributes
-            )
+            return tf.raw_ops.CollectiveBcastRecvV2(T=buffer.dtype, shape=tf.shape(buffer), **keys)
 
     def barrier(self, name: str) -> None:
         """Returns once every worker has called it."""
         self.all_gather(tf.zeros([1]), f"barrier/{name}")
 
     def _attributes(self, name: str, buffer: tf.Tensor) -> dict:
+        token = self._shared_token
+        if token is None:
+            # Names the order and nothing else: there is no such variable.
+            shared_name = f"tfpara/{self._group_key}/{name}"
+            token = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=shared_name)
+        return {"ordering_token": [token], **self._keys(name, buffer)}
+
+    def _keys(self, name: str, buffer: tf.Tensor) -> dict:
         instance = f"{name}/{buffer.dtype.name}{buffer.shape}"
         return {
             "group_size": tf.constant(self.size),
