@@ -54,7 +54,7 @@ def systems_of(sizes: dict[str, int], periods: list[int], steps: int) -> list[Sy
     short = max(8, steps // 4)
     step = {**sizes, "steps": short, "warm_up": 3, "sync_period": None}
     return [
-        *_plain(step),
+        *_plain({**step, "steps": steps}),
         *_tfpara(step, sorted(periods), steps),
         *_per_step_peers(step),
         *_periodic_peers(step, max(periods), steps),
@@ -64,32 +64,31 @@ def systems_of(sizes: dict[str, int], periods: list[int], steps: int) -> list[Sy
 
 def _plain(step: dict[str, Any]) -> list[System]:
     plain = {**step, "system": "plain"}
-    alone = {**step, "system": "tfpara", "sync_period": step["steps"], "first": 1}
     return [
         System(PLAIN, 1, plain, family="reference"),
         System(INDEPENDENT, 2, plain, alone=PLAIN, family="reference"),
-        System(ONE_WORKER, 1, alone, family="tfpara"),
     ]
 
 
 def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System]:
+    longest = periods[-1]
+    # A block that is not counted would take long: one of a minibatch is before it.
+    whole = {"steps": _whole_blocks(steps, longest), "first": 1}
+    whole = {**step, "system": "tfpara", "sync_period": longest, **whole}
+    found = [System(ONE_WORKER, 1, whole, family="tfpara")]
     ours = functools.partial(System, family="tfpara", alone=ONE_WORKER)
-    found = []
     for period in periods:
-        options = {**step, "system": "tfpara", "sync_period": period}
-        if period == periods[-1]:
-            # A block that is not counted would take long: one of a minibatch is before it.
-            options |= {"first": 1, "steps": _whole_blocks(steps, period)}
-        else:
-            share = (period / periods[-1]) ** 0.5
-            options["steps"] = _whole_blocks(share * steps, period)
+        share = (period / longest) ** 0.5
+        fewer = {**step, "system": "tfpara", "sync_period": period}
+        fewer["steps"] = _whole_blocks(share * steps, period)
+        options = whole if period == longest else fewer
         found.append(ours(f"tfpara, period {period}", 2, options))
         if period not in periods[-2:]:
             continue
         for label, strategy in _VARIANTS.items():
             package = _HOROVOD if "collectives" in strategy else None
             name = f"tfpara, period {period}, {label}"
-            of_variant = {**options, "strategy": strategy}
+            of_variant: dict[str, Any] = {**options, "strategy": strategy}
             if "overlap" in strategy:
                 of_variant.pop("first", None)  # the sync before must be as far away
             found.append(ours(name, 2, of_variant, package=package))
