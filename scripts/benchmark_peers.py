@@ -122,7 +122,7 @@ def _shortened(system: System, mbit: float) -> System:
     exchanges = max(2, int(15 / seconds))
     if options["steps"] > exchanges * period:
         options["steps"] = exchanges * period
-    if system.per_step:
+    if "warm_up" in options:
         options["warm_up"] = 1
     return dataclasses.replace(system, options=options)
 

@@ -58,7 +58,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     long_block = strategy is not None and "first" in options
     if strategy:
         strategy.set_sync_period(1)
-    model.fit(data, epochs=1, steps_per_epoch=4, verbose=0)
+    model.fit(data, epochs=1, steps_per_epoch=1 + options.get("warm_up", 3), verbose=0)
     if strategy and not long_block:
         strategy.set_sync_period(options["sync_period"])
     wait_for_the_others()

@@ -139,6 +139,24 @@ while time.monotonic() < deadline:
     assert "worker 1 failed first: exit code 3;" in err
 
 
+def test_a_killed_worker_is_the_cause_though_another_ends_before_it(script):
+    """As where its connections close, and others notice, before the system has seen to its end."""
+    path = script(
+        RANK
+        + """
+import os, signal, sys, time
+if rank == 1:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit("peer is gone")
+"""
+    )
+    code, _, err = launch("-n", 2, path)
+    assert code == 137
+    assert "[chief] peer is gone\n" in err
+    assert "worker 1 failed first: killed by SIGKILL;" in err
+
+
 def test_sigterm_is_followed_by_sigkill(script, lifeline):
     path = script(
         lifeline.hold

@@ -221,10 +221,15 @@ class Launcher:
                     failure = event
                     if received is None:  # else they have been asked to end, and have --grace
                         deadline = min(deadline, now + SETTLE_SECONDS)
-                elif event.rank == 0 and self._asynchronous():
-                    deadline = min(deadline, now + self._grace)  # the others have no more to do
+                else:
+                    of_chief = event.rank == 0 and self._asynchronous()
+                    if of_chief:
+                        deadline = min(deadline, now + self._grace)  # the others have no more to do
                     if event.code and not forced and failure and not failure.by_signal:
-                        failure = event  # others end with the chief, and mostly before it
+                        # Others end with the chief, mostly before it; and with one that SIGKILL
+                        # ends, which is never the answer to another's end, sometimes before it.
+                        killed = event.code == 128 + signal.SIGKILL and received is None
+                        failure = event if of_chief or killed else failure
             elif event != signal.SIGPIPE or received is None:
                 passed_on = signal.SIGTERM if event == signal.SIGPIPE else event
                 self._signal_all(passed_on if received is None else signal.SIGKILL)
