@@ -72,23 +72,22 @@ def _plain(step: dict[str, Any]) -> list[System]:
 
 def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System]:
     longest = periods[-1]
-    # A block that is not counted would take long: one of a minibatch is before it.
-    whole = {"steps": _whole_blocks(steps, longest), "first": 1}
-    whole = {**step, "system": "tfpara", "sync_period": longest, **whole}
-    found = [System(ONE_WORKER, 1, whole, family="tfpara")]
     ours = functools.partial(System, family="tfpara", alone=ONE_WORKER)
+    found = []
     for period in periods:
-        share = (period / longest) ** 0.5
-        fewer = {**step, "system": "tfpara", "sync_period": period}
-        fewer["steps"] = _whole_blocks(share * steps, period)
-        options = whole if period == longest else fewer
+        options = {**step, "system": "tfpara", "sync_period": period}
+        options["steps"] = _whole_blocks((period / longest) ** 0.5 * steps, period)
+        if period == longest:
+            # A block that is not counted would take long: one of a minibatch is before it.
+            options["first"] = 1
+            found.append(System(ONE_WORKER, 1, options, family="tfpara"))
         found.append(ours(f"tfpara, period {period}", 2, options))
         if period not in periods[-2:]:
             continue
         for label, strategy in _VARIANTS.items():
             package = _HOROVOD if "collectives" in strategy else None
             name = f"tfpara, period {period}, {label}"
-            of_variant: dict[str, Any] = {**options, "strategy": strategy}
+            of_variant = {**options, "strategy": strategy}
             if "overlap" in strategy:
                 of_variant.pop("first", None)  # the sync before must be as far away
             found.append(ours(name, 2, of_variant, package=package))

@@ -29,6 +29,13 @@ class Part(NamedTuple):
     stop: int
 
 
+def cut(bucket: tf.Tensor, part: Part) -> tf.Tensor:
+    """A part of a bucket, with zeros past its end."""
+    values = tf.convert_to_tensor(bucket)[part.start : part.stop]
+    missing = part.stop - part.start - int(values.shape[0])
+    return tf.pad(values, [[0, missing]]) if missing else values
+
+
 class Aggregation(Protocol):
     """Where the parts of the global state are, and how they travel."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from tfpara.aggregation import Aggregation
+from tfpara.aggregation import Aggregation, cut
 from tfpara.collectives import Collectives, sum_on_first_device
 from tfpara.global_state import GlobalState, Update
 from tfpara.replicas import Buckets, Replicas
@@ -206,8 +206,7 @@ class Averaging:
             parts = self._aggregation.parts(holder)[buckets]
             with tf.device(self._replicas.devices[replica]):
                 for bucket, mean, part in zip(own, arrival.means[holder], parts, strict=True):
-                    held = bucket[part.start : part.stop]  # the padding is behind the bucket's end
-                    squares.append(2.0 * tf.nn.l2_loss(held - mean[: held.shape[0]]))
+                    squares.append(2.0 * tf.nn.l2_loss(cut(bucket, part) - mean))
                     norms.append(2.0 * tf.nn.l2_loss(mean))
         return tf.sqrt(tf.add_n(squares) / tf.maximum(tf.add_n(norms), 1e-30))
 

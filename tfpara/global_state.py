@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpara.aggregation import ALL, Aggregation, Part, Sharded
+from tfpara.aggregation import ALL, Aggregation, Part, Sharded, cut
 from tfpara.algorithms.bmuf_adam import MomentState
 
 MakeVariable = Callable[[Any, str], tf.Variable]
@@ -89,7 +89,7 @@ class GlobalState:
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):
                 parts = aggregation.parts(holder)
-                own = [_cut(buckets[p.bucket], p) for p in parts]
+                own = [cut(buckets[p.bucket], p) for p in parts]
                 self._rule_states.append(
                     [_variables(rule.init(w), f"rule_{k}", make) for k, w in enumerate(own)]
                 )
@@ -102,7 +102,7 @@ class GlobalState:
                     )
 
                 if moments is not None:
-                    both = [[_cut(kind[p.bucket], p) for p in parts] for kind in moments]
+                    both = [[cut(kind[p.bucket], p) for p in parts] for kind in moments]
                     self._moment_states.append(
                         [
                             _variables(
@@ -256,7 +256,7 @@ class GlobalState:
             if cell.field != field:
                 continue
             value = buckets[cell.part.bucket] if isinstance(buckets, list) else buckets
-            value = value if cell.is_scalar else _cut(value, cell.part)
+            value = value if cell.is_scalar else cut(value, cell.part)
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
 
     def points(self, buckets: slice = ALL) -> list[list[tf.Tensor]]:
@@ -297,13 +297,6 @@ class GlobalState:
 
 def _moments(state: MomentState, iterations: Any) -> Moments:
     return Moments(state.momentum, state.velocity, state.equivalent_steps, iterations)
-
-
-def _cut(bucket: tf.Tensor, part: Part) -> tf.Tensor:
-    """A part of a bucket, with zeros past its end."""
-    values = tf.convert_to_tensor(bucket)[part.start : part.stop]
-    missing = part.stop - part.start - int(values.shape[0])
-    return tf.pad(values, [[0, missing]]) if missing else values
 
 
 def _variables(state: Any, name: str, make: MakeVariable) -> Any:

@@ -128,10 +128,11 @@ class HorovodCollectives:
         if "GPU" not in self._device.upper():
             # Gloo's reduce-scatter takes three times as long as the same bytes in an all-to-all
             # and a sum here.
-            return [
-                self._sum_of_rows(buffer, self._name("scatter", name, k))
+            received = [
+                self._all_to_all(tf.reshape(buffer, [self.size, -1]), f"{name}/{k}")
                 for k, buffer in enumerate(buffers)
             ]
+            return [tf.add_n(tf.unstack(rows, num=self.size)) for rows in received]
         parts = [
             self._hvd.reducescatter(
                 buffer,
@@ -145,12 +146,6 @@ class HorovodCollectives:
             if buffer.shape.is_fully_defined():
                 part.set_shape([buffer.shape[0] // self.size])
         return parts
-
-    def _sum_of_rows(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        rows = tf.reshape(buffer, [self.size, -1])
-        received = self._hvd.alltoall(rows, name=name, ignore_name_scope=True)
-        received.set_shape(rows.shape)
-        return tf.add_n(tf.unstack(received, num=self.size))
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         """Row r of each worker's rows goes to rank r; returns the rows received, by sender."""

@@ -81,13 +81,12 @@ class TensorFlowCollectives:
 
     def _reduce_scatter(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         rows = tf.reshape(buffer, [self.size, -1])
-        attributes = self._attributes(name, rows)
         if self._shared_token is not None:
             part = tf.raw_ops.CollectiveReduceScatterV2(
                 input=rows,
                 merge_op="Add",
                 final_op="Id",
-                **attributes,
+                **self._attributes(name, rows),
             )
             return tf.reshape(part, [-1])
         # TensorFlow has no reduce-scatter on CPUs. The same bytes travel; the sum is taken here.
