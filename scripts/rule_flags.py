@@ -50,7 +50,8 @@ _AGGREGATION = flags.DEFINE_enum(
     "auto",
     list(AGGREGATIONS),
     "who keeps the global model and averages: every worker all of them (replicated), or every "
-    "replica its part (sharded); auto: sharded for models of 16 MB and more",
+    "replica its part (sharded); auto: sharded for models of 16 MB and more, but not "
+    "between two workers of Horovod over Gloo",
 )
 _COLLECTIVES = flags.DEFINE_enum(
     "collectives",

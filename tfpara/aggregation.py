@@ -136,11 +136,11 @@ class Sharded:
         if len(self.holders) == 1:
             return [list(parts)]
         with tf.device(self.holders[0]):
-            cut = [tf.split(part, len(self.holders)) for part in parts]
+            pieces = [tf.split(part, len(self.holders)) for part in parts]
         result = []
         for holder, device in enumerate(self.holders):
             with tf.device(device):
-                result.append([tf.identity(pieces[holder]) for pieces in cut])
+                result.append([tf.identity(of_part[holder]) for of_part in pieces])
         return result
 
     def spread(
@@ -169,11 +169,13 @@ def choose(
 ) -> Aggregation:
     """The aggregation that is asked for.
 
-    "auto" shards where there are several replicas and the model has `SHARDED_FROM_BYTES` or more.
+    "auto" shards where there are several replicas and the model has `SHARDED_FROM_BYTES` or more,
+    unless that would take twice the time on the cable between two workers.
     """
     if aggregation == "auto":
         several = collectives.size * len(devices) > 1
         large = 4 * sum(bucket_sizes) >= SHARDED_FROM_BYTES
-        aggregation = "sharded" if several and large else "replicated"
+        by_turns = collectives.size == 2 and not collectives.full_duplex
+        aggregation = "sharded" if several and large and not by_turns else "replicated"
     kind = Sharded if aggregation == "sharded" else Replicated
     return kind(bucket_sizes, collectives, devices)

@@ -28,6 +28,8 @@ _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 # How often Horovod's thread asks the other processes for work, in milliseconds. Asking takes some
 # percent of a core at Horovod's own 1, all through the training; a large sync does not notice 5.
 _CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
+# Fused, the buckets of a sync would arrive together, and the rule would wait for the last one.
+_FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
 _LEAVING_SECONDS = 2.0
 _REACH_SECONDS = 5.0
 
@@ -69,6 +71,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
     # Once it has begun, Horovod's own wait for a process that is stopped has this limit alone.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
     os.environ.setdefault(_CYCLE, _CYCLE_MS)
+    os.environ.setdefault(_FUSION, _FUSION_BYTES)
     hvd.init()
     if (hvd.rank(), hvd.size()) != (found.rank, found.num_workers):
         raise ValueError(

@@ -18,6 +18,7 @@ def test_operations(tmp_path, start, size):
     all_ranks = sum(range(1, size + 1))
     for rank, out in enumerate(outs):
         found = dict(np.load(out))
+        assert found.pop("full_duplex") == (start == "TF_CONFIG")  # not Gloo
         loop = 0
         for _ in range(3):
             loop += size * loop + all_ranks

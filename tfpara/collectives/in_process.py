@@ -13,6 +13,7 @@ class Loopback:
     size = 1
     rank = 0
     summed = frozenset({tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
+    full_duplex = True
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Returns the buffers."""

@@ -16,12 +16,14 @@ class Collectives(Protocol):
     `UnavailableError` for the dead and `DeadlineExceededError` for the silent.
 
     size: of the group. rank: of this worker, 0 … size − 1. summed: the dtypes that all_reduce and
-    reduce_scatter add up.
+    reduce_scatter add up. full_duplex: whether all_to_all and all_gather between two workers send
+    and receive at the same time, as an all_reduce does.
     """
 
     size: int
     rank: int
     summed: frozenset[tf.DType]
+    full_duplex: bool
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""

@@ -31,6 +31,7 @@ class TensorFlowCollectives:
     """
 
     summed = frozenset({tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
+    full_duplex = True
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ def main():
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, timeout_seconds=60)
     collectives = strategy.extended.collectives
     rank, size = collectives.rank, collectives.size
-    results = {}
+    results = {"full_duplex": collectives.full_duplex}
 
     def both(key, operation, *inputs):
         """Runs an operation both ways, in the function twice."""
