@@ -16,10 +16,10 @@ def headlines(rows: Iterable[dict[str, Any]]) -> list[str]:
     for row in rows:
         by_link.setdefault(row["link"], {})[row["system"]] = row
     loopback = by_link.get("loopback", {})
-    said = [*_scaling(loopback), *_syncs(loopback)]
+    said = [*_scaling(loopback), *_syncs("", loopback)]
     for link, found in by_link.items():
         if link != "loopback":
-            said += _limited(link, found, loopback)
+            said += [*_syncs(f" at {link}", found), *_limited(link, found, loopback)]
     return said
 
 
@@ -42,14 +42,14 @@ def _scaling(found: dict[str, dict[str, Any]]) -> list[str]:
     return said
 
 
-def _syncs(found: dict[str, dict[str, Any]]) -> list[str]:
+def _syncs(where: str, found: dict[str, dict[str, Any]]) -> list[str]:
     said = []
     for sync, bare in ((HOROVOD_SYNC, HOROVOD_REDUCE), (SYNC, REDUCE)):
         times = [found.get(name, {}).get("sync_ms") for name in (sync, bare)]
         if all(times):
             said.append(
-                f"The {sync}, takes {times[0]:.0f} ms: {times[0] / times[1]:.2f} times the {bare} "
-                f"of as many bytes ({times[1]:.0f} ms)."
+                f"The {sync}, takes {times[0]:.0f} ms{where}: {times[0] / times[1]:.2f} times the "
+                f"{bare} of as many bytes ({times[1]:.0f} ms)."
             )
     return said
 

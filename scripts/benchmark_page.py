@@ -21,6 +21,7 @@ _PAGE = flags.DEFINE_string("page", "docs/benchmarks.md", "Markdown page with th
 BEGIN = "<!-- peers: written by scripts.benchmark_page -->"
 END = "<!-- end of peers -->"
 _PLOT = "peers.svg"
+_SPEED = "samples_per_second"
 
 
 def main() -> None:
@@ -50,9 +51,8 @@ def main() -> None:
 
 def section(content: dict[str, Any]) -> str:
     """The part between the marks, in Markdown."""
-    loopback = [row for row in content["rows"] if row["link"] == "loopback"]
-    trained = [row for row in loopback if "samples_per_second" in row]
-    exchanged = [row for row in loopback if row not in trained and "sync_ms" in row]
+    trained = [row for row in content["rows"] if "samples_per_second" in row]
+    exchanged = [row for row in content["rows"] if row not in trained and "sync_ms" in row]
     columns = {
         "workers": lambda r: r["workers"],
         "samples/s": lambda r: _ranged(r, "samples_per_second", ".0f"),
@@ -66,9 +66,9 @@ def section(content: dict[str, Any]) -> str:
         _conditions(content),
         f"![samples per second of all systems]({_PLOT})",
         "\n".join(f"* {sentence}" for sentence in headlines(content["rows"])),
-        _table(trained, columns),
-        _table(exchanged, {"ms": lambda r: _ranged(r, "sync_ms", ".0f")}),
-        _links(content["rows"]),
+        _table([row for row in trained if row["link"] == "loopback"], columns),
+        _by_link("Milliseconds of a sync, and of as many bytes alone", exchanged, "sync_ms"),
+        _by_link("Samples/s of two workers on limited links", _limited(trained), _SPEED),
         _predicted(content["predictions"]),
         _absent(content["rows"]),
         " ".join(f"{note}." for note in content["notes"]),
@@ -88,22 +88,24 @@ def _conditions(content: dict[str, Any]) -> str:
     )
 
 
-def _links(rows: list[dict[str, Any]]) -> str:
-    """Speeds on every link, side by side."""
-    names = list(dict.fromkeys(row["link"] for row in rows))
+def _limited(trained: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of what was measured on a limited link, too."""
+    limited = {row["system"] for row in trained if row["link"] != "loopback"}
+    return [row for row in trained if row["system"] in limited]
+
+
+def _by_link(title: str, rows: list[dict[str, Any]], key: str) -> str:
+    """A figure of every system, with a column for each link."""
     by_system: dict[str, dict[str, Any]] = {}
     for row in rows:
-        if "samples_per_second" in row and row["workers"] == 2:
-            by_system.setdefault(row["system"], {})[row["link"]] = row
-    if len(names) == 1:
-        return ""
-    shown = [{"system": s, **found} for s, found in by_system.items() if len(found) > 1]
+        by_system.setdefault(row["system"], {"system": row["system"]})[row["link"]] = row
 
-    def speed(link: str) -> Any:
-        return lambda r: _shown(r.get(link, {}), "samples_per_second", ".0f")
+    def cell(link: str) -> Any:
+        return lambda found: _ranged(found[link], key, ".0f") if link in found else ""
 
-    table = _table(shown, {link: speed(link) for link in names})
-    return f"Samples/s of two workers on limited links:\n\n{table}"
+    columns = {link: cell(link) for link in dict.fromkeys(row["link"] for row in rows)}
+    table = _table(list(by_system.values()), columns)
+    return f"{title}:\n\n{table}" if table else ""
 
 
 def _predicted(predictions: list[dict[str, Any]]) -> str:

@@ -152,11 +152,14 @@ def test_headlines_compare_what_was_measured():
         step("tfpara, period 80", 80.0, "1000 Mbit/s", sync_period=80),
         step("DDP", 8.0, "1000 Mbit/s", family="peer", per_step=True),
         step("averager", 75.0, "1000 Mbit/s", family="peer", sync_period=80),
+        row("sync, BMUF and EMA", "1000 Mbit/s", sync_ms=440.0, per_step=False),
+        row("bare all-reduce", "1000 Mbit/s", sync_ms=400.0, family="reference", per_step=False),
     ]
-    scaling, peers, sync, limited = headlines(rows)
+    scaling, peers, sync, limited_sync, limited = headlines(rows)
     assert "tfpara, period 80 are 0.99 times as fast as two independent" in scaling
     assert "averager scales best: 1.80 times" in peers
     assert "takes 60 ms: 1.20 times the bare Horovod all-reduce" in sync
+    assert "takes 440 ms at 1000 Mbit/s: 1.10 times the bare all-reduce" in limited_sync
     assert "80 samples/s, 0.80 of its speed on loopback and 10.0 times" in limited
     assert "(DDP, 8)" in limited
     assert headlines([]) == []
