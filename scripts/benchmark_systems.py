@@ -80,7 +80,7 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
         if period == longest:
             # A block that is not counted would take long: one of a minibatch is before it.
             options["first"] = 1
-            found.append(System(ONE_WORKER, 1, options, family="tfpara"))
+            found.insert(0, System(ONE_WORKER, 1, options, family="tfpara"))
         found.append(ours(f"tfpara, period {period}", 2, options))
         if period not in periods[-2:]:
             continue

@@ -141,6 +141,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, rule, a
     assert (1, list(range(12, 16))) in log
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("sharded", "replicated"), ("replicated", "sharded")]
+)
+def test_a_run_resumes_under_another_aggregation(tmp_path, first, second):
+    options = {"every_syncs": 1, "rule": tfpara.BMUF(0.5), "averages": {"ema": tfpara.EMA(0.8)}}
+    whole, _, _ = run(tmp_path / "whole", aggregation=first, **options)
+    assert run(tmp_path / "moved", stop=(0, 4), aggregation=first, **options) is None
+    moved, _, _ = run(tmp_path / "moved", aggregation=second, **options)
+    for a, b in zip(moved, whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["global batches", "each worker's own"])
 def test_data_that_know_no_epochs_are_read_again_up_to_the_position(tmp_path, own):
     ends = []

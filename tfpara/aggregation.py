@@ -170,7 +170,7 @@ def choose(
     """The aggregation that is asked for.
 
     "auto" shards where there are several replicas and the model has `SHARDED_FROM_BYTES` or more,
-    unless that would take twice the time on the cable between two workers.
+    unless their link would carry one direction after the other.
     """
     if aggregation == "auto":
         several = collectives.size * len(devices) > 1

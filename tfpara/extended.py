@@ -205,7 +205,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def start(self) -> None:
         """Compares the workers' settings."""
         agree(
-            {**self.settings.fingerprint(), "devices per worker": len(self.worker_devices)},
+            {
+                **self.settings.fingerprint(),
+                "devices per worker": len(self.worker_devices),
+                "full-duplex transport": self.collectives.full_duplex,
+            },
             self.control,
             "start",
         )

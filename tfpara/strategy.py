@@ -59,8 +59,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             to their initial value, or "average" over the replicas.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
-            where there are several replicas and the model has 16 MB or more, but not between two
-            workers of Horovod over Gloo, where a sharded sync takes nearly twice as long.
+            where there are several replicas and the model has 16 MB or more, or with `compression`;
+            without it not between two workers of Horovod over Gloo, where on a slow link a sharded
+            sync takes up to twice as long.
         devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`. None: all GPUs, or CPU:0.
         overlap: False: training stops for a sync. True: a sync runs while the next block trains,
             and is merged where that block ends. A number d ≤ τ: it is merged d minibatches after it

@@ -139,7 +139,7 @@ def test_a_process_of_several_says_so_at_once(tmp_path):
 
 
 def test_dtypes_that_horovod_cannot_add(monkeypatch):
-    loaded = types.SimpleNamespace(nccl_built=lambda: False)
+    loaded = types.SimpleNamespace(nccl_built=lambda: False, gloo_enabled=lambda: True)
     monkeypatch.setattr(horovod, "load", lambda: loaded)
     made = horovod.HorovodCollectives(2, 0, "CPU:0", 0.0)
     assert tf.float32 in made.summed and tf.bfloat16 not in made.summed

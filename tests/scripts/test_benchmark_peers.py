@@ -83,6 +83,23 @@ def test_the_page_has_what_stands_around_its_marks(results, run, run_well, tmp_p
     assert page.read_text() == "no marks"
 
 
+def test_the_page_has_limited_links_beside_loopback(results):
+    content = json.loads(results.read_text())
+    rows = {r["system"]: {**r, "link": "100 Mbit/s"} for r in content["rows"]}
+    for name, key, value in (
+        ("tfpara, period 1", "samples_per_second", 7.0),
+        ("bare all-reduce", "sync_ms", 4321.0),
+    ):
+        content["rows"].append({**rows[name], key: value, f"{key}_range": [value, value]})
+    text = benchmark_page.section(content)
+    assert text.count("| system | loopback | 100 Mbit/s |") == 2
+    by_link = text.split("| system | loopback | 100 Mbit/s |", 1)[1].split("The cost model")[0]
+    (trained,) = [line for line in by_link.splitlines() if line.startswith("| tfpara, period 1 |")]
+    (exchanged,) = [line for line in by_link.splitlines() if line.startswith("| bare all-reduce |")]
+    assert trained.endswith("| 7 |") and exchanged.endswith("| 4321 |")
+    assert "plain Keras" not in by_link
+
+
 @pytest.mark.skipif(not TORCH, reason="TFPARA_TORCH_PYTHON names no python that has torch")
 def test_peers_of_pytorch_run(run_well, tmp_path):
     out = tmp_path / "peers.json"

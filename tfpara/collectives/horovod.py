@@ -99,9 +99,8 @@ class HorovodCollectives:
         # Without NCCL Horovod has operations on CPUs alone.
         on_gpu = "GPU" in device.upper() and not self._hvd.nccl_built()
         self._device = "CPU:0" if on_gpu else device
-        # Gloo's all-to-all and all-gather offer what they send before they ask for what they
-        # receive. Where the other side has asked already, its data are sent first, on the one
-        # connection of the two, and the question waits behind them.
+        # Gloo's all-to-all and all-gather post the send before the receive, and two workers share
+        # one connection: a worker's request for data waits behind the data that it is sending.
         self.full_duplex = "GPU" in self._device.upper() or not self._hvd.gloo_enabled()
         self._timeout = float(timeout_seconds)
         self._group = group

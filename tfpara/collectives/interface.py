@@ -16,8 +16,8 @@ class Collectives(Protocol):
     `UnavailableError` for the dead and `DeadlineExceededError` for the silent.
 
     size: of the group. rank: of this worker, 0 … size − 1. summed: the dtypes that all_reduce and
-    reduce_scatter add up. full_duplex: whether all_to_all and all_gather between two workers send
-    and receive at the same time, as an all_reduce does.
+    reduce_scatter add up. full_duplex: whether reduce_scatter, all_to_all and all_gather between
+    two workers send and receive at the same time, as all_reduce does.
     """
 
     size: int
