@@ -51,11 +51,11 @@ def main() -> None:
 
 def section(content: dict[str, Any]) -> str:
     """The part between the marks, in Markdown."""
-    trained = [row for row in content["rows"] if "samples_per_second" in row]
+    trained = [row for row in content["rows"] if _SPEED in row]
     exchanged = [row for row in content["rows"] if row not in trained and "sync_ms" in row]
     columns = {
         "workers": lambda r: r["workers"],
-        "samples/s": lambda r: _ranged(r, "samples_per_second", ".0f"),
+        "samples/s": lambda r: _ranged(r, _SPEED, ".0f"),
         "over its own one process": lambda r: _shown(r, "scaling", ".2f"),
         "of two independent": lambda r: _shown(r, "ratio_to_independent", ".2f"),
         "sync ms": lambda r: _shown(r, "sync_ms", ".0f"),
@@ -114,7 +114,7 @@ def _predicted(predictions: list[dict[str, Any]]) -> str:
     columns = {
         "link": lambda r: r["link"],
         "predicted samples/s": lambda r: _shown(r, "predicted_samples_per_second", ".0f"),
-        "measured": lambda r: _shown(r, "samples_per_second", ".0f"),
+        "measured": lambda r: _shown(r, _SPEED, ".0f"),
         "measured / predicted": lambda r: _shown(r, "measured_over_predicted", ".2f"),
     }
     return f"The cost model (`tfpara.planner`) beside it:\n\n{_table(predictions, columns)}"
@@ -159,7 +159,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # equal results give equal files
     from matplotlib import pyplot
 
-    rows = [r for r in content["rows"] if r["workers"] == 2 and "samples_per_second" in r]
+    rows = [r for r in content["rows"] if r["workers"] == 2 and _SPEED in r]
     links = list(dict.fromkeys(r["link"] for r in rows))
     names = list(dict.fromkeys(r["system"] for r in rows))
     colours = {"tfpara": "tab:blue", "peer": "tab:orange", "reference": "tab:grey"}
@@ -175,7 +175,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         places = [names.index(r["system"]) for r in here]
         panel.barh(
             places,
-            [r["samples_per_second"] for r in here],
+            [r[_SPEED] for r in here],
             color=[colours[r["family"]] for r in here],
         )
         panel.set_title(link)

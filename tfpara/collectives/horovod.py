@@ -96,12 +96,13 @@ class HorovodCollectives:
         self.size = size
         self.rank = rank
         self._hvd = load()
+        on_gpu = "GPU" in device.upper()
+        self._by_nccl = on_gpu and self._hvd.nccl_built()
         # Without NCCL Horovod has operations on CPUs alone.
-        on_gpu = "GPU" in device.upper() and not self._hvd.nccl_built()
-        self._device = "CPU:0" if on_gpu else device
+        self._device = "CPU:0" if on_gpu and not self._by_nccl else device
         # Gloo's all-to-all and all-gather post the send before the receive, and two workers share
         # one connection: a worker's request for data waits behind the data that it is sending.
-        self.full_duplex = "GPU" in self._device.upper() or not self._hvd.gloo_enabled()
+        self.full_duplex = self._by_nccl or not self._hvd.gloo_enabled()
         self._timeout = float(timeout_seconds)
         self._group = group
         self._functions: dict[Any, Callable[[Any], Any]] = {}
@@ -128,7 +129,7 @@ class HorovodCollectives:
         return self._call(HorovodCollectives._reduce_scatter, list(buffers), name)
 
     def _reduce_scatter(self, buffers: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-        if "GPU" not in self._device.upper():
+        if not self._by_nccl:
             # Gloo's reduce-scatter takes three times as long as the same bytes in an all-to-all
             # and a sum here.
             received = [
