@@ -51,7 +51,9 @@ build_wheel() {
   rm -rf "$tree"
   mkdir -p "$tree/source"
   cp -r setup.py pyproject.toml tfpara "$tree/source"
-  if [ -e README.md ]; then cp README.md "$tree/source"; fi
+  for file in README.md LICENSE; do
+    if [ -e "$file" ]; then cp "$file" "$tree/source"; fi
+  done
   "$venv/bin/python" -m pip wheel --disable-pip-version-check --quiet --no-deps \
     --no-build-isolation --wheel-dir "$tree" "$tree/source"
   WHEEL=$(echo "$tree"/tfpara-*.whl)
