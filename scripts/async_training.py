@@ -13,7 +13,7 @@ import keras
 
 import tfpara
 from input.index import CorpusIndex
-from scripts import async_flags, runs, schedule_flags
+from scripts import async_flags, run_files, schedule_flags
 
 
 class ChunkedData:
@@ -89,7 +89,7 @@ def checkpoint(
     """
     matters = () if schedule_flags.epochs_matter() else ("epochs",)
     return tfpara.AsyncCheckpoint(
-        runs.checkpoints(run_dir),
+        run_files.checkpoints(run_dir),
         every_minutes=minutes,
         keep=keep,
         data_plan={key: value for key, value in plan.items() if key not in matters},

@@ -18,7 +18,7 @@ import tensorflow as tf
 from input import features, index
 from input.index import CorpusIndex
 from models import decoding
-from scripts import common, serving
+from scripts import common, run_files, serving
 
 FILE_NAME = "decoding.json"
 
@@ -94,6 +94,7 @@ def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) 
             "its priors and bigram do not fit. Train again, or prepare that corpus again."
         )
     content = {**mark, **_count(corpus, mark["stack"])}
+    run_files.record(run_dir, FILE_NAME)
     common.write_json(path, content)
     return content
 

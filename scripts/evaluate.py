@@ -22,7 +22,7 @@ from absl import flags
 import tfpara
 from input import index, kaldi_write
 from models.decoding import Hmm, PhoneStates
-from scripts import decoding, runs
+from scripts import decoding, run_files, runs
 from scripts.data import held_out, is_recurrent, stream_options
 from tfpara.algorithms import BSP
 from tfpara.strategy import PeriodicSyncStrategy
@@ -150,9 +150,11 @@ def _report(scores: dict[str, float], frames: int, phones: dict[str, float]) -> 
         **runs.named_scores(scores),
         **phones,
     }
-    path = Path(_OUT.value or Path(_RUN_DIR.value) / f"{_SPLIT.value}.json")
+    run_dir, name = Path(_RUN_DIR.value), f"{_SPLIT.value}.json"
     with common.bad_input():
-        common.write_json(path, result)
+        if _OUT.value is None:
+            run_files.record(run_dir, name)
+        common.write_json(run_dir / name if _OUT.value is None else Path(_OUT.value), result)
     print(
         f"{result['split']} ({frames} frames), {result['weights']} weights: frame error rate "
         f"{result['frame_error_rate']:.2f} %, cross-entropy {result['cross_entropy']:.4f} nats"

@@ -5,6 +5,7 @@ model.weights.h5         the global model; AVERAGE.weights.h5 for each average
 history.json             the log of every epoch, and a summary
 held_out.csv             the held-out scores of all weights
 flags.txt                the flags of the run, for --flagfile
+files.txt                the names of these files: see `run_files`
 tensorboard/             event files
 checkpoints/             to go on from
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import keras
 from input.index import CorpusIndex
 from models.presets import BUILDERS
 from scripts.data import is_recurrent
-from tfpara.checkpoint_store import Store
 
 
 def weights_path(run_dir: Path, which: str) -> Path:
@@ -39,36 +38,6 @@ def save_weights(model: keras.Model, path: Path) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def checkpoints(run_dir: Path) -> Path:
-    """The directory of a run's checkpoints."""
-    return run_dir / "checkpoints"
-
-
-def can_resume(run_dir: Path) -> bool:
-    """Whether there is a checkpoint to go on from."""
-    return bool(Store(checkpoints(run_dir), 1).numbers())
-
-
-def clear(run_dir: Path) -> None:
-    """Makes the directory, and removes the results and checkpoints of an earlier run in it.
-
-    Raises:
-        CheckpointError: a run that is under way writes there.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    store = Store(checkpoints(run_dir), 1)
-    store.lock()
-    try:
-        for number in store.numbers():
-            shutil.rmtree(store.path(number))
-    finally:
-        store.release()
-    patterns = ("*.weights.h5", "*.json", "held_out.csv", "tensorboard/events.out.*")
-    for pattern in patterns:
-        for old in run_dir.glob(pattern):
-            old.unlink()
 
 
 def build(description: Mapping[str, Any], **options: Any) -> keras.Model:

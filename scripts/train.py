@@ -25,7 +25,15 @@ from absl import flags
 
 import tfpara
 from input import index, pipeline, streams
-from scripts import async_flags, async_training, model_flags, rule_flags, runs, schedule_flags
+from scripts import (
+    async_flags,
+    async_training,
+    model_flags,
+    rule_flags,
+    run_files,
+    runs,
+    schedule_flags,
+)
 from scripts.data import TrainingData, held_out, is_recurrent
 from scripts.scores import scores
 from tfpara.checkpoint_store import CheckpointError
@@ -70,7 +78,7 @@ _SYNCS = flags.DEFINE_integer(
 )
 _KEEP = flags.DEFINE_integer("keep_checkpoints", 3, "how many of the newest stay", lower_bound=1)
 _START_OVER = flags.DEFINE_boolean(
-    "start_over", False, "begin anew where there is a run to go on with"
+    "start_over", False, "begin anew, and remove the files of the run that was in --run_dir"
 )
 _TIMES = flags.DEFINE_integer(
     "held_out_times_per_epoch", 1, "scores of the held-out data in an epoch", lower_bound=1
@@ -98,6 +106,8 @@ def main() -> None:
         first_period = next(iter(schedule_flags.sync_periods().values()))
         # With parameter servers, all processes but the chief stay in here.
         strategy = rule_flags.strategy(first_period, _data_plan(corpus))
+        files = _files(strategy)
+        run_files.check(run_dir, files, _START_OVER.value, _INIT.value)
         keras.utils.set_random_seed(_SEED.value)
         model = _model(description, strategy)
         warm = schedule_flags.warm_start()
@@ -123,7 +133,7 @@ def main() -> None:
     try:
         if strategy.is_chief:
             with common.bad_input():
-                _start_run(run_dir, description)
+                _start_run(run_dir, files, description)
         _fit(model, strategy, data, [*callbacks, history, checkpoint])
     except CheckpointError as error:
         common.part(strategy)
@@ -215,11 +225,17 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
     return model
 
 
-def _start_run(run_dir: Path, description: dict[str, Any]) -> None:
+def _files(strategy: Any) -> list[str]:
+    """The names of all that the run writes in its directory."""
+    kept = ("global", *strategy.averages)
+    return run_files.of_training(runs.weights_path(Path(), which).name for which in kept)
+
+
+def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> None:
     """Prepares the directory; what an interrupted run has left there stays."""
-    if _START_OVER.value or not runs.can_resume(run_dir):
+    if _START_OVER.value or not run_files.can_resume(run_dir):
         try:
-            runs.clear(run_dir)
+            run_files.begin(run_dir, files, _START_OVER.value)
         except CheckpointError as error:  # on the chief alone
             raise common.Failure(str(error)) from error
         common.write_text(run_dir / "flags.txt", common.resolved_flags())
@@ -249,7 +265,7 @@ def _checkpoint(run_dir: Path, strategy: Any, plan: dict[str, Any]) -> keras.cal
     if rule_flags.is_async():
         return async_training.checkpoint(run_dir, _MINUTES.value, _KEEP.value, plan)
     return tfpara.callbacks.Checkpoint(
-        runs.checkpoints(run_dir),
+        run_files.checkpoints(run_dir),
         every_syncs=_SYNCS.value,
         every_minutes=_MINUTES.value,
         keep=_KEEP.value,

@@ -143,6 +143,14 @@ def test_held_out_refuses_what_there_is_not(elastic):
         model.fit(stream, verbose=0, callbacks=[several])
 
 
+def test_a_table_that_is_not_of_scores_is_not_touched(tmp_path):
+    table = tmp_path / "mine.csv"
+    table.write_text("epoch,price\n3,2\n")
+    with pytest.raises(ValueError, match="has the columns epoch, price, so it is no table of scor"):
+        tfpara.callbacks.HeldOut(None, csv=table)
+    assert table.read_text() == "epoch,price\n3,2\n"
+
+
 def test_telemetry_logs_and_writes_every_epoch(elastic, tmp_path):
     model = make_model(elastic)
     held_out = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)

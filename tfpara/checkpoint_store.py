@@ -168,7 +168,7 @@ class Store:
                 f"cannot complete {self.path(number)} ({_first_line(error)})"
             ) from error
         for old in self.numbers()[self._keep :]:
-            self._remove(old)
+            self.remove(old)
 
     def abandon(self, number: int) -> None:
         """Removes a checkpoint under way."""
@@ -218,7 +218,8 @@ class Store:
             for rank in range(manifest["workers"])
         ]
 
-    def _remove(self, number: int) -> None:
+    def remove(self, number: int) -> None:
+        """Removes a checkpoint."""
         # Renamed first, so that a kill in the middle leaves nothing that looks complete.
         dying = self.directory / f"{_PARTIAL}old-{number:08d}"
         with contextlib.suppress(OSError):

@@ -84,6 +84,7 @@ def test_two_workers_train_on_from_the_given_weights(single, pair):
         "model.json",
         "history.json",
         "flags.txt",
+        "files.txt",
         "tensorboard",
         "checkpoints",
         "held_out.csv",

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -117,12 +116,3 @@ def test_the_number_of_epochs_is_not_free_where_the_rate_depends_on_it():
     assert not schedule_flags.epochs_matter()
     with flagsaver.flagsaver(final_learning_rate=0.01):
         assert schedule_flags.epochs_matter()
-
-
-def test_clearing_does_not_touch_what_is_not_a_runs(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    (tmp_path / "history.json").write_text("{}")
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    runs.save_weights(model, runs.weights_path(tmp_path, "global"))
-    runs.clear(tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {"mine.txt", "checkpoints"}

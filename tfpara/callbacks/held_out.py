@@ -45,8 +45,8 @@ class HeldOut(keras.callbacks.Callback):
         log_dir: directory of TensorBoard's event files, by the number of syncs. By the chief.
 
     Raises:
-        ValueError: `times_per_epoch` below 1; in `fit`, weights that there are not, or an epoch of
-            unknown length that is to be divided.
+        ValueError: `times_per_epoch` below 1, or another table in the CSV file; in `fit`, weights
+            that there are not, or an epoch of unknown length that is to be divided.
     """
 
     # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
@@ -190,6 +190,12 @@ class _Table:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        rows = self._rows()
+        if rows and not {"epoch", "syncs", "weights"} <= set(rows[0]):
+            raise ValueError(
+                f"csv={path} has the columns {', '.join(map(str, rows[0]))}, so it is no table of "
+                "scores, and rows of it would be removed. Give another file."
+            )
 
     def cut(self, passes: float) -> None:
         """Removes the rows past this point of the run, which is trained again."""

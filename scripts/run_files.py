@@ -1,0 +1,141 @@
+"""Which files in a run's directory are the run's own: those that its record names.
+
+RUN_DIR/files.txt has a name, or a pattern of names, in each line. A program adds the names before
+it writes the files. Only what the record names is ever removed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from scripts import common
+from tfpara.checkpoint_store import Store
+
+RECORD = "files.txt"
+_HEADER = "# Written here by the programs of a run: train --start_over removes these files alone.\n"
+_CHECKPOINTS = "checkpoints"
+_CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
+# What a run has before its first checkpoint; all others are results.
+_AT_START = ("flags.txt", "model.json", "held_out.csv", "tensorboard/events.out.tfevents.*")
+
+
+def checkpoints(run_dir: Path) -> Path:
+    """The directory of a run's checkpoints."""
+    return run_dir / _CHECKPOINTS
+
+
+def can_resume(run_dir: Path) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return bool(Store(checkpoints(run_dir), 1).numbers())
+
+
+def of_training(weights: Iterable[str]) -> list[str]:
+    """The names of what `scripts.train` writes.
+
+    Args:
+        weights: names of the files of weights.
+    """
+    named = [name for file in weights for name in (file, f".[0-9]*.{file}")]  # whole, under way
+    return [*_AT_START, "history.json", _CHECKPOINT_NAMES, *named]
+
+
+def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | None) -> None:
+    """Refuses a run that would lose files, before anything is written.
+
+    Args:
+        run_dir: of the run.
+        names: of what it writes.
+        start_over: whether an earlier run's files may go.
+        init: the file of weights to start from, if there is one.
+
+    Raises:
+        ValueError: there are files that the run would replace, and they are not an earlier run's;
+            or they are, and its results would be lost.
+    """
+    _check_init(run_dir, names, init)
+    if can_resume(run_dir) and not start_over:
+        return
+    own = set(_found(run_dir, _recorded(run_dir)))
+    there = _found(run_dir, names)
+    foreign = [path for path in there if path not in own]
+    if foreign:
+        raise ValueError(
+            f"--run_dir={run_dir} has {foreign[0].relative_to(run_dir)}, which a run would "
+            f"replace, and no {RECORD} that says that a run has written it. Move it away, or give "
+            "another directory."
+        )
+    results = [path for path in own if path not in set(_found(run_dir, _AT_START))]
+    if results and not start_over:
+        shown = ", ".join(sorted(os.fspath(path.relative_to(run_dir)) for path in results))
+        raise ValueError(
+            f"--run_dir={run_dir} has results of a run ({shown}) and no checkpoint to go on from. "
+            "Give --start_over to remove them and begin anew, or give another directory."
+        )
+
+
+def begin(run_dir: Path, names: Sequence[str], start_over: bool) -> None:
+    """Makes the directory ready for a run that begins, after `check`, and records its files.
+
+    Args:
+        run_dir: of the run.
+        names: of what it writes.
+        start_over: whether the files of an earlier run are removed.
+
+    Raises:
+        CheckpointError: a run that is under way writes there.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    store = Store(checkpoints(run_dir), 1)
+    store.lock()
+    try:
+        if start_over:
+            _remove(run_dir, store)
+        common.write_text(run_dir / RECORD, _HEADER + "".join(f"{name}\n" for name in names))
+    finally:
+        store.release()
+
+
+def record(run_dir: Path, name: str) -> None:
+    """Adds a name to the record; call it before writing the file."""
+    if name in _recorded(run_dir):
+        return
+    with (run_dir / RECORD).open("a") as file:
+        file.write(f"{name}\n" if file.tell() else f"{_HEADER}{name}\n")
+
+
+def _remove(run_dir: Path, store: Store) -> None:
+    """Removes what the record names, the checkpoints first: nothing goes on from half of them."""
+    recorded = _recorded(run_dir)
+    if _CHECKPOINT_NAMES in recorded:
+        for number in store.numbers():
+            store.remove(number)
+    for path in _found(run_dir, recorded):
+        path.unlink()
+
+
+def _recorded(run_dir: Path) -> list[str]:
+    path = run_dir / RECORD
+    if not path.is_file():
+        return []
+    names = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{path} names {name}, which is not in {run_dir}. Delete that line.")
+    return names
+
+
+def _found(run_dir: Path, names: Iterable[str]) -> list[Path]:
+    return sorted({path for name in names for path in run_dir.glob(name)})
+
+
+def _check_init(run_dir: Path, names: Iterable[str], init: str | None) -> None:
+    if init is None or Path(init).resolve().parent != run_dir.resolve():
+        return
+    if any(fnmatch.fnmatchcase(Path(init).name, name) for name in names):
+        raise ValueError(
+            f"--init={init} is a file that a run in --run_dir={run_dir} replaces. Give another "
+            "directory, or a copy under another name."
+        )

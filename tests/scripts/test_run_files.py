@@ -1,0 +1,132 @@
+"""Of the files in a run's directory only those go that the run's record names."""
+
+import fcntl
+import itertools
+
+import pytest
+import tensorflow as tf
+
+from scripts import run_files
+from tfpara.checkpoint_store import CheckpointError, Store
+
+NAMES = run_files.of_training(["model.weights.h5", "ema-0.9.weights.h5"])
+
+
+def write(run_dir, *names):
+    for name in names:
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_text(name)
+
+
+def files(run_dir):
+    found = (str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file())
+    return {name for name in found if not name.startswith("checkpoints/")}
+
+
+def add_checkpoint(run_dir):
+    store = Store(run_files.checkpoints(run_dir), 3)
+    store.lock()
+    store.begin(1)
+    marks = store.write_part(1, 0, {"x": tf.constant(1.0)})
+    store.commit(1, {"files": marks})
+    store.release()
+
+
+def begin(run_dir, start_over=False, init=None):
+    """As `scripts.train` does."""
+    run_files.check(run_dir, NAMES, start_over, init)
+    if start_over or not run_files.can_resume(run_dir):
+        run_files.begin(run_dir, NAMES, start_over)
+
+
+MINE = {"notes.json", "first.weights.h5", "tensorboard/mine", "test.json"}
+
+
+def test_a_run_leaves_what_is_not_its_own_and_starting_over_removes_what_is(tmp_path):
+    write(tmp_path, *MINE)
+    begin(tmp_path)
+    of_run = {
+        "model.json",
+        "flags.txt",
+        "history.json",
+        "held_out.csv",
+        "ema-0.9.weights.h5",
+        "tensorboard/events.out.tfevents.1.host.2.0.v2",
+    }
+    write(tmp_path, *of_run)
+    run_files.record(tmp_path, "decoding.json")
+    write(tmp_path, "decoding.json")
+    add_checkpoint(tmp_path)
+    begin(tmp_path)  # goes on
+    assert files(tmp_path) == {*MINE, *of_run, "decoding.json", "files.txt"}
+    assert run_files.can_resume(tmp_path)
+    begin(tmp_path, start_over=True)
+    assert files(tmp_path) == {*MINE, "files.txt"}
+    assert not run_files.can_resume(tmp_path)
+    for name in MINE:
+        assert (tmp_path / name).read_text() == name
+
+
+@pytest.mark.parametrize(
+    ("name", "start_over"),
+    itertools.product(
+        ["model.json", "history.json", "model.weights.h5", "ema-0.9.weights.h5", "held_out.csv"],
+        [False, True],
+    ),
+)
+def test_files_that_no_run_has_written_are_refused_and_stay(tmp_path, name, start_over):
+    write(tmp_path, name)
+    with pytest.raises(ValueError, match=f"has {name}, which a run would replace"):
+        begin(tmp_path, start_over)
+    assert files(tmp_path) == {name}
+
+
+def test_checkpoints_that_no_record_names_are_not_removed(tmp_path):
+    add_checkpoint(tmp_path)
+    begin(tmp_path)
+    with pytest.raises(ValueError, match=r"has checkpoints/checkpoint-00000001, which"):
+        begin(tmp_path, start_over=True)
+    assert run_files.can_resume(tmp_path)
+
+
+def test_results_without_a_checkpoint_are_lost_only_where_that_is_asked_for(tmp_path):
+    begin(tmp_path)
+    write(tmp_path, "model.json", "flags.txt", "held_out.csv")
+    begin(tmp_path)  # it had ended before its first checkpoint
+    write(tmp_path, "model.weights.h5")
+    with pytest.raises(ValueError, match=r"results of a run \(model.weights.h5\).*--start_over"):
+        begin(tmp_path)
+    assert (tmp_path / "model.weights.h5").is_file()
+    begin(tmp_path, start_over=True)
+    assert files(tmp_path) == {"files.txt"}
+
+
+def test_the_weights_to_start_from_are_not_replaced(tmp_path):
+    write(tmp_path, "first.weights.h5")
+    begin(tmp_path, init=str(tmp_path / "first.weights.h5"))
+    write(tmp_path, "model.weights.h5")
+    with pytest.raises(ValueError, match=r"--init=.*model.weights.h5 is a file that"):
+        begin(tmp_path, start_over=True, init=str(tmp_path / "model.weights.h5"))
+    assert files(tmp_path) == {"first.weights.h5", "model.weights.h5", "files.txt"}
+
+
+def test_a_directory_in_which_a_run_is_under_way_is_left_alone(tmp_path):
+    begin(tmp_path)
+    write(tmp_path, "model.json")
+    with (run_files.checkpoints(tmp_path) / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # by another program
+        for start_over in (False, True):
+            with pytest.raises(CheckpointError, match="in use by another run"):
+                begin(tmp_path, start_over)
+    assert files(tmp_path) == {"model.json", "files.txt"}
+
+
+def test_a_record_does_not_lead_out_of_the_directory(tmp_path):
+    run_dir = tmp_path / "run"
+    begin(run_dir)
+    write(tmp_path, "precious")
+    with (run_dir / "files.txt").open("a") as record:
+        record.write("../precious\n")
+    with pytest.raises(ValueError, match=r"names \.\./precious, which is not in"):
+        begin(run_dir, start_over=True)
+    assert (tmp_path / "precious").is_file()
