@@ -119,8 +119,16 @@ def part(strategy: Any) -> None:
             strategy.extended.control.barrier("end of the program")
 
 
-def call(out: Path, name: str, command: list[str]) -> list[str]:
+def call(
+    out: Path, name: str, command: list[str], watch: Callable[[str], None] | None = None
+) -> list[str]:
     """Runs `python -m COMMAND` with one thread.
+
+    Args:
+        out: the directory of the log.
+        name: the log's, without .log.
+        command: a module and its arguments.
+        watch: called every second, and at the end, with all that was printed so far.
 
     Returns:
         The lines that it printed, which are also left in OUT/NAME.log; at least one.
@@ -140,7 +148,7 @@ def call(out: Path, name: str, command: list[str]) -> list[str]:
         )
     _calls.add(process)
     try:
-        code = process.wait()
+        code = process.wait() if watch is None else _watched(process, log, watch)
     except BaseException:
         process.terminate()
         raise
@@ -150,6 +158,16 @@ def call(out: Path, name: str, command: list[str]) -> list[str]:
     if code:
         raise Failure("\n".join([f"{name} ended with code {code}; {log} ends:", *lines[-8:]]))
     return lines or [""]
+
+
+def _watched(process: subprocess.Popen[bytes], log: Path, watch: Callable[[str], None]) -> int:
+    """Waits for a process; its exit code."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        watch(log.read_text(errors="replace"))
+        if process.returncode is not None:
+            return process.returncode
 
 
 def exit_on_sigterm() -> None:

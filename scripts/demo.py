@@ -14,6 +14,7 @@ validation set in --out. samples/s is that of training, from the end of each epo
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 from scripts import common  # isort: skip  # before TensorFlow
 
 from absl import flags
+from tqdm import tqdm
 
 from scripts import runs
 from scripts.data import held_out
@@ -63,6 +65,7 @@ class _Row(NamedTuple):
 
 
 _ALONE = ("--rule=none", "--sync_period=1000")  # a period for checkpoints alone
+_INITIAL = _Run("initial", "common first epoch, single SGD", _ALONE)
 _SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (
     _SINGLE,
@@ -91,18 +94,8 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
     corpus = out / "corpus"
     _prepare(corpus)
-    initial = _Run("initial", "common first epoch, single SGD", _ALONE)
-    first = [f"--learning_rate={_RATE.value}", "--epochs=1", "--seed=0"]
-    _train(initial, out, corpus, first)
-    rest = [
-        f"--init={out / 'initial' / 'model.weights.h5'}",
-        f"--epochs={_EPOCHS.value}",
-        f"--learning_rate={_RATE.value}",
-        f"--final_learning_rate={_FINAL_RATE.value}",
-        "--seed=1",
-    ]
-    for run in _RUNS:
-        _train(run, out, corpus, rest)
+    with _Progress() as progress:
+        _train_all(out, corpus, progress)
     results = _results(out, corpus)
     # Chosen by the validation set: the test set is for the table alone.
     best = min(results, key=lambda result: result["validation_frame_error_rate"])
@@ -118,6 +111,21 @@ def main() -> None:
     print(
         f"{out}/results.json, {out}/learning_curves.png; {time.monotonic() - started:.0f} s in all"
     )
+
+
+def _train_all(out: Path, corpus: Path, progress: _Progress) -> None:
+    """The common first epoch, and the runs that start from its model."""
+    first = [f"--learning_rate={_RATE.value}", "--epochs=1", "--seed=0"]
+    _train(_INITIAL, out, corpus, first, progress)
+    rest = [
+        f"--init={out / 'initial' / 'model.weights.h5'}",
+        f"--epochs={_EPOCHS.value}",
+        f"--learning_rate={_RATE.value}",
+        f"--final_learning_rate={_FINAL_RATE.value}",
+        "--seed=1",
+    ]
+    for run in _RUNS:
+        _train(run, out, corpus, rest, progress)
 
 
 def _prepare(corpus: Path) -> None:
@@ -137,10 +145,43 @@ def _prepare(corpus: Path) -> None:
     print(f"  {lines[-1]}", flush=True)
 
 
-def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
+class _Progress:
+    """The bar over all training. Its unit is what one process trains in an epoch of a run alone."""
+
+    def __enter__(self) -> _Progress:
+        total = _epochs(_INITIAL) / _workers(_INITIAL)
+        total += sum(_epochs(run) / _workers(run) for run in _RUNS)
+        shape = "{desc} {bar} {percentage:3.0f} %, {elapsed} gone, {remaining} left"
+        self._bar = tqdm(total=total, bar_format=shape, disable=not sys.stderr.isatty())
+        self._done = 0.0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        tqdm.write(line)
+        sys.stdout.flush()
+
+    def follow(self, run: _Run, printed: str) -> None:
+        """Moves to where a run is that has printed this."""
+        begun = [int(epoch) for epoch in re.findall(r"Epoch (\d+)/\d+", printed)]
+        self._bar.n = self._done + max(max(begun, default=1) - 1, 0) / _workers(run)
+        self._bar.set_description_str(run.title, refresh=False)
+        self._bar.refresh()
+
+    def ended(self, run: _Run) -> None:
+        """Moves to the end of a run."""
+        self._done += _epochs(run) / _workers(run)
+        self._bar.n = self._done
+        self._bar.refresh()
+
+
+def _train(run: _Run, out: Path, corpus: Path, schedule: list[str], progress: _Progress) -> None:
     """Trains one run in processes of its own, a thread each."""
     workers = _workers(run)
-    print(f"{run.title}, {workers} worker{'s' * (workers > 1)} ...", flush=True)
+    progress.say(f"{run.title}, {workers} worker{'s' * (workers > 1)} ...")
     began = time.monotonic()
     command = [
         "scripts.train",
@@ -157,14 +198,18 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str]) -> None:
         servers = ["--ps", "1"] if _is_async(run) else []
         launcher = ["tfpara.launch", *servers, "-n", str(workers), "--threads", "1", "--"]
         command = [*launcher, sys.executable, "-m", *command]
-    common.call(out, run.name, command)
+    common.call(out, run.name, command, lambda printed: progress.follow(run, printed))
+    progress.ended(run)
     history = _history(out, run.name)
-    print(
+    progress.say(
         f"  validation frame error {_errors(history)[-1]:.2f} %, "
         f"{history['summary']['samples_per_second']:.0f} samples/s, "
-        f"{time.monotonic() - began:.0f} s",
-        flush=True,
+        f"{time.monotonic() - began:.0f} s"
     )
+
+
+def _epochs(run: _Run) -> int:
+    return 1 if run is _INITIAL else _EPOCHS.value
 
 
 def _is_async(run: _Run) -> bool:
