@@ -32,6 +32,14 @@ def test_delay_compensation_by_hand():
     np.testing.assert_array_equal(got, [-1.5, 1.0])
 
 
+def test_several_gradients_are_compensated_each_by_its_own_square():
+    # Of 3 and −1 at a distance of −2: (3 + 0.5 · 9 · −2) + (−1 + 0.5 · 1 · −2) = −8.
+    got = ASGD(delay_compensation=0.5).gradient(
+        3.0 - 1.0, pulled=1.0, current=-1.0, squares=9.0 + 1.0
+    )
+    assert got == -8.0
+
+
 @given(weights, weights, st.floats(0, 2))
 def test_nothing_is_compensated_without_delay_or_factor(gradient, w, factor):
     assert ASGD(delay_compensation=factor).gradient(gradient, pulled=w, current=w) == gradient

@@ -101,17 +101,19 @@ class Reference:
                 v = MOMENTUM * v - RATE * self.gradient(w, batch)
                 w = w + v
             return w, v
-        total = sum(self.gradient(self.w, batch) for batch in rows)
-        return (total / len(rows) if self.rule.reduction == "mean" else total), None
+        gradients = np.array([self.gradient(self.w, batch) for batch in rows])
+        reduced = np.mean if self.rule.reduction == "mean" else np.sum
+        return reduced(gradients, axis=0), reduced(gradients**2, axis=0)
 
-    def push(self, k, pulled, version, value, optimizer):
+    def push(self, k, pulled, version, value, second):
+        """`second`: the local velocity of EASGD; of ASGD the gradients' squares."""
         staleness = self.version - version
         if isinstance(self.rule, AsyncEASGD):
             move = self.rule.elasticity * (value - self.w)
             self.w = self.w + move
-            self.local[k] = (value - move, optimizer)
+            self.local[k] = (value - move, second)
         else:
-            g = value + self.rule.delay_compensation * value**2 * (self.w - pulled)
+            g = value + self.rule.delay_compensation * second * (self.w - pulled)
             rate = RATE / (1 + staleness) if self.rule.rate_by_staleness else RATE
             self.velocity = MOMENTUM * self.velocity - rate * g
             self.w = self.w + self.velocity
@@ -134,6 +136,8 @@ def flat(weights):
         (AveragedASGD(rate_by_staleness=True), [1.0, 1.0, 1.0, 10.0], 1),
         (ASGD(reduction="mean"), [1.0, 1.7, 2.3], 3),
         (ASGD(), [1.0, 3.0, 1.5, 1.5], 3),
+        (ASGD(delay_compensation=2.0), [1.0, 1.7, 2.3], 3),
+        (ASGD(delay_compensation=2.0, reduction="mean"), [1.0, 3.0, 1.5, 1.5], 2),
         (AsyncEASGD(0.3), [1.0, 1.3, 2.9], 1),
         (AsyncEASGD(0.2), [1.0, 2.2, 1.7, 4.0], 3),
     ],

@@ -21,7 +21,8 @@ class ASGD:
         max_staleness: s ≥ 0: no push is staler. Workers wait, before a pull and before a push,
             where the pushes that are under way could not all keep to it otherwise. With s = 0 one
             worker at a time computes. None: unbounded.
-        delay_compensation: λ ≥ 0, DC-ASGD: g + λ g⊙g⊙(W − W_pulled) in place of g.
+        delay_compensation: λ ≥ 0, DC-ASGD: g + λ g⊙g⊙(W − W_pulled) in place of g, for each
+            minibatch's gradient.
         rate_by_staleness: whether the step's learning rate is divided by 1 + k.
         reduction: of the gradients of `sync_period` minibatches, "sum" (each counts as much as if
             it were pushed alone) or "mean".
@@ -54,11 +55,20 @@ class ASGD:
         if self.reduction not in ("sum", "mean"):
             raise ValueError(f"reduction={self.reduction!r} is unknown. There are: sum, mean.")
 
-    def gradient(self, gradient: Any, pulled: Any, current: Any) -> Any:
-        """The gradient that is applied to the `current` weights."""
+    def gradient(self, gradient: Any, pulled: Any, current: Any, squares: Any = None) -> Any:
+        """The gradient that is applied to the `current` weights.
+
+        Args:
+            gradient: what was pushed: a minibatch's gradient g, or the sum or mean of several.
+            pulled: the weights that it was computed at.
+            current: the weights that it is applied to.
+            squares: of several minibatches: the sum, or mean, of their g⊙g. It is not the square of
+                their sum, which grows with the square of their number.
+        """
         if self.delay_compensation == 0.0:
             return gradient
-        return gradient + self.delay_compensation * gradient * gradient * (current - pulled)
+        squares = gradient * gradient if squares is None else squares
+        return gradient + self.delay_compensation * squares * (current - pulled)
 
     def rate_factor(self, staleness: Any) -> Any:
         """By what the learning rate of a push is multiplied."""

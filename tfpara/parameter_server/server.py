@@ -61,6 +61,8 @@ class Push(NamedTuple):
         minibatches: how many they are.
         samples: how many samples they have.
         rate: the learning rate of this push; negative: the server's own.
+        squares: for each weight the gradients' squares, where the rule needs those of several
+            minibatches; else empty.
     """
 
     values: Sequence[tf.Tensor]
@@ -71,6 +73,7 @@ class Push(NamedTuple):
     minibatches: tf.Tensor
     samples: tf.Tensor
     rate: tf.Tensor
+    squares: Sequence[tf.Tensor] = ()
 
 
 class Answer(NamedTuple):
@@ -249,6 +252,7 @@ class Server:
         first = shard is self.first
         push = push._replace(
             values=[push.values[k] for k in shard.indices],
+            squares=[push.squares[k] for k in shard.indices] if push.squares else [],
             state=list(push.state) if first else [],
             metrics=list(push.metrics) if first else [],
         )

@@ -119,9 +119,10 @@ class Shard:
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The optimizer's step, corrected as the rule says."""
         steps: Any = self.steps
+        squares = push.squares or [None] * len(weights)
         corrected = [
-            self._rule.gradient(g, pulled=pulled.weights[k], current=w)
-            for g, k, w in zip(push.values, self.indices, weights, strict=True)
+            self._rule.gradient(g, pulled=pulled.weights[k], current=w, squares=s)
+            for g, k, w, s in zip(push.values, self.indices, weights, squares, strict=True)
         ]
         state = [tf.identity(v) for v in self.optimizer]
         at = steps.rate_index

@@ -314,7 +314,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         if kept is not None and kept[1].optimizer is model.optimizer:
             self._follow(model, *kept)
         else:
-            work = Work(model, self._rule, spec)
+            work = Work(model, self._rule, spec, self._period)
             server = Server(
                 model,
                 work.state,

@@ -31,6 +31,7 @@ class Block(NamedTuple):
     Attributes:
         weights: those the next minibatch sees: as pulled (ASGD) or the local ones (EASGD).
         gradients: sums over the block's minibatches; empty before the first, and for EASGD.
+        squares: sums of the gradients' squares; empty where the rule does not need them.
         optimizer: the local optimizer's state; empty for ASGD.
         state: moving statistics that workers share.
         own: what is a worker's own: random seeds and carried recurrent states.
@@ -40,6 +41,7 @@ class Block(NamedTuple):
 
     weights: list[tf.Tensor]
     gradients: list[tf.Tensor]
+    squares: list[tf.Tensor]
     optimizer: list[tf.Tensor]
     state: list[tf.Tensor]
     own: list[tf.Tensor]
@@ -55,6 +57,7 @@ class Work:
         model: built and compiled.
         rule: a resolved rule of `tfpara.algorithms.asgd`.
         spec: the element spec of the minibatches.
+        sync_period: τ, minibatches of a block.
 
     Attributes:
         model: the Keras model.
@@ -65,7 +68,7 @@ class Work:
         ValueError: the model is not built or compiled, or has a training step of its own.
     """
 
-    def __init__(self, model: keras.Model, rule: Any, spec: Any) -> None:
+    def __init__(self, model: keras.Model, rule: Any, spec: Any, sync_period: int) -> None:
         _check(model)
         _build_metrics(model, spec)
         self.model = model
@@ -86,6 +89,8 @@ class Work:
         self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
         self.local = isinstance(rule, AsyncEASGD)
+        # The server squares the gradient of a single minibatch itself.
+        self._squares = not self.local and rule.delay_compensation > 0.0 and sync_period > 1
         self._steps = KerasSteps(model.optimizer, model.trainable_variables) if self.local else None
 
     def read_frozen(self) -> None:
@@ -131,6 +136,7 @@ class Work:
         return Block(
             weights=list(weights) if self.local else pulled_weights,
             gradients=[],
+            squares=[tf.zeros_like(w) for w in pulled_weights] if self._squares else [],
             optimizer=list(optimizer),
             state=[tf.identity(s) for s in pulled.state],
             own=list(own),
@@ -165,17 +171,20 @@ class Work:
         def now(variables: Sequence[Any]) -> list[tf.Tensor]:
             return [tf.convert_to_tensor(_current(scope, v)) for v in variables]
 
-        weights, optimizer = block.weights, block.optimizer
+        weights, optimizer, squares = block.weights, block.optimizer, block.squares
         if self._steps is not None:
             weights, optimizer = self._steps(weights, optimizer, gradients)
             gradients = []
         else:
             gradients = clipped(model.optimizer, gradients)
+            if self._squares:
+                squares = [s + g * g for s, g in zip(squares, gradients, strict=True)]
             if block.gradients:  # not the first of the block
                 gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
         return Block(
             weights=weights,
             gradients=gradients,
+            squares=squares,
             optimizer=optimizer,
             state=now(self.state),
             own=now(self._own),
@@ -231,12 +240,13 @@ class Work:
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
         """What a finished block sends, of a worker at a place."""
-        values = block.weights
+        values, squares = block.weights, block.squares
         if not self.local:
             values = block.gradients
             if self._rule.reduction == "mean":
                 count = tf.cast(tf.maximum(block.minibatches, 1), tf.float32)
                 values = [v / tf.cast(count, v.dtype) for v in values]
+                squares = [s / tf.cast(count, s.dtype) for s in squares]
         return Push(
             values=values,
             state=[after - before for after, before in zip(block.state, pulled.state, strict=True)],
@@ -246,6 +256,7 @@ class Work:
             minibatches=block.minibatches,
             samples=block.samples,
             rate=rate,
+            squares=squares,
         )
 
 
