@@ -266,7 +266,7 @@ def held_out(
     """A split in its own order, shared by the strategy's replicas; none is left without frames.
 
     Args:
-        corpus: from `index.read`.
+        corpus: from `index.read`; for a run's model, from `runs.corpus_for`.
         split: its name.
         strategy: whose replicas share it; None, or an asynchronous one, whose chief alone scores: a
             plain dataset.

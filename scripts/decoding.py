@@ -40,7 +40,7 @@ def utterances(
         model: gives logits, for frames [n, dim], or for sequences of frames [1, n, dim].
         description: of the run, as `serving.model_input` takes it. The first `label_delay` outputs
             of a sequence are left out.
-        corpus: has the frames, and the mean and deviation that normalise them.
+        corpus: has the frames; from `runs.corpus_for`, which says what normalises them.
         split: "train", "validation" or "test".
     """
     sequences = len(model.inputs[0].shape) == 3

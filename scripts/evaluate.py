@@ -68,8 +68,7 @@ def main() -> None:
         common.only_for(
             frames, (_MINIBATCH,), "models of single frames; streams are as in training"
         )
-        corpus = index.read(_CORPUS.value or description["corpus"])
-        runs.check_corpus(corpus, description)
+        corpus = runs.corpus_for(description, _CORPUS.value)
         dataset = held_out(corpus, _SPLIT.value, strategy, description, _MINIBATCH.value)
         statistics, hmm = _statistics(corpus, description)
     scores = model.evaluate(dataset, verbose=0, return_dict=True)

@@ -6,7 +6,7 @@ saved_model_cli show --dir runs/bmuf/export --all
 The signature `serving_default` takes `frames`, float32 [num_frames, dim], the features of one
 utterance without deltas, such as 40 log-mel energies, and gives `log_posteriors`, float32
 [num_outputs, num_classes], and `logits`; a model that stacks frames has an output for each stack.
-Deltas, normalisation, splice and stacking are inside.
+Deltas, normalisation (by the statistics of the training), splice and stacking are inside.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ import tensorflow as tf
 from absl import flags
 
 import tfpara
-from input import index
 from scripts import runs, serving
 
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
 )
 _OUT = flags.DEFINE_string("out", None, "directory of the SavedModel; RUN_DIR/export if not set")
-_CORPUS = flags.DEFINE_string(
-    "corpus", None, "directory of the corpus whose statistics normalise; that of the run if not set"
-)
 _WEIGHTS = flags.DEFINE_string("weights", "global", "global, or an average such as ema-0.99")
 flags.adopt_module_key_flags(common)
 
@@ -39,13 +35,7 @@ def main() -> None:
             raise ValueError("export runs in one process. Start it without the launcher.")
         common.setup_tensorflow()
         model, description = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)
-        corpus = index.read(_CORPUS.value or description["corpus"])
-        if corpus.fingerprint != description["corpus_fingerprint"]:
-            raise ValueError(
-                f"corpus {corpus.directory} is not the one that the run was trained on, so its "
-                "statistics do not fit. Name that one with --corpus."
-            )
-        ends = serving.serving(corpus, description)
+        ends = serving.serving(runs.frames(description), description)
         path = Path(_OUT.value or Path(_RUN_DIR.value) / "export")
         tfpara.export.export(
             model,

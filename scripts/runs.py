@@ -1,6 +1,7 @@
 """The directory of a training run: what `train` leaves there, and other programs read.
 
-model.json               the model's kind and arguments, how it gets its frames, its corpus
+model.json               the model's kind and arguments, how it gets its frames, its corpus and what
+                         normalises them
 model.weights.h5         the global model; AVERAGE.weights.h5 for each average
 history.json             the log of every epoch, and a summary
 held_out.csv             the held-out scores of all weights
@@ -12,17 +13,33 @@ checkpoints/             to go on from
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
+from input import index
 from input.index import CorpusIndex
 from models.presets import BUILDERS
 from scripts.data import is_recurrent
+
+# The options of a corpus that say how its features were made.
+_MADE = (
+    "features",
+    "num_mel",
+    "num_ceps",
+    "pitch",
+    "sample_rate",
+    "cmvn",
+    "norm_vars",
+    "deltas",
+)
 
 
 def weights_path(run_dir: Path, which: str) -> Path:
@@ -118,18 +135,91 @@ def entropy_name(description: Mapping[str, Any]) -> str:
     return "cross_entropy" if is_recurrent(description) else "loss"
 
 
-def check_corpus(corpus: CorpusIndex, description: Mapping[str, Any]) -> None:
-    """Raises ValueError if a run's model does not fit the frames and classes of a corpus."""
-    frames = 2 * description["context"] + description["stack"]
-    width = frames * min(corpus.feature_dim, description["coefficients"] or corpus.feature_dim)
-    arguments = description["arguments"]
-    trained = (arguments["input_dim"], arguments["num_classes"])
-    if (width, corpus.num_classes) != trained:
+class Frames(NamedTuple):
+    """The frames that a model was trained on: what has to be done to others too."""
+
+    feature_dim: int
+    mean: np.ndarray  # float32 [feature_dim], of the training frames
+    stddev: np.ndarray  # float32 [feature_dim]
+    options: dict[str, Any]  # how the features were made
+    classes: str  # a checksum of the names of the classes, in their order
+
+
+def describe_frames(corpus: CorpusIndex) -> dict[str, Any]:
+    """The frames of a run's corpus, in a form that JSON can hold, for model.json."""
+    return {
+        "feature_dim": corpus.feature_dim,
+        "mean": corpus.mean.tolist(),
+        "stddev": corpus.stddev.tolist(),
+        "options": {name: corpus.options[name] for name in _MADE if name in corpus.options},
+        "classes": _checksum(corpus.class_names),
+    }
+
+
+def frames(description: Mapping[str, Any]) -> Frames:
+    """The frames that a run's model was trained on.
+
+    Raises:
+        FileNotFoundError, ValueError: model.json is of an older version, which left them to the
+            corpus, and that has gone or changed.
+    """
+    if "frames" in description:
+        kept = dict(description["frames"])
+    else:
+        corpus = index.read(description["corpus"])
+        if corpus.fingerprint != description["corpus_fingerprint"]:
+            raise ValueError(
+                f"corpus {corpus.directory} has changed since the run was trained on it, so its "
+                "statistics do not fit. Train again, or prepare that corpus again."
+            )
+        kept = describe_frames(corpus)
+    both = {name: np.array(kept[name], np.float32) for name in ("mean", "stddev")}
+    return Frames(**{**kept, **both})
+
+
+def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> CorpusIndex:
+    """A corpus for a run's model: its frames are normalised as those of the training were.
+
+    Args:
+        description: of the run.
+        directory: of the corpus; None: the one of the training.
+
+    Raises:
+        ValueError: the corpus has other frames or classes than the run's.
+    """
+    corpus = index.read(directory or description["corpus"])
+    trained = frames(description)
+    _check_corpus(corpus, trained)
+    # A corpus' own statistics are of its training split, which may be another.
+    return dataclasses.replace(corpus, mean=trained.mean, stddev=trained.stddev)
+
+
+def _check_corpus(corpus: CorpusIndex, trained: Frames) -> None:
+    found = describe_frames(corpus)
+    what = None
+    if corpus.feature_dim != trained.feature_dim:
+        what = f"frames of {corpus.feature_dim} numbers, and those of the run"
+        what += f" have {trained.feature_dim}"
+    elif found["classes"] != trained.classes:
+        what = f"other classes ({corpus.num_classes}) than those of the run, or in another order"
+    else:
+        theirs, ours = found["options"], trained.options
+        # What a feats.scp held is not known.
+        given = "given" in (theirs.get("features"), ours.get("features"))
+        names = [name for name in _MADE if name in theirs and name in ours]
+        differing = [n for n in names if theirs[n] != ours[n] and not (given and n == "features")]
+        if differing:
+            name = differing[0]
+            what = f"{name}={theirs[name]!r}, and that of the run had {ours[name]!r}"
+    if what is not None:
         raise ValueError(
-            f"corpus {corpus.directory} has spliced frames {width} wide and {corpus.num_classes} "
-            f"classes, but the model was trained on {trained[0]} and {trained[1]}. Choose the "
-            "corpus with --corpus."
+            f"corpus {corpus.directory} has {what}. Choose with --corpus one that was made as the "
+            "training's."
         )
+
+
+def _checksum(names: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]
 
 
 def named_scores(scores: dict[str, Any]) -> dict[str, float]:

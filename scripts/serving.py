@@ -10,6 +10,7 @@ import tensorflow as tf
 from input import features, pitch, streams
 from input.index import CorpusIndex
 from scripts.data import is_recurrent
+from scripts.runs import Frames
 
 
 class Serving(NamedTuple):
@@ -28,21 +29,21 @@ class Serving(NamedTuple):
     about: str
 
 
-def serving(corpus: CorpusIndex, description: Mapping[str, Any]) -> Serving:
-    """The ends of a model that was trained on a corpus.
+def serving(trained: Frames, description: Mapping[str, Any]) -> Serving:
+    """The ends of a model that was trained on frames of a corpus.
 
-    What the corpus says of how its features were made is done here once more: its deltas, and
+    What is known of how the features were made is done here once more: their deltas, and
     normalisation by the utterance's own mean. What a served model cannot know, the mean of a
     speaker or features of a `feats.scp`, has to be in the frames that it is given.
 
     Args:
-        corpus: that of the training.
+        trained: the frames of the training.
         description: of the model.
     """
-    made = corpus.options
+    made = trained.options
     deltas = int(made.get("deltas", 2))
-    frame_dim = corpus.feature_dim // (deltas + 1)
-    to_input = model_input(corpus, description)
+    frame_dim = trained.feature_dim // (deltas + 1)
+    to_input = model_input(trained, description)
     delay = label_delay(description)
     of_utterance = made.get("cmvn") == "utterance"
 
@@ -62,12 +63,13 @@ def serving(corpus: CorpusIndex, description: Mapping[str, Any]) -> Serving:
 
 
 def model_input(
-    corpus: CorpusIndex, description: Mapping[str, Any]
+    trained: CorpusIndex | Frames, description: Mapping[str, Any]
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """What makes the input of a model from the frames of an utterance, deltas among them.
 
     Args:
-        corpus: has the mean and deviation that normalise, unless each utterance has its own.
+        trained: has the mean and deviation of the training frames, which normalise unless each
+            utterance has its own: from `runs.frames` or `runs.corpus_for`.
         description: of the model: `context` frames are spliced on each side, `stack` frames (1 if
             not given) put together, `label_delay` (0) added at the end; it sees the first
             `coefficients` of each frame (all), with `normalisation` ("global").
@@ -85,7 +87,7 @@ def model_input(
             return features.normalise(
                 frames, mean, tf.maximum(tf.sqrt(variance), streams.MIN_STDDEV)
             )
-        return features.normalise(frames, corpus.mean, corpus.stddev)
+        return features.normalise(frames, trained.mean, trained.stddev)
 
     def taken(frames: tf.Tensor) -> tf.Tensor:
         seen = normalised(frames)[:, : description.get("coefficients")]

@@ -193,6 +193,7 @@ def _description(corpus: index.CorpusIndex) -> dict[str, Any]:
         "truncation": _TRUNCATION.value,
         "label_delay": _DELAY.value,
         "normalisation": _NORMALISATION.value,
+        "frames": runs.describe_frames(corpus),
     }
 
 

@@ -1,6 +1,8 @@
 """evaluate --decode and --write_loglikes on a tiny corpus, and what is behind them."""
 
+import dataclasses
 import json
+import shutil
 
 import keras
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from input import features, index
 from models import decoding as phones
 from scripts import decoding, runs
+from scripts.data import held_out
 
 SMALL = ("--rule=none", "--layers=1", "--width=32", "--context=2", "--minibatch=64", "--epochs=1")
 
@@ -67,6 +70,84 @@ def test_phone_errors_are_those_of_the_models_posteriors(evaluated, corpus_direc
     assert scores["decoded_frame_error_rate"] == pytest.approx(100 * np.concatenate(wrong).mean())
     assert scores["acoustic_scale"] == 0.3
     assert f"phone error rate {total.rate:.2f} % ({total.insertions} insertions" in ended.out
+
+
+def with_other_statistics(directory, out, **changes):
+    """The same corpus, byte for byte, but for the statistics of its training frames."""
+    shutil.copytree(directory, out)
+    path = out / index.FILE_NAME
+    content = json.loads(path.read_text())
+    content["mean"] = [5.0 + mean for mean in content["mean"]]
+    content["stddev"] = [3.0 * stddev for stddev in content["stddev"]]
+    content |= changes
+    path.write_text(json.dumps(content))
+    return out
+
+
+def test_another_corpus_is_normalised_as_the_training_was(
+    run_well, evaluated, corpus_directory, tmp_path
+):
+    run_dir = evaluated[0]
+    other = with_other_statistics(corpus_directory, tmp_path / "other")
+    flags = ("--decode", "--acoustic_scale=0.3", f"--out={tmp_path / 'scores.json'}")
+    run_well("evaluate", f"--run_dir={run_dir}", f"--corpus={other}", *flags)
+    there = json.loads((tmp_path / "scores.json").read_text())
+    assert there == json.loads((run_dir / "test.json").read_text())
+
+
+def test_frames_of_another_corpus_reach_frames_and_streams_alike(
+    trained, corpus_directory, tmp_path
+):
+    """Of both kinds of models, against the frames normalised here."""
+    _, description = runs.load(trained)
+    other = with_other_statistics(corpus_directory, tmp_path / "other")
+    corpus = runs.corpus_for(description, other)
+    of_training = index.read(corpus_directory)
+    frames = [x for x, _ in frames_of(of_training, "test")]
+    normal = [(x - of_training.mean) / of_training.stddev for x in frames]
+    batch, _ = next(iter(held_out(corpus, "test", None, {**description, "context": 0}, 7)))
+    np.testing.assert_allclose(batch, normal[0][:7], rtol=1e-4, atol=1e-5)
+    recurrent = {"kind": "lstm", "context": 0, "streams": 1, "truncation": 5}
+    batch = next(iter(held_out(corpus, "test", None, {**description, **recurrent})))[0]
+    seen = batch["frames"] if isinstance(batch, dict) else batch
+    np.testing.assert_allclose(seen[0], normal[0][:5], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_of_an_older_version_has_its_statistics_from_its_corpus(
+    trained, corpus_directory, tmp_path
+):
+    _, description = runs.load(trained)
+    kept = runs.frames(description)
+    del description["frames"]
+    found = runs.frames(description)
+    np.testing.assert_array_equal(found.mean, kept.mean)
+    assert found.options == kept.options
+    other = with_other_statistics(corpus_directory, tmp_path / "other")
+    with pytest.raises(ValueError, match="has changed since the run was trained on it"):
+        runs.frames({**description, "corpus": str(other)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"options": {"deltas": 1}}, "deltas=1, and that of the run had 2"),
+        ({"options": {"sample_rate": 8000}}, "sample_rate=8000, and that of the run had 16000"),
+        ({"class_names": ["b", "a"]}, r"other classes \(2\) than those of the run"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_corpus_whose_frames_were_made_otherwise_is_refused(
+    trained, corpus_directory, tmp_path, monkeypatch, changes, message
+):
+    _, description = runs.load(trained)
+    description["frames"]["options"] = {"features": "fbank", "deltas": 2, "sample_rate": 16000}
+    corpus = dataclasses.replace(
+        index.read(corpus_directory),
+        **{k: tuple(v) if k != "options" else v for k, v in changes.items()},
+    )
+    monkeypatch.setattr(index, "read", lambda _: corpus)
+    with pytest.raises(ValueError, match=message):
+        runs.corpus_for(description, "other")
 
 
 def test_log_likelihoods_are_posteriors_over_priors(evaluated, corpus_directory):
