@@ -46,6 +46,8 @@ TRAININGS = {
     "bsp": Training("tfpara.BSP()", "bsp", {}, {"local_state": "average"}),
     "bsp-reset": Training("tfpara.BSP()", "bsp", {}, {"local_state": "reset"}),
     "bsp-sharded": Training("tfpara.BSP()", "bsp", {}, SHARDED),
+    # One worker closes its epoch from Python while the other syncs in its compiled step.
+    "bsp-uneven": Training("tfpara.BSP()", "bsp", {}, {"minibatches": ONE_EACH, "epochs": 2}),
     "bmuf": Training(*BMUF, {"averages": AVERAGES}),
     "bmuf-sharded": Training(*BMUF, SHARDED),
     "bmuf-uneven": Training(*BMUF, UNEVEN_TWICE),

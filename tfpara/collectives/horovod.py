@@ -114,9 +114,7 @@ class HorovodCollectives:
 
     def _all_reduce(self, buffers: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         return [
-            self._hvd.allreduce(
-                buffer, op=self._hvd.Sum, name=self._name("reduce", name, k), ignore_name_scope=True
-            )
+            self._named(self._hvd.allreduce, buffer, ("reduce", name, k), op=self._hvd.Sum)
             for k, buffer in enumerate(buffers)
         ]
 
@@ -138,12 +136,7 @@ class HorovodCollectives:
             ]
             return [tf.add_n(tf.unstack(rows, num=self.size)) for rows in received]
         parts = [
-            self._hvd.reducescatter(
-                buffer,
-                op=self._hvd.Sum,
-                name=self._name("scatter", name, k),
-                ignore_name_scope=True,
-            )
+            self._named(self._hvd.reducescatter, buffer, ("scatter", name, k), op=self._hvd.Sum)
             for k, buffer in enumerate(buffers)
         ]
         for part, buffer in zip(parts, buffers, strict=True):
@@ -156,9 +149,7 @@ class HorovodCollectives:
         return self._call(HorovodCollectives._all_to_all, rows, name)
 
     def _all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        received = self._hvd.alltoall(
-            rows, name=self._name("all_to_all", name), ignore_name_scope=True
-        )
+        received = self._named(self._hvd.alltoall, rows, ("all_to_all", name))
         received.set_shape(rows.shape)
         return received
 
@@ -167,9 +158,8 @@ class HorovodCollectives:
         return self._call(HorovodCollectives._all_gather, buffer, name)
 
     def _all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        gathered = self._hvd.allgather(
-            _as_bits(buffer)[tf.newaxis], name=self._name("gather", name), ignore_name_scope=True
-        )
+        rows = _as_bits(buffer)[tf.newaxis]
+        gathered = self._named(self._hvd.allgather, rows, ("gather", name))
         gathered.set_shape(tf.TensorShape([self.size]).concatenate(buffer.shape))
         return _from_bits(gathered, buffer.dtype)
 
@@ -178,9 +168,8 @@ class HorovodCollectives:
         return self._call(HorovodCollectives._broadcast, buffer, name)
 
     def _broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        sent = self._hvd.broadcast(
-            _as_bits(buffer), 0, name=self._name("broadcast", name), ignore_name_scope=True
-        )
+        bits = _as_bits(buffer)
+        sent = self._named(self._hvd.broadcast, bits, ("broadcast", name), root_rank=0)
         return _from_bits(sent, buffer.dtype)
 
     def barrier(self, name: str) -> None:
@@ -192,9 +181,24 @@ class HorovodCollectives:
 
     # -- calls -------------------------------------------------------------------------------
 
-    def _name(self, kind: str, name: str, number: int = 0) -> str:
-        # Horovod takes what is behind the last slash of the operation's name in the graph.
-        return f"tfpara.{self._group}.{kind}.{name}.{number}".replace("/", ".").replace(" ", "_")
+    def _named(self, operation: Any, buffer: tf.Tensor, name: tuple, **options: Any) -> Any:
+        """One of Horovod's operations, under a name that is the same on every worker.
+
+        Horovod takes what is behind the last slash of the operation's name in the graph.
+        TensorFlow's optimiser renames operations that are in a branch: in one way inside a training
+        step, in another where a sync is called from Python. Workers of which one does this and one
+        that would wait for each other for ever. In a function that is not inlined the operation
+        keeps its name.
+        """
+        node = ".".join(map(str, ("tfpara", self._group, *name))).replace("/", ".")
+        node = node.replace(" ", "_")
+
+        def run(tensor: tf.Tensor) -> Any:
+            with tf.device(self._device):
+                return operation(tensor, name=node, ignore_name_scope=True, **options)
+
+        attributes = {"_noinline": True}
+        return tf.function(run, autograph=False, experimental_attributes=attributes)(buffer)
 
     def _call(self, operation: Callable[..., Any], value: Any, name: str) -> Any:
         if tf.inside_function():
