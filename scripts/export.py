@@ -37,7 +37,7 @@ def main() -> None:
         model, description = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)
         ends = serving.serving(runs.frames(description), description)
         path = Path(_OUT.value or Path(_RUN_DIR.value) / "export")
-        tfpara.export.export(
+        tfpara.export(
             model,
             path,
             signature=[tf.TensorSpec([None, ends.frame_dim], tf.float32, name="frames")],

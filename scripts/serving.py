@@ -14,7 +14,7 @@ from scripts.runs import Frames
 
 
 class Serving(NamedTuple):
-    """The ends of a SavedModel, as `tfpara.export.export` takes them.
+    """The ends of a SavedModel, as `tfpara.export` takes them.
 
     Attributes:
         frame_dim: width of a frame that is taken, static features without deltas.

@@ -1,5 +1,7 @@
-"""Tests of tfpara/export.py."""
+"""Tests of tfpara/saved_model.py."""
 
+import contextlib
+import os
 import subprocess
 import sys
 
@@ -9,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 import tfpara
-from tfpara.export import export
+from tfpara import export
+from tfpara.model_variables import strategy_of
 
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
@@ -65,7 +68,7 @@ def test_exports_the_weights_asked_for_and_leaves_the_model_alone(tmp_path):
     before = model.get_weights()
     outputs = {}
     for which in ("global", "local"):
-        export(model, tmp_path / which, strategy=strategy, which=which)
+        export(model, tmp_path / which, which=which)
         with strategy.weights(model, which):
             outputs[which] = model(X).numpy()
         signature = tf.saved_model.load(tmp_path / which).signatures["serving_default"]
@@ -79,7 +82,7 @@ def test_exports_the_weights_asked_for_and_leaves_the_model_alone(tmp_path):
 def test_only_the_chief_writes(tmp_path, monkeypatch):
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=3)
     monkeypatch.setattr(type(strategy), "is_chief", False)
-    export(make_model(strategy), tmp_path / "model", strategy=strategy)
+    export(make_model(strategy), tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 
@@ -104,11 +107,88 @@ def test_replaces_a_saved_model_and_keeps_it_when_the_new_one_fails(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_refuses_a_directory_that_is_something_else(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is no SavedModel"):
-        export(make_model(), tmp_path)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_failing_rename_leaves_the_old_model_or_the_new(tmp_path, monkeypatch, failing):
+    """Where the system has no way to swap two folders."""
+    models = [make_model(), make_model()]
+    export(models[0], tmp_path / "model")
+    rename, calls = os.rename, []
+
+    def breaking(*args):
+        calls.append(args)
+        if len(calls) == failing:
+            raise KeyboardInterrupt
+        rename(*args)
+
+    monkeypatch.setattr("tfpara.files._exchange", lambda one, other: False)
+    monkeypatch.setattr(os, "rename", breaking)
+    with pytest.raises(KeyboardInterrupt) if failing < 3 else contextlib.nullcontext():
+        export(models[1], tmp_path / "model")
+    signature = tf.saved_model.load(tmp_path / "model").signatures["serving_default"]
+    (found,) = signature(x=tf.constant(X)).values()
+    np.testing.assert_allclose(found, models[failing == 3](X), atol=1e-6)
+    assert len(calls) >= min(failing, 2) and os.listdir(tmp_path) == ["model"]
+
+
+def test_refuses_a_directory_that_holds_something_else(tmp_path):
+    model, path = make_model(), tmp_path / "model"
+    export(model, path)
+    for folder in (tmp_path, path):
+        (folder / "notes.txt").write_text("mine")
+        with pytest.raises(FileExistsError, match="is no SavedModel, or not that alone.*notes.txt"):
+            export(model, folder)
+        assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_refuses_weights_that_are_not_there_and_to_guess_which_are_meant(tmp_path):
+    with pytest.raises(ValueError, match="which='ema': the model has no weights of that name"):
+        export(make_model(), tmp_path / "model", which="ema")
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(), sync_period=3, averages={"ema": tfpara.EMA(0.5)}
+    )
+    model = make_model(strategy)
+    with pytest.raises(ValueError, match="which='mean' is unknown. There are: local, global, ema"):
+        export(model, tmp_path / "model", which="mean")
+    for which in ("ema", "local"):
+        with (
+            strategy.weights(model, which),
+            pytest.raises(ValueError, match=rf"inside strategy.weights\(model, '{which}'\)"),
+        ):
+            export(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_finds_the_strategy_of_layers_that_are_put_together_outside_of_its_scope(tmp_path):
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(), sync_period=2, averages={"ema": tfpara.EMA(0.5)}
+    )
+    model = make_model(strategy)
+    assert strategy_of(keras.Sequential(model.layers)) is strategy
+    assert strategy_of(make_model()) is tf.distribute.get_strategy()
+
+
+# What scripts import, from a package that nobody has imported yet, and the function's name then.
+FORGET = "import sys\nfor name in [n for n in sys.modules if 'tfpara' in n]: del sys.modules[name]"
+IMPORTS = {
+    "import tfpara": "tfpara.export",
+    "from tfpara import export": "export",
+    "import tfpara.export": "tfpara.export",
+    "from tfpara.export import export as former; import tfpara; former": "tfpara.export",
+}
+
+
+def test_the_former_module_is_the_function_and_its_function_warns(tmp_path):
+    checks = [f"{FORGET}\n{i}\nassert {n}.__name__ == 'export'" for i, n in IMPORTS.items()]
+    subprocess.run([sys.executable, "-c", "\n".join(checks)], check=True, timeout=120)
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2)
+    model = make_model(strategy)
+    with pytest.warns(DeprecationWarning, match=r"tfpara.export\(model, path, which=...\)"):
+        tfpara.export.export(model, tmp_path / "as it is")
+    with pytest.warns(DeprecationWarning):
+        tfpara.export.export(model, tmp_path / "global", strategy=strategy, which="global")
+    for name in ("as it is", "global"):
+        served = tf.saved_model.load(tmp_path / name).signatures["serving_default"]
+        np.testing.assert_allclose(*served(x=tf.constant(X)).values(), model(X), atol=1e-6)
 
 
 def test_refuses_a_model_without_weights(tmp_path):

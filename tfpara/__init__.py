@@ -36,6 +36,7 @@ _LOCATION = {
     "Pushed": "tfpara.parameter_server.books",
     "SlowMo": "tfpara.algorithms",
     "Speed": "tfpara.parameter_server.simulation",
+    "export": "tfpara.saved_model",
     "StartMean": "tfpara.parameter_server.start_mean",
     "StartupError": "tfpara.startup",
     "SyncStatistics": "tfpara.statistics",
@@ -45,7 +46,6 @@ _LOCATION = {
 _MODULES = (
     "callbacks",
     "cluster",
-    "export",
     "launch",
     "optimizers",
     "pretraining",

@@ -23,6 +23,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpara.files import sync_to_disk
+
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _PARTIAL = ".partial-"
@@ -143,7 +145,7 @@ class Store:
                 )
             written = sorted(partial.glob(f"{_part(rank)}.*"))
             for path in written:
-                _sync_to_disk(path)
+                sync_to_disk(path)
             return {path.name: _mark(path) for path in written}
         except (OSError, tf.errors.OpError) as error:
             raise CheckpointError(f"cannot write {prefix} ({_first_line(error)})") from error
@@ -159,10 +161,10 @@ class Store:
             path = partial / "manifest.json"
             content = {"format": FORMAT, **manifest}
             path.write_text(json.dumps(content, indent=1, sort_keys=True, default=repr))
-            _sync_to_disk(path)
-            _sync_to_disk(partial)
+            sync_to_disk(path)
+            sync_to_disk(partial)
             partial.rename(self.path(number))
-            _sync_to_disk(self.directory)
+            sync_to_disk(self.directory)
         except OSError as error:
             raise CheckpointError(
                 f"cannot complete {self.path(number)} ({_first_line(error)})"
@@ -237,14 +239,6 @@ def _mark(path: Path) -> dict[str, Any]:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _sync_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _first_line(error: Exception) -> str:

@@ -160,6 +160,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._wanted_devices = devices
         self.optimizer_stepped = False
         self.tracked: keras.Model | None = None
+        self.shown: str | None = None  # of which weights the models have the values for a while
         self.sync_period: int | None = settings.sync_period
         self.position = Position()
         self.blocks_closed = 0  # by Python code, on all workers alike

@@ -11,6 +11,15 @@ import tensorflow as tf
 from tfpara.replicas import ReplicaVariables
 
 
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
+    """The strategy in whose scope the weights of a model were made, else the model itself.
+
+    A model may be put together outside of the scope from layers of a trained one.
+    """
+    of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in model.weights)
+    return next(filter(None, of_weights), None) or model.distribute_strategy
+
+
 def replica_variables(
     model: keras.Model,
     components_of: Callable[[Any], tuple[tf.Variable, ...]],

@@ -319,6 +319,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         self.extended.finish_blocks()
 
+    def barrier(self) -> None:
+        """Waits until every worker has called this.
+
+        What the chief wrote before is there after it: all workers may read it.
+        """
+        self.extended.control.barrier("strategy")
+
     @contextlib.contextmanager
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
         """Puts the "global" model, the "local" ones or a named average into `model` for a while.
@@ -347,17 +354,21 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 f"this model has no {which!r} weights of its own: it belongs to another strategy, "
                 "or is part of a model that was trained. Give the model that fit was called on."
             )
-        if synchronizer is None or which == "local":
-            yield
-            return
-        kept = synchronizer.local_weights()
+        former, self.extended.shown = self.extended.shown, which
         try:
-            synchronizer.set_weights([synchronizer.global_weights(which)] * len(kept))
-            synchronizer.shows_others = True
-            yield
+            if synchronizer is None or which == "local":
+                yield
+                return
+            kept = synchronizer.local_weights()
+            try:
+                synchronizer.set_weights([synchronizer.global_weights(which)] * len(kept))
+                synchronizer.shows_others = True
+                yield
+            finally:
+                synchronizer.shows_others = False
+                synchronizer.set_weights(kept)
         finally:
-            synchronizer.shows_others = False
-            synchronizer.set_weights(kept)
+            self.extended.shown = former
 
     def state_bytes(self, model: keras.Model) -> list[int]:
         """Bytes of global state (model, momentum, averages) that each local holder keeps.

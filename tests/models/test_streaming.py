@@ -139,7 +139,7 @@ def test_a_saved_model_is_the_same_model(streams, tmp_path, rng):
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(again(taken), expected)
-    tfpara.export.export(
+    tfpara.export(
         build(None),
         tmp_path / "export",
         signature=[tf.TensorSpec([None, None, DIM], tf.float32, name="frames")],

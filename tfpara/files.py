@@ -1,0 +1,132 @@
+"""Files and folders that appear whole or not at all.
+
+A writer gets a scratch folder beside the place. What it leaves there is moved to the place when the
+writer is done; a reader sees the former content until then. Nothing here needs TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+# What Keras and TensorFlow put into the folder of a model.
+_OF_A_MODEL = {
+    *("saved_model.pb", "saved_model.pbtxt", "keras_metadata.pb", "fingerprint.pb"),
+    *("variables", "assets", "assets.extra", "debug"),
+    *("config.json", "metadata.json", "model.weights.h5"),
+}
+_FORMER = ".former"  # in the scratch folder: what stood in the place
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Gives the path to write a file or folder to; it appears at `path` when the block has ended.
+
+    If the block raises, `path` stays as it was. What the block writes into the same folder under
+    other names is moved too, before the rest. A folder takes the place of a folder in one step
+    where the system can swap two (Linux on local disks). Elsewhere there is a moment without
+    either; if the process is killed then, the next call puts the former folder back.
+
+    Args:
+        path: of the file or folder. Its parents are made.
+
+    Raises:
+        OSError: the place cannot be written to.
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_up(path)
+    scratch = path.with_name(f"{_prefix(path)}{os.getpid()}.partial")
+    scratch.mkdir()
+    try:
+        yield scratch / path.name
+        # What a list of files names goes first, then lists, then what was asked for.
+        entries = sorted(
+            scratch.iterdir(), key=lambda e: (e.name == path.name, e.suffix == ".json")
+        )
+        for entry in entries:
+            _to_disk(entry)
+            _place(entry, path.with_name(entry.name), scratch / _FORMER)
+        sync_to_disk(path.parent)
+    finally:
+        if path.exists() or not (scratch / _FORMER).exists():
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def foreign_entries(folder: Path) -> list[str]:
+    """The names in a folder that are not of a saved model; replacing it would delete them."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in _OF_A_MODEL)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Has the system write a file, or the names in a folder, to the disk now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _to_disk(entry: Path) -> None:
+    for path in [*entry.rglob("*"), entry]:
+        sync_to_disk(path)
+
+
+def _place(new: Path, place: Path, former: Path) -> None:
+    """Moves what was written to its place; what stood there is in the scratch folder then."""
+    if not (new.is_dir() and place.is_dir()):
+        os.replace(new, place)
+        return
+    if _exchange(new, place):
+        return
+    try:
+        os.rename(place, former)
+        os.rename(new, place)
+    except BaseException:
+        if former.exists() and not place.exists():
+            os.rename(former, place)
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two folders in one step; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    return renameat2(*paths, _RENAME_EXCHANGE) == 0
+
+
+def _clear_up(path: Path) -> None:
+    """Removes what processes of this machine left that were killed while they wrote `path`."""
+    for left in path.parent.glob(f"{glob.escape(_prefix(path))}*.partial"):
+        number = left.name.removeprefix(_prefix(path)).removesuffix(".partial")
+        if not number.isdigit() or _runs_beside(int(number)):
+            continue
+        if (left / _FORMER).exists() and not path.exists():
+            (left / _FORMER).rename(path)
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _runs_beside(process: int) -> bool:
+    """Whether another process of this number is alive. One's own may be that of a killed one."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}.{socket.gethostname()}."

@@ -1,0 +1,141 @@
+"""A trained model as a SavedModel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara import files
+from tfpara.model_variables import strategy_of
+from tfpara.parameter_server.strategy import AsyncStrategy
+from tfpara.strategy import PeriodicSyncStrategy
+
+
+def export(
+    model: keras.Model,
+    path: str | os.PathLike[str],
+    *,
+    which: str = "global",
+    strategy: Any = None,
+    signature: Sequence[tf.TensorSpec] | None = None,
+    preprocessing: Callable[..., Any] | None = None,
+    postprocessing: Callable[[Any], Mapping[str, tf.Tensor]] | None = None,
+) -> None:
+    """Writes a SavedModel whose `serving_default` is postprocessing(model(preprocessing(*inputs))).
+
+    It appears at `path` whole or not at all, and takes the place of one there. Every worker must
+    call this; the chief writes, and all return when the SavedModel is there.
+
+    Args:
+        model: a built model.
+        path: directory of the SavedModel.
+        which: the weights: "global", "local" (the chief's) or an average's name. A model that
+            belongs to no strategy of tfpara has the "local" ones, and takes "global" for the same.
+        strategy: the strategy that trained the model; None finds it from the model.
+        signature: the inputs; their names become those of the signature. None: those of the model.
+        preprocessing: TensorFlow function from the inputs to the model's. None: nothing is done.
+        postprocessing: TensorFlow function from the model's output to named outputs. None: the
+            output as it is.
+
+    Raises:
+        FileExistsError: `path` is there and holds what is not of a SavedModel.
+        ValueError: `which` is unknown, the model has not been built, or this is called inside
+            `strategy.weights(...)`.
+    """
+    strategy = strategy or _trainer_of(model)
+    if strategy is None and which not in ("global", "local"):
+        raise ValueError(
+            f"which={which!r}: the model has no weights of that name, since no strategy of tfpara "
+            "trained it. Leave out which=, or give strategy=."
+        )
+    if isinstance(strategy, PeriodicSyncStrategy) and strategy.extended.shown is not None:
+        shown = strategy.extended.shown
+        raise ValueError(
+            f"tfpara.export(..., which={which!r}) inside strategy.weights(model, {shown!r}): it is "
+            f"not clear which are meant. Call tfpara.export(model, path, which={shown!r}) outside."
+        )
+    write = _writer(model, path, signature, preprocessing, postprocessing)
+    with strategy.weights(model, which) if strategy else contextlib.nullcontext():
+        if strategy is None or strategy.is_chief:
+            write()
+    if isinstance(strategy, PeriodicSyncStrategy):
+        strategy.barrier()
+
+
+def _trainer_of(model: keras.Model) -> Any:
+    strategy = strategy_of(model)
+    return strategy if isinstance(strategy, (PeriodicSyncStrategy, AsyncStrategy)) else None
+
+
+def _writer(
+    model: keras.Model,
+    path: str | os.PathLike[str],
+    signature: Sequence[tf.TensorSpec] | None = None,
+    preprocessing: Callable[..., Any] | None = None,
+    postprocessing: Callable[[Any], Mapping[str, tf.Tensor]] | None = None,
+) -> Callable[[], None]:
+    """What writes the model with the weights that it then has, after checking that it can."""
+    path = Path(path)
+    if path.exists():
+        foreign = files.foreign_entries(path) if path.is_dir() else [path.name]
+        if foreign or not (path / "saved_model.pb").is_file():
+            raise FileExistsError(
+                f"{path} exists and is no SavedModel, or not that alone: it has "
+                f"{', '.join(foreign[:3]) or 'no saved_model.pb'}. Remove it, or export to another "
+                "path."
+            )
+    if not model.built:
+        raise ValueError("The model has no weights yet. Call it on data, or build it, first.")
+    specs = list(signature) if signature is not None else _input_specs(model)
+
+    def serve(*inputs: Any) -> Any:
+        outputs = model(preprocessing(*inputs) if preprocessing else inputs[0], training=False)
+        return dict(postprocessing(outputs)) if postprocessing else outputs
+
+    def write() -> None:
+        archive = keras.export.ExportArchive()
+        archive.track(model)
+        archive.add_endpoint("serve", serve, input_signature=specs)
+        with files.whole(path) as scratch:
+            archive.write_out(os.fspath(scratch), verbose=False)
+
+    return write
+
+
+def _input_specs(model: keras.Model) -> list[tf.TensorSpec]:
+    inputs = model.inputs or []
+    if len(inputs) != 1:
+        raise ValueError(
+            f"The model has {len(inputs)} inputs. Give signature= and preprocessing=, which makes "
+            "the model's inputs of the signature's."
+        )
+    (only,) = inputs
+    return [tf.TensorSpec(only.shape, only.dtype, name=only.name.split(":")[0])]
+
+
+def _former_export(model: keras.Model, path: Any, *, strategy: Any = None, **options: Any) -> None:
+    """`tfpara.export.export` of version 0.1, where `tfpara.export` was a module.
+
+    Without a strategy it writes, on whichever worker calls it, the weights that the model has.
+    """
+    warnings.warn(
+        "tfpara.export.export is now tfpara.export, and finds the strategy from the model: write "
+        "tfpara.export(model, path, which=...), on every worker.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    if strategy is not None:
+        export(model, path, strategy=strategy, **options)
+        return
+    options.pop("which", None)
+    _writer(model, path, **options)()
+
+
+export.export = _former_export  # type: ignore[attr-defined]
