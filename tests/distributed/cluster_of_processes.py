@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 
+import warm
+
 from tfpara import cluster, rendezvous
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -54,6 +56,7 @@ class Workers:
         absent: workers of the cluster that are not started.
         start: how the workers know each other: by "TF_CONFIG", or by "horovod", the variables of
             Horovod, for which this process serves the store.
+        fresh: whether each worker has a new interpreter; else TensorFlow is imported already.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Workers:
         environ: list[dict] | None = None,
         absent: int = 0,
         start: str = "TF_CONFIG",
+        fresh: bool = False,
     ):
         addresses = [f"127.0.0.1:{port}" for port in free_ports(len(options) + absent)]
         self.addresses = addresses
@@ -81,15 +85,13 @@ class Workers:
                 "OMP_NUM_THREADS": "1",
             }
             env |= (environ or [{}] * len(options))[rank]
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(HERE / "programs" / program), json.dumps(option)],
-                    env=env,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+            words = [str(HERE / "programs" / program), json.dumps(option)]
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            if fresh:
+                process = subprocess.Popen([sys.executable, *words], env=env, **streams)
+            else:
+                process = warm.Popen(words, env=env, **streams)
+            self.processes.append(process)
 
     def __enter__(self) -> Workers:
         return self

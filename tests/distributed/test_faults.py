@@ -12,7 +12,7 @@ def both(option, other):
 
 
 def test_without_a_fault_all_train():
-    for result in both({}, {}):
+    for result in run("faults.py", [{}, {}], fresh=True):
         assert result.returncode == 0, result.output
         assert "trained" in result.output
 

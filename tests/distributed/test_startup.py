@@ -165,7 +165,7 @@ def test_an_address_that_leads_nowhere_is_named(monkeypatch):
 
 
 def test_tensorflow_starts_on_the_ports_of_the_meeting():
-    for result in run_all_well("start.py", [{"timeout_seconds": LONG}] * 2):
+    for result in run_all_well("start.py", [{"timeout_seconds": LONG}] * 2, fresh=True):
         assert "sum 2.0" in result.output and "met before" in result.output
 
 
@@ -174,7 +174,7 @@ def test_a_peer_that_dies_between_meeting_and_connection_does_not_hang_the_chief
         {"timeout_seconds": LONG, "connect_seconds": 15},
         {"timeout_seconds": LONG, "dies": True},
     ]
-    chief, dead = run("start.py", options)
+    chief, dead = run("start.py", options, fresh=True)
     assert dead.returncode == 0
     assert chief.returncode == 1
     assert "Timeout (0:00:15)!" in chief.output and "start.py" in chief.output

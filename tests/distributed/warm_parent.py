@@ -1,0 +1,64 @@
+"""Imports TensorFlow and Keras, and forks for each program that is asked for; see `warm.py`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import socket
+import sys
+
+import keras  # noqa: F401
+import numpy as np
+import tensorflow  # noqa: F401
+
+
+def program_to_run(connection: socket.socket) -> dict | None:
+    """Forks for each request. Returns the request in the process that has to run it."""
+    while True:
+        message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        if not message:
+            return None  # The tests are over.
+        forked = os.fork()
+        if forked == 0:
+            runs = os.fork()
+            if runs == 0:
+                for own, stream in enumerate(streams):
+                    os.dup2(stream, own)
+                    os.close(stream)
+                return json.loads(message)
+            connection.send(str(runs).encode())
+            os._exit(0)
+        for stream in streams:
+            os.close(stream)
+        os.waitpid(forked, 0)
+        connection.send(b"ended")
+
+
+def run(request: dict) -> None:
+    """Runs a program as `python PROGRAM ...` or `python -m MODULE ...` does."""
+    np.random.seed()  # Python's own generator is seeded anew at each fork
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    program, *arguments = request["program"]
+    module = program == "-m"
+    if module:
+        program, *arguments = arguments
+    sys.argv = [program, *arguments]
+    # The first entry of the path was this file's directory, unless it is told to leave that out.
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(program))
+    if module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
+with socket.socket(fileno=int(sys.argv[1])) as tests:
+    gc.collect()
+    gc.freeze()  # so that collections do not write to, and so copy, what all forks share
+    wanted = program_to_run(tests)
+if wanted:
+    run(wanted)
