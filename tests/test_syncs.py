@@ -22,6 +22,7 @@ RULES = {
     "bmuf": (tfpara.BMUF(0.6, 1.2), "nesterov", {"eta": 0.6, "zeta": 1.2}),
     "classical": (tfpara.BMUF(0.5, nesterov=False), "classical", {"eta": 0.5}),
     "easgd": (tfpara.EASGD(0.2), "elastic", {"alpha": 0.2}),
+    "stiff easgd": (tfpara.EASGD(0.39), "elastic", {"alpha": 0.39}),
     "diloco": (tfpara.DiLoCo(0.8, 0.6), "nesterov", {"eta": 0.6, "zeta": 0.8}),
 }
 TAU = 3
@@ -94,8 +95,10 @@ def check(
     fragments=1,
     steps_per_execution=1,
     atol=1e-5,
+    exact=False,
     **options,
 ):
+    """Trains and compares; `exact`: with what the rule is without compression."""
     rule, kind, settings = RULES[name]
     strategy = make(rule, len(minibatches), fragments=fragments, **options)
     model = network(strategy, steps_per_execution=steps_per_execution)
@@ -113,7 +116,7 @@ def check(
         epochs=epochs,
         delay=delay,
         runs=RUNS[fragments],
-        rounded=FORMATS.get(options.get("compression")),
+        rounded=None if exact else FORMATS.get(options.get("compression")),
         **devices,
         **settings,
     )
@@ -130,7 +133,7 @@ def test_a_replica_with_a_share_of_one_third_among_unequal_ones():
     check("bmuf", [[2] * 6, [4] * 6, [6] * 6], aggregation="sharded")
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ["bsp", "bmuf", "classical", "easgd", "diloco"])
 def test_an_overlapped_sync_is_merged_where_the_next_begins(name):
     check(name, UNEVEN, overlap=True, delay=TAU)
 
@@ -159,6 +162,14 @@ def test_int8_with_error_feedback(name):
     if name != "easgd":
         first, second = of_replicas(strategy, model)
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(("kind", "atol", "overlap"), [("fp16", 1e-3, False), ("int8", 2e-2, True)])
+def test_compressed_easgd_is_the_same_rule(kind, atol, overlap):
+    """Near the stability bound of N = 4, against the equation without any rounding."""
+    delay = TAU if overlap else 0
+    options = {"overlap": overlap, "delay": delay, "compression": kind, "exact": True}
+    check("stiff easgd", [[4] * 60] * 4, epochs=1, atol=atol, **options)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])

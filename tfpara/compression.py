@@ -8,9 +8,11 @@ received, w_i the local models, n_i their shares, and Q the rounding of a format
     B̂ ← B̂ + Q(B' − B̂)                                    everywhere, from the owner of each part
 
 where B is the point that the rule broadcast at the last sync, exact at its owner, and B' the new
-one. The sums are of decoded numbers, in float32. What the second leg leaves out is part of the next
-difference B' − B̂; what the first leaves out is e, the *error feedback* of Seide et al., "1-bit
-stochastic gradient descent" (2014), and Karimireddy et al., "Error feedback fixes SignSGD" (2019).
+one. EASGD does not overwrite the replicas: their mean itself is what its equation takes, so there
+w̄ = B̂ + Σ q (`measured_from` of the rules). The sums are of decoded numbers, in float32. What the
+second leg leaves out is part of the next difference B' − B̂; what the first leaves out is e, the
+*error feedback* of Seide et al., "1-bit stochastic gradient descent" (2014), and Karimireddy et
+al., "Error feedback fixes SignSGD" (2019).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.aggregation import Sharded
+from tfpara.aggregation import Sharded, cut
 from tfpara.averaging import Shares
 from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
 from tfpara.global_state import GlobalState
@@ -152,12 +154,21 @@ class CompressedWire:
         for device, moves, points in zip(
             self._aggregation.holders,
             self._aggregation.to_holders(sums),
-            self._global.points(buckets),
+            self._global.measured_from(self._received(buckets), buckets),
             strict=True,
         ):
             with tf.device(device):
                 means.append([p + m for p, m in zip(points, moves, strict=True)])
         return means, kept
+
+    def _received(self, buckets: slice) -> list[list[tf.Tensor]]:
+        """For each holder its parts of the point that all replicas have received."""
+        per_holder = []
+        for holder, device in enumerate(self._aggregation.holders):
+            parts = self._aggregation.parts(holder)[buckets]
+            with tf.device(device):
+                per_holder.append([cut(self.points[p.bucket], p) for p in parts])
+        return per_holder
 
     def _moved(
         self, local: Sequence[Buckets], shares: Shares, buckets: slice

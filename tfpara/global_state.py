@@ -259,14 +259,20 @@ class GlobalState:
             value = value if cell.is_scalar else cut(value, cell.part)
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
 
-    def points(self, buckets: slice = ALL) -> list[list[tf.Tensor]]:
-        """For each holder its parts of the point from which replicas that had no part in the last
-        sync go on."""
+    def measured_from(
+        self, received: Sequence[Sequence[tf.Tensor]], buckets: slice
+    ) -> list[list[tf.Tensor]]:
+        """For each holder its parts of the point that the replicas' differences are added to.
+
+        Args:
+            received: for each holder its parts of the point that the differences are from.
+            buckets: those that the parts are of.
+        """
         per_holder = []
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
                 states = [_read(state) for state in self._rule_states[holder][buckets]]
-                per_holder.append([self._rule.broadcast(state, state) for state in states])
+                per_holder.append(list(map(self._rule.measured_from, states, received[holder])))
         return per_holder
 
     def broadcast_point(self) -> list[tf.Tensor]:
@@ -274,7 +280,12 @@ class GlobalState:
 
         Every worker must call it.
         """
-        return self.aggregation.spread(self.points(), f"{self._name}/broadcast point")[0]
+        per_holder = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = [_read(state) for state in self._rule_states[holder]]
+                per_holder.append([self._rule.broadcast(state, state) for state in states])
+        return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
 
     @property
     def is_sharded(self) -> bool:

@@ -127,9 +127,13 @@ class Wire:
         arrived = np.array([self.by_parts(x) for x in sent])
         self.errors = sent - arrived
         former = center.w.copy()
-        mean = (center.anchor if center.kind == "nesterov" else center.w) + arrived.sum(0)
-        new = getattr(center, center.kind)(list(local), mean, **center.settings)
         elastic = center.kind == "elastic"
+        # What replicas have moved since they were put at a point is counted from that point. Under
+        # EASGD they were put nowhere: there it is their mean, W ← W + αN(w̄ − W), and they were
+        # measured from what they had received.
+        start = center.anchor if center.kind == "nesterov" else center.w
+        mean = (self.point if elastic else start) + arrived.sum(0)
+        new = getattr(center, center.kind)(list(local), mean, **center.settings)
         self.point = self.point + self.by_parts((former if elastic else new[0]) - self.point)
         if elastic:
             return local - center.settings["alpha"] * (local - self.point)

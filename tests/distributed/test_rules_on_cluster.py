@@ -83,9 +83,13 @@ TRAININGS = {
         {"delay": 2, "runs": HALVES, "device_period": 1, "devices": 2},
     ),
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
+    "easgd-int8": Training(EASGD[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
 }
 # Also of replicas that one process simulates on as many devices.
-SIMULATED = ("bmuf-sharded", "easgd-sharded", "bmuf-overlap", "easgd-overlap", "int8")
+SIMULATED = (
+    *("bmuf-sharded", "easgd-sharded", "bmuf-overlap", "easgd-overlap"),
+    *("int8", "easgd-int8"),
+)
 WEIGHTS = 4
 
 

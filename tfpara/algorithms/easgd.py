@@ -87,6 +87,15 @@ class EASGD:
             raise ValueError("Call resolve(num_replicas) first: elasticity is still None.")
         return local - self.elasticity * (local - broadcast)
 
+    def measured_from(self, state: EASGDState, received: Any) -> Any:
+        """What the replicas' differences from `received` are added to: that point itself.
+
+        No sync has put the replicas there: their mean w̄, which the centre's step takes, is
+        `received` plus the mean of the differences, wherever the centre is by now.
+        """
+        del state
+        return received
+
     def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
         """The same move for a replica that has trained on since the sync began at `snapshot`.
 

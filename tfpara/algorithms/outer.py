@@ -128,6 +128,15 @@ class Outer:
         del local
         return broadcast
 
+    def measured_from(self, state: Any, received: Any) -> Any:
+        """What the replicas' differences from `received` are added to: the exact broadcast point.
+
+        The replicas were put where they have `received`, which rounding has moved; the equations
+        speak of what they have learned since.
+        """
+        del received
+        return self.broadcast(None, state)
+
     def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
         """The same for a replica that has trained on since the sync began at `snapshot`.
 
