@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+import warm
 from cluster_of_processes import free_ports
 from launched import default_signals
 
@@ -37,15 +38,18 @@ class Process:
     def __init__(self, program: str, arguments: list[str], tf_config: str, **environ: str) -> None:
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         env = os.environ | dict.fromkeys(threads, "1") | {"TF_CONFIG": tf_config} | environ
-        self.popen = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / program), *arguments],
-            preexec_fn=default_signals,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        words = [str(PROGRAMS / program), *arguments]
+        streams = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
+        if program == "lobby_process.py":  # without TensorFlow
+            command = [sys.executable, *words]
+            self.popen = subprocess.Popen(command, env=env, preexec_fn=default_signals, **streams)
+        else:
+            self.popen = warm.Popen(words, env=env, **streams)
         self.output = ""
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)

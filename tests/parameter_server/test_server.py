@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 import threading
 import time
 
@@ -12,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm
 
 from tfpara.algorithms import ASGD, AsyncEASGD
 from tfpara.algorithms.asgd import RunningThenMean
@@ -23,16 +23,19 @@ PROGRAM = pathlib.Path(__file__).parent / "programs" / "async_run.py"
 
 def run(scenario, timeout=280, **options):
     """What a scenario of the program says."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), scenario, json.dumps(options)],
-        capture_output=True,
+    with warm.Popen(
+        [str(PROGRAM), scenario, json.dumps(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TF_NUM_INTRAOP_THREADS": "1"},
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-1000:] + done.stderr[-3000:]
+        env=os.environ | {"TF_NUM_INTRAOP_THREADS": "1"},
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    assert lines, out[-1000:] + err[-3000:]
     return json.loads(lines[0][7:])
 
 

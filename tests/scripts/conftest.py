@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from input import corpus
 
@@ -53,15 +54,18 @@ def run():
         environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
         environ |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
         environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # as the programs set it themselves
-        ended = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        return Ended(ended.returncode, ended.stdout, ended.stderr)
+        options = {"cwd": ROOT, "env": environ, "text": True}
+        options |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        if workers > 1:  # the launcher imports no TensorFlow
+            process = subprocess.Popen([sys.executable, *command], **options)
+        else:
+            process = warm.Popen(command, **options)
+        with process:
+            try:
+                out, err = process.communicate(timeout=200)
+            finally:
+                process.kill()
+        return Ended(process.returncode, out, err)
 
     return call
 

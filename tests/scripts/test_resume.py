@@ -4,11 +4,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm
 
 from scripts import runs
 
@@ -27,8 +27,8 @@ FLAGS = (
 
 def interrupted(environment, flags):
     """Starts a run, ends it in its third epoch, and returns its exit code and output."""
-    program = subprocess.Popen(
-        [sys.executable, "-m", "scripts.train", *flags],
+    program = warm.Popen(
+        ["-m", "scripts.train", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
