@@ -8,6 +8,7 @@ import os
 import runpy
 import socket
 import sys
+import time
 
 import keras  # noqa: F401
 import numpy as np
@@ -22,8 +23,11 @@ def program_to_run(connection: socket.socket) -> dict | None:
             return None  # The tests are over.
         forked = os.fork()
         if forked == 0:
+            between = os.getpid()
             runs = os.fork()
             if runs == 0:
+                while os.getppid() == between:  # until the tests have adopted it
+                    time.sleep(0.001)
                 for own, stream in enumerate(streams):
                     os.dup2(stream, own)
                     os.close(stream)
