@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpara import cluster, failures, horovod_group, startup
+from tfpara import cluster, failures, horovod_group, scope, startup
 from tfpara.collectives.choice import choose
 from tfpara.extended import PeriodicSyncExtended
 from tfpara.reports import Request
@@ -146,6 +147,24 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             found = horovod_group.with_addresses(found, extended.control)
             failures.explain_uncaught(found, timeout_seconds)
         extended.start()
+        scope.watch(self)
+        if self.is_chief:
+            # So that it shows where TF_CONFIG is not what was meant.
+            print(f"tfpara: {self}", file=sys.stderr, flush=True)
+
+    def __repr__(self) -> str:
+        def counted(number: int, what: str) -> str:
+            return f"{number} {what}{'s' * (number != 1)}"
+
+        count = f"{counted(self.num_workers, 'worker')}, {counted(self.num_replicas, 'replica')}"
+        period = "no syncs" if self.sync_period is None else f"sync_period={self.sync_period}"
+        averages = f", averages={self.averages}" if self.averages else ""
+        return f"PeriodicSyncStrategy of {count}: {self.rule}, {period}{averages}"
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a model was trained under this strategy."""
+        return bool(self.extended.synchronizers)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -260,6 +279,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if synchronizer is None:
                 with tf.init_scope():
                     synchronizer = extended.make_synchronizer(extended.model_of(fn))
+                scope.check(extended.model_of(fn), self)
             extended.check_written(synchronizer)
             locals_ = self.experimental_local_results((args, kwargs or {}))
             samples = [batch_size(values) for values in locals_]

@@ -1,0 +1,137 @@
+"""What is made outside of the strategy's scope is refused, or said, before anything is trained."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import tfpara
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+def strategy():
+    return tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"])
+
+
+def layers():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+
+
+def made_outside(scope):
+    model = layers()
+    with scope():
+        model.compile("sgd", "mse")
+    return model
+
+
+def loaded_outside(scope, path):
+    with scope():
+        model = layers()
+        model.compile("sgd", "mse")
+    model.save(path)
+    return keras.models.load_model(path)
+
+
+def backbone_outside(scope):
+    backbone = layers()
+    with scope():
+        model = keras.Sequential([keras.Input((4,)), backbone, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def compiled_outside(scope):
+    with scope():
+        model = layers()
+    model.compile("sgd", "mse")
+    return model
+
+
+def optimizer_outside(scope):
+    optimizer = keras.optimizers.SGD()
+    with scope():
+        model = layers()
+        model.compile(optimizer, "mse")
+    return model
+
+
+def metric_outside(scope):
+    metric = keras.metrics.MeanAbsoluteError(name="mine")
+    with scope():
+        model = layers()
+        model.compile("sgd", "mse", metrics=[metric])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (made_outside, "was made outside of the strategy's scope, and compiled inside"),
+        (backbone_outside, r"its weight '.*dense.*/kernel' was made outside"),
+        (compiled_outside, "its optimizer .* was made outside"),
+        (optimizer_outside, "its optimizer .* was made outside"),
+        (metric_outside, "the metric 'mine' was made outside"),
+    ],
+)
+def test_half_a_model_is_refused_before_a_step(make, message):
+    own = strategy()
+    with pytest.raises(ValueError, match=message) as refused:
+        model = make(own.scope)
+        before = model.get_weights()
+        try:
+            model.fit(X, Y, verbose=0)
+        finally:
+            assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+    assert "with strategy.scope():" in str(refused.value)
+    assert own.statistics().steps == 0
+
+
+def test_a_forgotten_scope_is_said_once():
+    own = strategy()
+    model = layers()
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="outside of the strategy's scope: each worker trains it"):
+        model.fit(X, Y, verbose=0)
+    assert own.statistics().syncs == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_model_that_is_loaded_outside_is_said(tmp_path):
+    own = strategy()
+    model = loaded_outside(own.scope, tmp_path / "model.keras")
+    with pytest.warns(UserWarning, match="load_model"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_another_model_beside_one_that_is_trained_is_nobodys_business(recwarn):
+    own = strategy()
+    with own.scope():
+        model = layers()
+        model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    beside = layers()
+    beside.compile("sgd", "mse")
+    beside.fit(X, Y, verbose=0)
+    assert not [w for w in recwarn if "scope" in str(w.message)]
+
+
+def test_the_strategy_says_what_it_is(capfd):
+    own = tfpara.PeriodicSyncStrategy(
+        tfpara.BMUF(0.5), sync_period=7, averages={"ema": tfpara.EMA(0.9)}, devices=["CPU:0"]
+    )
+    line = capfd.readouterr().err
+    assert line == f"tfpara: {own!r}\n"
+    for part in (
+        "1 worker, 1 replica:",
+        "BMUF(block_momentum=0.5",
+        "sync_period=7",
+        "EMA(decay=0.9",
+    ):
+        assert part in line, part
+    own.set_sync_period(None)
+    assert "no syncs" in repr(own)

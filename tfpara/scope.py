@@ -1,0 +1,97 @@
+"""Whether what `fit` trains was made in the strategy's scope.
+
+What is made outside has one plain variable in place of one for each replica. Keras trains it
+nevertheless: in this process alone, or with metrics that each worker counts by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_LINES = (
+    "Write\n    with strategy.scope():\n        model = …  # or keras.models.load_model(…)\n"
+    "        model.compile(…)"
+)
+_strategies: weakref.WeakSet[Any] = weakref.WeakSet()
+_warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+
+
+def watch(strategy: Any) -> None:
+    """From now on `fit` says so where a model was not made in the scope of any strategy.
+
+    Args:
+        strategy: of ours, with `has_trained`: whether a model was trained under it.
+    """
+    _strategies.add(strategy)
+    # A model without a strategy passes by no other place than Keras' own methods.
+    for name in ("fit", "train_on_batch"):
+        original = getattr(keras.Model, name)
+        if not hasattr(original, "tfpara_watches"):
+            setattr(keras.Model, name, _watching(original))
+
+
+def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Makes sure that all that a training step writes has a component on each replica.
+
+    Keras shows the metrics that `compile` was given only after a first step was traced.
+
+    Raises:
+        ValueError: a weight, the optimizer or a metric was made outside of the strategy's scope.
+    """
+    for what, variables in _parts(model):
+        if not all(_is_of(variable, strategy) for variable in variables):
+            raise ValueError(
+                f"model {model.name!r}: {what} was made outside of the strategy's scope. {_LINES}"
+            )
+
+
+def _watching(method: Any) -> Any:
+    @functools.wraps(method)
+    def watching(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        if model.distribute_strategy in _strategies:
+            check(model, model.distribute_strategy)
+        else:
+            _look_at_stranger(model)
+        return method(model, *args, **kwargs)
+
+    watching.tfpara_watches = True  # type: ignore[attr-defined]
+    return watching
+
+
+def _look_at_stranger(model: keras.Model) -> None:
+    """Refuses a model that is half in a scope; warns once of one that is forgotten."""
+    for strategy in _strategies:
+        if any(_is_of(v, strategy) for _, variables in _parts(model) for v in variables):
+            raise ValueError(
+                f"model {model.name!r} was made outside of the strategy's scope, and compiled "
+                f"inside: no weight would be synchronised. {_LINES}"
+            )
+    if model not in _warned and not any(strategy.has_trained for strategy in _strategies):
+        _warned.add(model)
+        warnings.warn(
+            f"model {model.name!r} was made outside of the strategy's scope: each worker trains it "
+            f"alone, and nothing is synchronised. {_LINES}",
+            stacklevel=3,
+        )
+
+
+def _parts(model: keras.Model) -> Iterator[tuple[str, list[Any]]]:
+    """What `fit` writes: the words for it, and its variables."""
+    for weight in model.weights:
+        yield f"its weight {weight.path!r}", [weight]
+    optimizer = getattr(model, "optimizer", None)
+    yield "its optimizer (or all of compile)", getattr(optimizer, "variables", [])
+    for variable in (v for metric in model.metrics for v in metric.variables):
+        yield f"the metric {variable.path.split('/')[0]!r}", [variable]
+
+
+def _is_of(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+    value = getattr(variable, "value", variable)
+    return strategy.extended.variable_created_in_scope(value)
