@@ -1,15 +1,23 @@
 """What is made outside of the strategy's scope is refused, or said, before anything is trained."""
 
 import warnings
+import weakref
 
 import keras
 import numpy as np
 import pytest
 
 import tfpara
+from tfpara import scope as scopes
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_strategies(monkeypatch):
+    """Those of former tests may not have been collected yet."""
+    monkeypatch.setattr(scopes, "_strategies", weakref.WeakSet())
 
 
 def strategy():
