@@ -12,19 +12,24 @@ from absl import flags
 from scripts import common
 from tfpara import algorithms
 
-RULES = ("asgd", "aasgd", "easgd_async")
+RULES = ("asgd", "aasgd", "downpour", "easgd_async")
 
 _CHUNK = flags.DEFINE_float(
     "chunk_minutes", 60.0, "parameter servers: speech that a worker gets at a time, positive"
 )
 _STALENESS = flags.DEFINE_integer(
-    "max_staleness", None, "ASGD: pushes that may come between a pull and its push", lower_bound=0
+    "max_staleness",
+    None,
+    "ASGD and Downpour: pushes that may come between a pull and its push",
+    lower_bound=0,
 )
 _COMPENSATION = flags.DEFINE_float(
     "delay_compensation", 0.0, "ASGD: lambda of DC-ASGD, 0 for none", lower_bound=0.0
 )
 _BY_STALENESS = flags.DEFINE_boolean(
-    "rate_by_staleness", False, "ASGD: divide the learning rate of a push by 1 + its staleness"
+    "rate_by_staleness",
+    False,
+    "ASGD and Downpour: divide the learning rate of a push by 1 + its staleness",
 )
 _RUNNING = flags.DEFINE_float(
     "running_rate", 0.01, "averaged ASGD: rate of the running average, in (0, 1]"
@@ -37,7 +42,7 @@ _START_MEAN = flags.DEFINE_integer(
     lower_bound=1,
 )
 _SEARCH = flags.DEFINE_boolean(
-    "search_rate", False, "ASGD: before each chunk try learning rates on a part of it"
+    "search_rate", False, "ASGD and Downpour: before each chunk try learning rates on a part of it"
 )
 _FACTORS = flags.DEFINE_list(
     "search_factors", ["0.5", "1", "2"], "search_rate: candidates, as multiples of the present rate"
@@ -53,7 +58,8 @@ _SLOW = flags.DEFINE_float(
     "slow_worker", 1.0, "simulated workers: how many times slower than the others worker 0 is"
 )
 
-_ASGD = (_STALENESS, _COMPENSATION, _BY_STALENESS, _SEARCH)
+# Whose workers begin each block with the servers' model.
+_PULLING = ("asgd", "aasgd", "downpour")
 
 
 def check(name: str, simulated: int) -> None:
@@ -67,7 +73,9 @@ def check(name: str, simulated: int) -> None:
         ValueError: which, and why.
     """
     common.only_for(name in RULES, (_CHUNK,), f"--rule={', '.join(RULES)}")
-    common.only_for(name in ("asgd", "aasgd"), _ASGD, "--rule=asgd and aasgd")
+    pulling = (_STALENESS, _BY_STALENESS, _SEARCH)
+    common.only_for(name in _PULLING, pulling, f"--rule={', '.join(_PULLING)}")
+    common.only_for(name in ("asgd", "aasgd"), (_COMPENSATION,), "--rule=asgd and aasgd")
     common.only_for(name == "aasgd", (_RUNNING, _START_MEAN), "--rule=aasgd")
     common.only_for(_SEARCH.value, (_FACTORS, _PART), "--search_rate")
     alone = name in RULES and simulated > 0
@@ -78,12 +86,19 @@ def check(name: str, simulated: int) -> None:
     rate_search()
 
 
-def strategy(name: str, elasticity: float | None, simulated: int, options: dict[str, Any]) -> Any:
+def strategy(
+    name: str,
+    elasticity: float | None,
+    block_learning_rate: float,
+    simulated: int,
+    options: dict[str, Any],
+) -> Any:
     """The strategy; in a worker or parameter server it never returns.
 
     Args:
         name: the value of --rule.
         elasticity: of asynchronous EASGD.
+        block_learning_rate: of Downpour.
         simulated: workers to simulate; 0: those of TF_CONFIG.
         options: arguments of `tfpara.AsyncStrategy`.
     """
@@ -91,11 +106,16 @@ def strategy(name: str, elasticity: float | None, simulated: int, options: dict[
     from tfpara.parameter_server.simulation import Speed
     from tfpara.parameter_server.strategy import AsyncStrategy
 
-    rule = _rule(name, elasticity)
+    rule = _rule(name, elasticity, block_learning_rate)
     if not simulated:
         return AsyncStrategy(rule, **options)
     slow, others = Speed(_SLOW.value, _SPREAD.value), Speed(1.0, _SPREAD.value)
     return simulate_async(simulated, rule, speeds=[slow, *[others] * (simulated - 1)], **options)
+
+
+def local_steps(name: str) -> bool:
+    """Whether workers have optimizers of their own, which count minibatches and not pushes."""
+    return name in ("downpour", "easgd_async")
 
 
 def chunk_seconds() -> float:
@@ -128,14 +148,16 @@ def start_mean_chunks() -> int:
     return _START_MEAN.value
 
 
-def _rule(name: str, elasticity: float | None) -> Any:
+def _rule(name: str, elasticity: float | None, block_learning_rate: float) -> Any:
     if name == "easgd_async":
         return algorithms.AsyncEASGD(elasticity)
     options: dict[str, Any] = {
         "max_staleness": _STALENESS.value,
-        "delay_compensation": _COMPENSATION.value,
         "rate_by_staleness": _BY_STALENESS.value,
     }
+    if name == "downpour":
+        return algorithms.Downpour(**options, block_learning_rate=block_learning_rate)
+    options["delay_compensation"] = _COMPENSATION.value
     if name == "aasgd":
         return algorithms.AveragedASGD(**options, running_rate=_RUNNING.value)
     return algorithms.ASGD(**options)

@@ -143,7 +143,8 @@ def _check_async(name: str, schedule: str) -> None:
         raise ValueError(
             f"--sync_period={_PERIOD.value}: with parameter servers the period is one number."
         )
-    if async_flags.by_staleness() and schedule == "hand":
+    by_pushes = not async_flags.local_steps(rule_flags.rule_name())
+    if async_flags.by_staleness() and by_pushes and schedule == "hand":
         raise ValueError(
             "--rate_by_staleness divides a rate that --schedule=hand computes from the pushes. "
             "Leave out one of them."
@@ -184,8 +185,9 @@ def optimizer(model: keras.Model, num_replicas: int) -> keras.optimizers.Optimiz
     """The local optimizer, for a built model; call it in the strategy's scope."""
     rate: Any = _scaled(_first_rate(), num_replicas)
     if _schedule() == "hand":
-        # An iteration of the servers' optimizer is a push.
-        steps = next(iter(sync_periods().values())) if rule_flags.is_async() else 1
+        # An iteration of the servers' optimizer is a push; those of workers are minibatches.
+        by_pushes = rule_flags.is_async() and not async_flags.local_steps(rule_flags.rule_name())
+        steps = next(iter(sync_periods().values())) if by_pushes else 1
         rate = keras.optimizers.schedules.ExponentialDecay(rate, 1, _HAND.value**steps)
     clip: dict[str, Any] = {"global_clipnorm": _CLIP.value}
     if _OPTIMIZER.value == "ngsgd":

@@ -136,6 +136,18 @@ def _one_pass(name: str, training: str, *options: str) -> _Run:
 
 _ASYNC = (
     *(_by_period("asgd", "ASGD", period, "--rule=asgd", *_SERVERS) for period in (1, 5, 20, 80)),
+    *(
+        _by_period("downpour", "Downpour", period, "--rule=downpour", *_SERVERS)
+        for period in (1, 5, 20, 80)
+    ),
+    _by_period(
+        "downpour-mean",
+        "Downpour, 1/4 of each block",
+        80,
+        "--rule=downpour",
+        "--block_learning_rate=0.25",
+        *_SERVERS,
+    ),
     *(_by_period("bmuf", "Nesterov BMUF", period, "--rule=bmuf") for period in (5, 20, 80)),
     _by_period("easgd", "asynchronous EASGD", 20, "--rule=easgd_async", *_SERVERS),
     _Run(

@@ -135,13 +135,19 @@ def checked_period(sync_period: int) -> int:
     return sync_period
 
 
-def checked_averages(averages: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the averages if they are average objects under free names, else raises."""
+def checked_averages(averages: Mapping[str, Any], asynchronous: bool = False) -> dict[str, Any]:
+    """Returns the averages if they are average objects under free names, else raises.
+
+    Args:
+        averages: by name.
+        asynchronous: whether the strategy can start a mean, so that RunningThenMean makes sense.
+    """
+    kinds = algorithms.AVERAGES + ((algorithms.RunningThenMean,) if asynchronous else ())
+    known = ", ".join(f"tfpara.{kind.__name__}(...)" for kind in kinds)
     for name, average in averages.items():
-        if not isinstance(average, algorithms.AVERAGES):
+        if not isinstance(average, kinds):
             raise TypeError(
-                f"averages[{name!r}]={average!r} is not an average object, tfpara.EMA(decay) or "
-                "tfpara.MA()."
+                f"averages[{name!r}]={average!r} is not an average object. There are: {known}."
             )
         if name in ("global", "local"):
             raise ValueError(f"averages: the name {name!r} is taken. Choose another.")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfpara.algorithms import ASGD, AsyncEASGD, AveragedASGD
+from tfpara.algorithms import ASGD, AsyncEASGD, AveragedASGD, Downpour
 from tfpara.algorithms.asgd import RunningThenMean
 
 weights = st.floats(-10, 10)
@@ -50,6 +50,22 @@ def test_rate_by_staleness_by_hand():
     rule = ASGD(rate_by_staleness=True)
     assert [rule.rate_factor(k) for k in (0, 1, 3)] == [1.0, 0.5, 0.25]
     assert ASGD().rate_factor(7) == 1.0
+
+
+def test_a_block_of_local_steps_is_added_by_hand():
+    # From 2 to 5, which is 3 further; of staleness 2: W is 10 by now.
+    assert Downpour().difference(5.0, pulled=2.0) == 3.0
+    assert Downpour().update(10.0, 3.0, staleness=2) == 13.0
+    assert Downpour(rate_by_staleness=True).update(10.0, 3.0, staleness=2) == 11.0
+    assert Downpour(block_learning_rate=0.5).update(10.0, 3.0, staleness=2) == 11.5
+
+
+@given(weights, weights, weights, st.integers(0, 9))
+def test_one_local_step_is_that_of_asgd(pulled, current, gradient, staleness):
+    rule = Downpour()
+    difference = rule.difference(pulled - 0.1 * gradient, pulled=pulled)
+    wanted = current - 0.1 * ASGD().gradient(gradient, pulled=pulled, current=current)
+    assert rule.update(current, difference, staleness) == pytest.approx(wanted, abs=1e-9)
 
 
 @given(weights, weights, st.floats(0, 1))
@@ -105,6 +121,9 @@ def test_averaged_asgd_brings_its_average():
         (lambda: ASGD(delay_compensation=float("nan")), "delay_compensation=nan"),
         (lambda: ASGD(reduction="max"), "reduction='max'.*sum, mean"),
         (lambda: AveragedASGD(running_rate=0.0), "running_rate=0.0"),
+        (lambda: Downpour(max_staleness=-1), "max_staleness=-1"),
+        (lambda: Downpour(block_learning_rate=0.0), "block_learning_rate=0.0.*1/N"),
+        (lambda: Downpour(block_learning_rate=float("inf")), "block_learning_rate=inf"),
         (lambda: AsyncEASGD(1.5), "elasticity=1.5.*0.9/N"),
     ],
 )

@@ -11,8 +11,8 @@ X = np.random.default_rng(0).normal(size=(128, 4)).astype("float32")
 TRUE = np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")
 
 
-def made(rate, rule=None, workers=1):
-    strategy = tfpara.simulate_async(workers, rule or tfpara.AveragedASGD())
+def made(rate, rule=None, workers=1, **options):
+    strategy = tfpara.simulate_async(workers, rule or tfpara.AveragedASGD(), **options)
     with strategy.scope():
         model = keras.Sequential(
             [keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
@@ -25,9 +25,12 @@ def gradient(x, w):
     return 2 * x.T @ (x @ (w - TRUE)) / len(x)
 
 
-def test_the_searched_rates_are_those_of_numpy():
+@pytest.mark.parametrize(
+    ("rule", "period"), [(tfpara.AveragedASGD(), 1), (tfpara.Downpour(), 3)], ids=str
+)
+def test_the_searched_rates_are_those_of_numpy(rule, period):
     factors, batch, sample = (0.5, 1.0, 3.0), 8, 2
-    strategy, model = made(0.05)
+    strategy, model = made(0.05, rule, sync_period=period)
     search = tfpara.ChunkRateSearch(factors, minibatches=sample)
     strategy.fit(
         model, X, X @ TRUE, batch_size=batch, shuffle=False, chunks=4, verbose=0, search_rate=search
@@ -79,11 +82,18 @@ def test_a_search_that_cannot_be_is_refused():
         strategy.fit(model, tfpara.Chunks(2, read), verbose=0, search_rate=tfpara.ChunkRateSearch())
 
 
-def test_the_mean_starts_once_the_average_is_better():
+@pytest.mark.parametrize(
+    ("rule", "averages"),
+    [
+        (tfpara.AveragedASGD(running_rate=0.2), None),
+        (tfpara.Downpour(), {"average": tfpara.RunningThenMean(0.2)}),
+    ],
+)
+def test_the_mean_starts_once_the_average_is_better(rule, averages):
     # A rate so high that the model swings about its goal, and the average settles.
     rng = np.random.default_rng(3)
     noisy = X @ TRUE + rng.normal(size=(128, 1)).astype("float32")
-    strategy, model = made(0.12, tfpara.AveragedASGD(running_rate=0.2), workers=2)
+    strategy, model = made(0.12, rule, workers=2, averages=averages)
     held_out = tf.data.Dataset.from_tensors((X, X @ TRUE))
     start = tfpara.StartMean(held_out, verbose=0)
     logs = strategy.fit(

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 import warm
 
-from tfpara.algorithms import ASGD, AsyncEASGD
+from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
 from tfpara.algorithms.asgd import RunningThenMean
 from tfpara.parameter_server.server import Place, Push, Server
 from tfpara.parameter_server.shard import NOT_FINITE
@@ -62,12 +62,13 @@ def test_no_update_is_lost(ps, minibatches):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ps", [1, 2])
-def test_every_minibatch_is_in_once_though_workers_are_killed(ps):
-    got = run(
-        "counting", workers=2, ps=ps, minibatches=1024, batch=1, epochs=3, chunks=8, during="kills"
-    )
-    check_counts(got, 3 * 1024 // 64, 3 * 1024, 2)
+@pytest.mark.parametrize(
+    ("rule", "ps", "sync_period"), [("ASGD", 1, 1), ("ASGD", 2, 1), ("Downpour", 2, 2)]
+)
+def test_every_minibatch_is_in_once_though_workers_are_killed(rule, ps, sync_period):
+    options = {"minibatches": 1024, "batch": 1, "epochs": 3, "chunks": 8, "during": "kills"}
+    got = run("counting", workers=2, ps=ps, rule=rule, sync_period=sync_period, **options)
+    check_counts(got, 3 * 1024 // 64, 3 * 1024 // sync_period, 2)
     assert got["kills"] >= 2
 
 
@@ -101,14 +102,21 @@ def test_a_slow_worker_does_not_hold_up_the_others():
     assert sum(got["staleness"]) == sum(got["by_worker"]) == got["pushes"]
 
 
-@pytest.mark.parametrize(("easgd", "sync_period"), [(False, 1), (True, 3)])
-def test_a_run_on_a_cluster_is_repeated_in_the_simulation(easgd, sync_period):
-    got = run("replay", workers=2, ps=1, easgd=easgd, sync_period=sync_period)
-    assert got["records"]
-    assert got["difference"] < 1e-5
-    assert got["moved"] > 0.1
-    for name, values in got["histories"][0].items():
-        np.testing.assert_allclose(values, got["histories"][1][name], rtol=1e-4)
+@pytest.mark.timeout(700)
+def test_runs_on_a_cluster_are_repeated_in_the_simulation():
+    cases = [
+        ("ASGD", {"delay_compensation": 0.1}, 1),
+        ("ASGD", {"delay_compensation": 0.1}, 3),
+        ("Downpour", {"max_staleness": 2}, 3),
+        ("AsyncEASGD", {}, 3),
+    ]
+    results = run("replay", 600, workers=2, ps=1, cases=cases)
+    for case, got in zip(cases, results, strict=True):
+        assert got["records"], case
+        assert got["difference"] < 1e-5, case
+        assert got["moved"] > 0.1, case
+        for name, values in got["histories"][0].items():
+            np.testing.assert_allclose(values, got["histories"][1][name], rtol=1e-4)
 
 
 def test_a_broken_chunk_is_named(tmp_path):
@@ -175,9 +183,11 @@ def test_what_is_in_already_is_left_out(devices):
     assert server.books.histogram.numpy().sum() == server.books.by_worker.numpy().sum() == 1
 
 
-def test_a_push_that_came_to_one_server_only_is_made_whole():
-    server = made(ASGD(), 2)
+@pytest.mark.parametrize("rule", [ASGD(), Downpour(block_learning_rate=0.5)], ids=str)
+def test_a_push_that_came_to_one_server_only_is_made_whole(rule):
+    server = made(rule, 2)
     pulled = server.read()
+    moved = np.multiply(-1 if isinstance(rule, ASGD) else 0.5, [[1, 2], [3, 4]]).tolist()
     first = server.shards[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "shards", [first])  # the worker dies before the other one has it
@@ -185,7 +195,7 @@ def test_a_push_that_came_to_one_server_only_is_made_whole():
         pushed(server, pulled, [[1, 2], [3, 4]])
     assert int(server.done(long(0))) == 0  # so it is made again
     pushed(server, pulled, [[1, 2], [3, 4]])
-    assert weights(server) == [[-1, -2], [-3, -4]]
+    assert weights(server) == moved
     assert int(server.done(long(0))) == 1
     assert int(server.books.samples) == 5
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfpara.algorithms import ASGD, EMA, AsyncEASGD, AveragedASGD
+from tfpara.algorithms import ASGD, EMA, AsyncEASGD, AveragedASGD, Downpour, RunningThenMean
 from tfpara.parameter_server.simulated import simulate_async
 from tfpara.parameter_server.simulation import Speed
 
@@ -38,19 +38,46 @@ def train(strategy, *, epochs=2, chunks=3, optimizer=None, dropout=0.0, **option
     return model, history
 
 
+class Momentum:
+    """v ← m v − lr g; w ← w + v."""
+
+    def __init__(self):
+        self.velocity = 0.0
+
+    def __call__(self, w, g, rate=RATE):
+        self.velocity = MOMENTUM * self.velocity - rate * g
+        return w + self.velocity
+
+
+class Adam:
+    """As Kingma and Ba have it, with Keras' constants; Keras adds ε to the corrected √v̂."""
+
+    def __init__(self):
+        self.m = self.v = 0.0
+        self.t = 0
+
+    def __call__(self, w, g, rate=0.05):
+        self.t += 1
+        self.m = 0.9 * self.m + 0.1 * g
+        self.v = 0.999 * self.v + 0.001 * g**2
+        corrected = np.sqrt(1 - 0.999**self.t) / (1 - 0.9**self.t)
+        return w - rate * corrected * self.m / (np.sqrt(self.v) + 1e-7)
+
+
 class Reference:
     """The same in NumPy: the model as one vector, workers, and a heap of events."""
 
-    def __init__(self, workers, speeds, rule, period):
+    def __init__(self, workers, speeds, rule, period, step=Momentum):
         self.x, self.y = data()
         self.w = np.concatenate([np.full(INPUTS * CLASSES, 1 / 8), np.zeros(CLASSES)])
-        self.velocity = np.zeros_like(self.w)
         self.workers, self.speeds = workers, speeds
         self.rule, self.period = rule, period
         self.version = 0
         self.ema, self.running = self.w.copy(), self.w.copy()
         self.stale, self.pushes = [], []
         self.local = [None] * workers
+        self.step = step()  # the server's
+        self.steps = [step() for _ in range(workers)]  # where workers have their own
         self.idle = list(range(workers))
         self.losses, self.right = [], []
 
@@ -95,28 +122,29 @@ class Reference:
         self.right.append(self.right_sum / SAMPLES)
 
     def compute(self, k, rows):
-        if isinstance(self.rule, AsyncEASGD):
-            w, v = self.local[k] or (self.w.copy(), np.zeros_like(self.w))
+        if isinstance(self.rule, AsyncEASGD | Downpour):
+            w = self.w if self.local[k] is None else self.local[k]
             for batch in rows:
-                v = MOMENTUM * v - RATE * self.gradient(w, batch)
-                w = w + v
-            return w, v
+                w = self.steps[k](w, self.gradient(w, batch))
+            return w, None
         gradients = np.array([self.gradient(self.w, batch) for batch in rows])
         reduced = np.mean if self.rule.reduction == "mean" else np.sum
         return reduced(gradients, axis=0), reduced(gradients**2, axis=0)
 
-    def push(self, k, pulled, version, value, second):
-        """`second`: the local velocity of EASGD; of ASGD the gradients' squares."""
+    def push(self, k, pulled, version, value, squares):
         staleness = self.version - version
         if isinstance(self.rule, AsyncEASGD):
             move = self.rule.elasticity * (value - self.w)
             self.w = self.w + move
-            self.local[k] = (value - move, second)
+            self.local[k] = value - move
+        elif isinstance(self.rule, Downpour):
+            share = 1 / (1 + staleness) if self.rule.rate_by_staleness else 1
+            self.w = self.w + self.rule.block_learning_rate * share * (value - pulled)
         else:
-            g = value + self.rule.delay_compensation * second * (self.w - pulled)
-            rate = RATE / (1 + staleness) if self.rule.rate_by_staleness else RATE
-            self.velocity = MOMENTUM * self.velocity - rate * g
-            self.w = self.w + self.velocity
+            g = value + self.rule.delay_compensation * squares * (self.w - pulled)
+            self.w = self.step(
+                self.w, g, RATE / (1 + staleness) if self.rule.rate_by_staleness else RATE
+            )
         self.version += 1
         self.stale.append(staleness)
         self.pushes.append(k)
@@ -140,19 +168,32 @@ def flat(weights):
         (ASGD(delay_compensation=2.0, reduction="mean"), [1.0, 3.0, 1.5, 1.5], 2),
         (AsyncEASGD(0.3), [1.0, 1.3, 2.9], 1),
         (AsyncEASGD(0.2), [1.0, 2.2, 1.7, 4.0], 3),
+        (Downpour(), [1.0, 2.2, 1.7, 4.0], 3),
+        (Downpour(rate_by_staleness=True, block_learning_rate=0.5), [1.0, 1.3, 2.9], 2),
     ],
     ids=str,
 )
 def test_it_is_the_simulation_in_numpy(rule, speeds, period):
+    check_beside_numpy(rule, speeds, period)
+
+
+@pytest.mark.parametrize("rule", [Downpour(), AsyncEASGD(0.3)], ids=str)
+def test_local_adam_on_several_servers_is_the_simulation_in_numpy(rule):
+    check_beside_numpy(rule, [1.0, 1.7, 2.3], 2, Adam, servers=2)
+
+
+def check_beside_numpy(rule, speeds, period, step=Momentum, servers=1):
     strategy = simulate_async(
         len(speeds),
         rule,
         speeds=[Speed(s) for s in speeds],
         sync_period=period,
-        averages={"ema": EMA(0.9)},
+        averages={"ema": EMA(0.9)}
+        | ({} if isinstance(rule, AveragedASGD) else {"average": RunningThenMean()}),
     )
-    model, history = train(strategy)
-    wanted = Reference(len(speeds), speeds, rule, period)
+    strategy._processes.server_devices = [f"CPU:{k}" for k in range(servers)]
+    model, history = train(strategy, optimizer=sgd() if step is Momentum else adam())
+    wanted = Reference(len(speeds), speeds, rule, period, step)
     for _ in range(2):
         wanted.epoch(3)
     close = {"rtol": 2e-4, "atol": 2e-5}
@@ -171,9 +212,7 @@ def test_it_is_the_simulation_in_numpy(rule, speeds, period):
     record = strategy.record(model)
     assert [p.worker for p in record] == wanted.pushes
     assert [p.version - p.pulled for p in record] == wanted.stale
-    averages = {"ema": wanted.ema}
-    if isinstance(rule, AveragedASGD):
-        averages["average"] = wanted.running
+    averages = {"ema": wanted.ema, "average": wanted.running}
     for name, average in averages.items():
         with strategy.weights(model, name):
             np.testing.assert_allclose(flat(model.get_weights()), average, **close)
@@ -188,9 +227,15 @@ def adam():
     return keras.optimizers.Adam(0.05)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam])
-def test_one_worker_trains_like_keras(optimizer):
-    model, history = train(simulate_async(1, ASGD()), chunks=1, optimizer=optimizer())
+def decaying():
+    return keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.7))
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam, decaying])
+@pytest.mark.parametrize(("rule", "period"), [(ASGD(), 1), (Downpour(), 1), (Downpour(), 4)])
+def test_one_worker_trains_like_keras(rule, period, optimizer):
+    strategy = simulate_async(1, rule, sync_period=period)
+    model, history = train(strategy, chunks=2, optimizer=optimizer())
     keras.utils.set_random_seed(0)
     plain = keras.Sequential([keras.Input((INPUTS,)), keras.layers.Dense(CLASSES)])
     plain.set_weights([np.ones((INPUTS, CLASSES), np.float32) / 8, np.zeros(CLASSES)])
@@ -210,25 +255,26 @@ def test_without_elasticity_the_servers_model_stays():
     np.testing.assert_array_equal(model.get_weights()[0], np.full((INPUTS, CLASSES), 1 / 8))
 
 
-def test_runs_repeat_bit_for_bit_and_a_record_is_followed():
+@pytest.mark.parametrize("rule", [ASGD(), Downpour(max_staleness=3)], ids=str)
+def test_runs_repeat_bit_for_bit_and_a_record_is_followed(rule):
     speeds = Speed(1.0, spread=0.8)
     options = {"dropout": 0.3, "shuffle": True}
-    strategy = simulate_async(3, ASGD(), speeds=speeds, seed=1)
+    strategy = simulate_async(3, rule, speeds=speeds, seed=1)
     model, history = train(strategy, **options)
     order = strategy.record(model)
 
-    again = simulate_async(3, ASGD(), speeds=speeds, seed=1)
+    again = simulate_async(3, rule, speeds=speeds, seed=1)
     same, same_history = train(again, **options)
     assert again.record(same) == order
     assert same_history == history
     np.testing.assert_array_equal(flat(same.get_weights()), flat(model.get_weights()))
 
-    other = simulate_async(3, ASGD(), speeds=speeds, seed=2)
+    other = simulate_async(3, rule, speeds=speeds, seed=2)
     different, _ = train(other, **options)
     assert other.record(different) != order
 
     # The order alone decides, not the speeds.
-    replay = simulate_async(3, ASGD(), speeds=Speed(5.0), seed=1, order=order)
+    replay = simulate_async(3, rule, speeds=Speed(5.0), seed=1, order=order)
     repeated, repeated_history = train(replay, **options)
     assert replay.record(repeated) == order
     assert repeated_history == history
@@ -247,10 +293,10 @@ def test_a_slow_worker_pushes_in_proportion():
     assert abs(pushes[0] - pushes[1]) <= 4
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3, 7])
-def test_no_push_is_staler_than_the_bound(bound):
+@pytest.mark.parametrize(("kind", "bound"), [(ASGD, 0), (ASGD, 1), (Downpour, 3), (ASGD, 7)])
+def test_no_push_is_staler_than_the_bound(kind, bound):
     speeds = [Speed(1.0, 0.7)] * 7 + [Speed(10.0)]
-    strategy = simulate_async(8, ASGD(max_staleness=bound), speeds=speeds)
+    strategy = simulate_async(8, kind(max_staleness=bound), speeds=speeds)
     model, _ = train(strategy, epochs=1, chunks=11, batch_size=1)
     statistics = strategy.statistics(model)
     assert statistics.pushes == SAMPLES

@@ -23,7 +23,7 @@ All of it works element by element, so a rule may be applied to any part of the 
 hyper-parameters that are unstable for it.
 """
 
-from tfpara.algorithms.asgd import ASGD, AsyncEASGD, AveragedASGD, RunningThenMean
+from tfpara.algorithms.asgd import ASGD, AsyncEASGD, AveragedASGD, Downpour, RunningThenMean
 from tfpara.algorithms.averages import EMA, MA
 from tfpara.algorithms.bmuf import BMUF
 from tfpara.algorithms.bmuf_adam import BMUFAdam
@@ -32,7 +32,7 @@ from tfpara.algorithms.easgd import EASGD
 from tfpara.algorithms.outer import DiLoCo, Outer, SlowMo
 
 RULES = (BSP, BMUF, BMUFAdam, EASGD, Outer)
-ASYNC_RULES = (ASGD, AveragedASGD, AsyncEASGD)
+ASYNC_RULES = (ASGD, AveragedASGD, Downpour, AsyncEASGD)
 AVERAGES = (EMA, MA)
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "BMUFAdam",
     "BSP",
     "DiLoCo",
+    "Downpour",
     "EASGD",
     "EMA",
     "MA",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,9 @@ class ASGD:
     delay_compensation: float = 0.0
     rate_by_staleness: bool = False
     reduction: str = "sum"
+
+    local_steps: ClassVar[bool] = False  # whether workers have optimizers of their own
+    local_models: ClassVar[bool] = False  # whether they have models of their own
 
     def __post_init__(self) -> None:
         _check_bound(self.max_staleness)
@@ -162,6 +165,66 @@ class RunningThenMean:
 
 
 @dataclasses.dataclass(frozen=True)
+class Downpour:
+    """Asynchronous local steps: a worker trains on from the model it pulled, and pushes how far.
+
+        w ← W_pulled;   τ steps of w;   W ← W + ζ (w − W_pulled)
+
+    The τ = `sync_period` steps are those of the optimizer that the model is compiled with, which
+    runs on the worker, so that each gradient is taken at weights with the steps before it. (`ASGD`
+    takes all τ gradients at W_pulled.) With τ = 1 and plain SGD the two are the same rule; with one
+    worker this is training without servers, whatever τ.
+
+    Only the weights come from the server. What else the optimizer keeps, such as momentum or Adam's
+    moments and their count, is the worker's own: it goes on from block to block, and starts anew
+    where the worker does.
+
+    Args:
+        max_staleness: s ≥ 0: no push is staler, as for `ASGD`.
+        rate_by_staleness: whether a push is divided by 1 + k, its staleness.
+        block_learning_rate: ζ > 0. With 1 every local step counts as much in the global model as on
+            the worker. Where N workers with a long period diverge, lower it: with 1/N a round of
+            their pushes moves the model by the mean of their blocks, as model averaging does.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 and algorithm
+    7.1 with n_fetch = n_push = τ, and plain SGD on the server (ζ = 1); paper 003, sections 2.5
+    ("each worker computes gradients and updates its local model") and 3.2.3. ζ is that of `BMUF`.
+
+    Example:
+        >>> rule = Downpour(rate_by_staleness=True)
+        >>> rule.update(10.0, rule.difference(5.0, pulled=3.0), staleness=3)
+        10.5
+    """
+
+    max_staleness: int | None = None
+    rate_by_staleness: bool = False
+    block_learning_rate: float = 1.0
+
+    local_steps: ClassVar[bool] = True
+    local_models: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_bound(self.max_staleness)
+        if not 0.0 < self.block_learning_rate < float("inf"):
+            raise ValueError(
+                f"block_learning_rate={self.block_learning_rate!r} must be positive. 1 adds what a "
+                "worker has trained, 1/N a worker's share of the mean."
+            )
+
+    def difference(self, local: Any, pulled: Any) -> Any:
+        """What a worker pushes."""
+        return local - pulled
+
+    def update(self, global_model: Any, difference: Any, staleness: Any) -> Any:
+        """The global model after a push."""
+        rate = self.block_learning_rate
+        return global_model + difference * (rate / (1.0 + staleness * self.rate_by_staleness))
+
+
+@dataclasses.dataclass(frozen=True)
 class AsyncEASGD:
     """Asynchronous elastic averaging: a worker and the server's model pull on each other.
 
@@ -186,6 +249,9 @@ class AsyncEASGD:
     """
 
     elasticity: float | None = None
+
+    local_steps: ClassVar[bool] = True
+    local_models: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.elasticity is not None and not 0.0 <= self.elasticity <= 1.0:

@@ -182,10 +182,14 @@ class KerasSteps:
         weights: the variables that it trains, for their shapes, constraints and weight decay.
         clip: whether the step clips gradients as the optimizer says. Where one step sees only some
             of a model's weights, they must be clipped before.
+        told_rate: whether the caller puts the rate of a schedule into the state before each step,
+            since it counts other steps than this optimizer's.
 
     Attributes:
         initial: values of the state before the first step: iterations, the learning rate unless
             it is a schedule, then the slots.
+        schedule: with `told_rate`: the optimizer's schedule. None: its rate is a number.
+        rate_index: of the learning rate in the state; None: it is not there.
 
     Raises:
         ValueError: settings that reach beyond one step.
@@ -196,10 +200,17 @@ class KerasSteps:
         optimizer: keras.optimizers.Optimizer,
         weights: Sequence[keras.Variable],
         clip: bool = True,
+        told_rate: bool = False,
     ) -> None:
         check_plain(optimizer)
         kind = type(optimizer)
         config = optimizer.get_config()
+        # What is behind `learning_rate`, which gives a schedule's value.
+        rate = optimizer._learning_rate
+        scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+        self.schedule = rate if told_rate and scheduled else None
+        if self.schedule is not None:
+            config["learning_rate"] = 0.0
         if not clip:
             config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
         functional: Any = type(kind.__name__, (kind, _Functional), {})

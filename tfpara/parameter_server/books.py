@@ -41,7 +41,7 @@ class Books:
     Attributes:
         histogram: int64 [256], pushes by staleness; the last counts the staler ones too.
         by_worker: int64 [workers], pushes of each worker.
-        samples: int64, of all pushes.
+        samples, minibatches: int64, of all pushes.
         progress: int64 [chunks], minibatches of each chunk of this epoch that are in the model.
         finished: bool [chunks].
         halted: whether workers stop where they are.
@@ -54,6 +54,7 @@ class Books:
         self.histogram = counter([LARGEST_STALENESS + 1])
         self.by_worker = counter([num_workers])
         self.samples = counter([])
+        self.minibatches = counter([])
         self.halted = tf.Variable(False, trainable=False)
         self._log: Any = None
         if record:
@@ -79,6 +80,7 @@ class Books:
             _counted(self.histogram, row, one),
             _counted(self.by_worker, push.worker, one),
             (self.samples, self.samples + push.samples),
+            (self.minibatches, self.minibatches + push.minibatches),
         ]
 
     def record(self, push: Any, staleness: tf.Tensor, pulled: tf.Tensor) -> None:
@@ -111,6 +113,7 @@ class Books:
     def variables(self) -> dict[str, tf.Variable]:
         """What a checkpoint must hold, by name: what lasts longer than a process."""
         kept = {"histogram": self.histogram, "samples": self.samples, "finished": self.finished}
+        kept["minibatches"] = self.minibatches
         return {f"books/{name}": variable for name, variable in kept.items()}
 
 

@@ -30,7 +30,8 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     the end of each epoch, and within epochs if asked; workers pause meanwhile, between two pushes.
     A program that is started again goes on there, with as many parameter servers and chunks, and
     any number of workers; where that changes, give `fit` the number of `chunks`, which otherwise
-    depends on it. Workers' own models (AsyncEASGD) are not kept: they begin with the servers'.
+    depends on it. What workers have of their own is not kept: their models (AsyncEASGD) begin with
+    the servers', and their optimizers (AsyncEASGD, Downpour) without momentum or moments.
 
     On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
     the program with exit code 75. Put the callback last in the list.

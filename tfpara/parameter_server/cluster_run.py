@@ -141,17 +141,14 @@ def chunk_function(
         def block(at: _At) -> tuple[_At]:
             with tf.control_dependencies([at.go]):
                 pulled = server.pull(worker)
-                kept = local.read(pulled.weights) if local else ((), ())
-            begun = work.begin(pulled, at.own, *kept)
+                weights, optimizer = local.read(pulled.weights) if local else ([], [])
+            begun = work.begin(pulled, at.own, weights, optimizer, rate)
             trained, element = _minibatches(work, begun, at.element, iterator, sync_period)
             place = Place(epoch, chunk, at.done)
             answer = server.push(work.push(trained, pulled, worker, place, rate), pulled)
             written = [*answer.versions]
             if local:
-                written += local.write(
-                    [w - m for w, m in zip(trained.weights, answer.moves, strict=True)],
-                    trained.optimizer,
-                )
+                written += local.write(*work.kept(trained, answer.moves))
             with tf.control_dependencies(written):
                 # A push that is left out has come too late: what follows it would be left out too.
                 go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
@@ -186,7 +183,7 @@ def _minibatches(
 
 
 class _LocalModel:
-    """A worker's own weights and optimizer, kept in its process from chunk to chunk.
+    """A worker's own optimizer, and weights if it has them, kept in its process between blocks.
 
     The variables are known by name on whatever worker the graph runs. A worker that has none, at
     first or since it was started again, begins with the server's model.
@@ -195,11 +192,11 @@ class _LocalModel:
     def __init__(self, work: Work, server: Server) -> None:
         self._run = f"tfpara_local_{next(_numbers)}"
         self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
-        self._count = len(server.names)
+        self._count = len(server.names) if work.local_models else 0
 
     def read(self, weights: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The local weights and optimizer; `weights` and a new optimizer at first."""
-        first = [*weights, *self._start]
+        first = [*weights[: self._count], *self._start]
         handles = self._handles(first)
         there = tf.raw_ops.VarIsInitializedOp(resource=handles[-1])
         values = tf.cond(

@@ -57,13 +57,13 @@ class ChunkRateSearch:
         """What a worker calls with a chunk's minibatches to get its rate; for graphs.
 
         Raises:
-            ValueError: the rate is a schedule, or the rule has no rate on the server, or the number
+            ValueError: the rate is a schedule, or workers have models of their own, or the number
                 of minibatches is not known.
         """
-        if server.learning_rate is None:
+        if server.learning_rate is None or work.local_models:
             raise ValueError(
                 "search_rate needs an optimizer with a number as its learning rate, and a rule "
-                "whose optimizer is on the server: ASGD or AveragedASGD."
+                "whose workers train the servers' model: ASGD, AveragedASGD or Downpour."
             )
         count = self.minibatches
         if count is None:
@@ -113,9 +113,13 @@ class _Trial:
         # tf.data takes a list for a tensor: tuples.
         def train(place: Any, data: Any) -> Any:
             weights, state, optimizer = place
-            block = self._work.begin(pulled._replace(weights=weights, state=state), own)
+            at = pulled._replace(weights=weights, state=state)
+            block = self._work.begin(at, own, optimizer=optimizer, rate=rate)
             block = self._work.add(block, data)
-            weights, optimizer = self._steps(weights, optimizer, block.gradients)
+            if self._work.local:
+                weights, optimizer = block.weights, block.optimizer
+            else:
+                weights, optimizer = self._steps(weights, optimizer, block.gradients)
             return tuple(weights), tuple(block.state), tuple(optimizer)
 
         def score(total: Any, data: Any) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpara.algorithms import AsyncEASGD
 from tfpara.parameter_server.books import Books
 from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, variable
 from tfpara.parameter_server.turns import DROP, GO, Turns
@@ -28,12 +27,16 @@ class Pulled(NamedTuple):
         state: the averaged state (moving statistics), in the model's order.
         versions: pushes so far, of each server.
         halted: whether workers are asked to stop where they are.
+        minibatches: in the model so far, of rules whose workers have optimizers.
+        rate: the learning rate of these, where it is a number.
     """
 
     weights: list[tf.Tensor]
     state: list[tf.Tensor]
     versions: list[tf.Tensor]
     halted: tf.Tensor
+    minibatches: Any = None
+    rate: Any = None
 
 
 class Place(NamedTuple):
@@ -53,7 +56,8 @@ class Push(NamedTuple):
     """What a worker sends.
 
     Attributes:
-        values: for each weight the gradient (ASGD) or the local weight (EASGD).
+        values: for each weight the gradient (ASGD), how far it has come since the pull (Downpour),
+            or the local weight (EASGD).
         state: changes of the averaged state since the pull.
         metrics: what the minibatches add to the metrics' variables.
         worker: its index.
@@ -132,6 +136,10 @@ class Server:
         for shard in self.shards:
             shard.indices.sort()
             shard.fill(weights, rule, averages, model.optimizer)
+        self._local_rate: tf.Variable | None = None  # that workers' optimizers are told
+        if rule.local_steps and isinstance(model.optimizer.learning_rate, keras.Variable):
+            with tf.device(self.first.device):
+                self._local_rate = variable(model.optimizer.learning_rate.value)
         self.told_rate = self.learning_rate  # the chief's, as the servers know it
         bound = getattr(rule, "max_staleness", None)
         with tf.device(self.first.device):
@@ -143,30 +151,30 @@ class Server:
     # What workers run, in their graphs.
 
     def rate(self) -> tf.Tensor:
-        """The learning rate of the optimizer on the servers, where it is a number."""
+        """The learning rate that the servers have, where it is a number."""
         with tf.device(self.first.device):
-            return tf.identity(self.first.optimizer[self._rate_index])
+            return tf.identity(self._rates()[0][1])
 
     def set_rate(self, rate: tf.Tensor) -> list[tf.Tensor]:
         """Gives all servers a learning rate; returns what must have run for it to be so."""
         done = []
-        for shard in self.shards:
+        for shard, kept in self._rates():
             with tf.device(shard.device):
-                variable = shard.optimizer[self._rate_index]
-                value = tf.cast(rate, variable.dtype)
+                value = tf.cast(rate, kept.dtype)
                 done.append(
                     shard.lock.execute(
-                        lambda kept=variable, value=value: tf.identity(kept.assign(value))
+                        lambda kept=kept, value=value: tf.identity(kept.assign(value))
                     )
                 )
         return done
 
-    @property
-    def _rate_index(self) -> int:
+    def _rates(self) -> list[tuple[Shard, tf.Variable]]:
+        """Where the learning rate is, if it is a number: on the first server, where workers have
+        the optimizers, or else on each."""
+        if self._local_rate is not None:
+            return [(self.first, self._local_rate)]
         at = None if self.first.steps is None else self.first.steps.rate_index
-        if at is None:
-            raise ValueError("the servers have no learning rate that is a number.")
-        return at
+        return [] if at is None else [(shard, shard.optimizer[at]) for shard in self.shards]
 
     def pull(self, worker: tf.Tensor) -> Pulled:
         """Reads the model for a push of a worker; waits where the rule bounds the staleness."""
@@ -205,11 +213,14 @@ class Server:
         weights: list[Any] = [None] * len(self.names)
         state: list[tf.Tensor] = []
         versions, halted = [], None
+        told: list[tf.Tensor] = []  # to workers' optimizers
+        to_tell = [self.books.minibatches] if self.rule.local_steps else []
+        to_tell += [] if self._local_rate is None else [self._local_rate]
         for shard in self.shards:
             with tf.device(shard.device):
                 held = [*shard.weights, shard.version]
                 if shard is self.first:
-                    held += [self.books.halted, *self.state]
+                    held += [self.books.halted, *self.state, *to_tell]
                 values = shard.lock.execute(lambda held=held: [tf.identity(v) for v in held])
             for index, value in zip(shard.indices, values, strict=False):
                 weights[index] = value
@@ -217,7 +228,8 @@ class Server:
             versions.append(rest[0])
             if shard is self.first:
                 halted, *state = rest[1:]
-        return Pulled(weights, state, versions, halted)
+                state, told = state[: len(self.state)], state[len(self.state) :]
+        return Pulled(weights, state, versions, halted, *told)
 
     def push(self, push: Push, pulled: Pulled, waits: bool = True) -> Answer:
         """Applies what a worker sends, on each server where it is not in yet.
@@ -243,7 +255,7 @@ class Server:
         for shard, (_, _, *own) in zip(self.shards, answers, strict=True):
             for index, move in zip(shard.indices, own, strict=False):
                 moves[index] = move
-        if not isinstance(self.rule, AsyncEASGD):
+        if not self.rule.local_models:
             moves = []
         return Answer([version for _, version, *_ in answers], moves, settled, answers[0][0])
 
@@ -299,7 +311,7 @@ class Server:
                 return [tf.identity(shard.version), *(tf.identity(m) for m in moves)]
 
         def leave() -> list[tf.Tensor]:
-            moves = [tf.zeros_like(v) for v in part.values] if shard.steps is None else []
+            moves = [tf.zeros_like(v) for v in part.values] if self.rule.local_models else []
             return [tf.identity(shard.version), *moves]
 
         fresh = tf.logical_and(accepted, shard.progress.next_is(part))
@@ -447,9 +459,9 @@ class Server:
 
     @property
     def learning_rate(self) -> float | None:
-        """That of the optimizer on the servers; None where it is a schedule or there is none."""
-        at = None if self.first.steps is None else self.first.steps.rate_index
-        return None if at is None else float(self.first.optimizer[at])
+        """That the servers have; None where it is a schedule."""
+        rates = self._rates()
+        return float(rates[0][1]) if rates else None
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
@@ -463,6 +475,8 @@ class Server:
         found.update({f"state/{k}": v for k, v in enumerate(self.state)})
         found.update({f"metric/{k}": v for k, v in enumerate(self.metrics)})
         found.update(self.books.variables())
+        if self._local_rate is not None:
+            found["local_rate"] = self._local_rate
         return found
 
 

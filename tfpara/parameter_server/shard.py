@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.algorithms import AsyncEASGD
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.parameter_server.books import Change, Progress
 
@@ -64,7 +63,7 @@ class Shard:
             self.weights = [variable(v.value) for v in own]
             for name, average in averages.items():
                 self.averages[name] = [_states(average.init(tf.identity(v.value))) for v in own]
-            if not isinstance(rule, AsyncEASGD):
+            if not rule.local_steps:
                 # The workers clip: they see all gradients.
                 self.steps = KerasSteps(optimizer, own, clip=False)
                 self.optimizer = [variable(value) for value in self.steps.initial]
@@ -96,11 +95,16 @@ class Shard:
         staleness = version - pulled.versions[self.number]
         moves: list[tf.Tensor] = []
         optimizer: list[tf.Tensor] = []
-        if self.steps is None:
+        if not self._rule.local_steps:
+            after, optimizer = self._step(before, push, staleness, pulled)
+        elif self._rule.local_models:
             moves = [self._rule.move(v, w) for v, w in zip(push.values, before, strict=True)]
             after = [w + m for w, m in zip(before, moves, strict=True)]
         else:
-            after, optimizer = self._step(before, push, staleness, pulled)
+            after = [
+                self._rule.update(w, v, tf.cast(staleness, w.dtype))
+                for w, v in zip(before, push.values, strict=True)
+            ]
         after = [
             tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
             for w, name in zip(after, self.names, strict=True)

@@ -150,7 +150,10 @@ class Simulation:
             worker.pulled = self._pull()
             local = (worker.weights or worker.pulled.weights, worker.optimizer)
             worker.block = self._begin(
-                worker.pulled, worker.own, *(local if self._work.local else ((), ()))
+                worker.pulled,
+                worker.own,
+                *(local if self._work.local else ((), ())),
+                rate=worker.rate,
             )
             minibatches = 0
             duration = 0.0
@@ -240,8 +243,7 @@ class Simulation:
         worker.start += int(block.minibatches)
         worker.idle_since = int(answer.versions[0])
         if self._work.local:
-            worker.weights = [w - m for w, m in zip(block.weights, answer.moves, strict=True)]
-            worker.optimizer = block.optimizer
+            worker.weights, worker.optimizer = self._work.kept(block, answer.moves)
         if worker.element is None:
             self._finish(worker)
         return True

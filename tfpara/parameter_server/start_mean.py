@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from tfpara.algorithms import RunningThenMean
+
 
 class StartMean(keras.callbacks.Callback):
     """Scores the model and its running average on held-out data; starts the mean at the first win.
@@ -20,7 +22,8 @@ class StartMean(keras.callbacks.Callback):
         verbose: 1: prints a line when the mean starts; 0: none.
 
     Raises:
-        ValueError: `every_chunks` below 1; at the start of `fit`, another rule than AveragedASGD.
+        ValueError: `every_chunks` below 1; at the start of `fit`, no such average under the name
+            "average", which AveragedASGD has by itself.
 
     Source: paper 002, section 2.3.
     """
@@ -46,9 +49,11 @@ class StartMean(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         strategy = model.distribute_strategy
-        if not hasattr(getattr(strategy, "rule", None), "average"):
+        averages = getattr(strategy, "averages", {})
+        if not isinstance(averages.get("average"), RunningThenMean):
             raise ValueError(
-                "StartMean needs a tfpara.AsyncStrategy with the rule tfpara.AveragedASGD."
+                "StartMean needs a tfpara.AsyncStrategy with the rule tfpara.AveragedASGD, or with "
+                'averages={"average": tfpara.RunningThenMean(...)}.'
             )
         strategy.keep_state("start_mean", self)
 

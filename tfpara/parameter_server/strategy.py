@@ -61,10 +61,13 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     process uses one device: its first GPU, or the CPU.
 
     Args:
-        rule: `tfpara.ASGD(...)`, `tfpara.AveragedASGD(...)` or `tfpara.AsyncEASGD(...)`.
+        rule: `tfpara.ASGD(...)`, `tfpara.AveragedASGD(...)`, `tfpara.Downpour(...)` or
+            `tfpara.AsyncEASGD(...)`.
         sync_period: τ ≥ 1, minibatches between a worker's pull and its push.
         averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`, which
-            take in the model after every push; they never touch training.
+            take in the model after every push; they never touch training. Beside EMA and MA there
+            is `tfpara.RunningThenMean(...)`; under the name "average" `tfpara.StartMean` starts its
+            mean.
         seed: of the order of arrays, and of simulated workers.
         record: whether the first parameter server keeps a line for each push, for `record`.
         timeout_seconds: a parameter server that is silent for so long is given up.
@@ -91,7 +94,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     ) -> None:
         checked_rule(rule)
         checked_period(sync_period)
-        self._averages = checked_averages(averages or {})
+        self._averages = checked_averages(averages or {}, asynchronous=True)
         if isinstance(rule, AveragedASGD):
             if "average" in self._averages:
                 raise ValueError("averages has 'average', which is the name of AveragedASGD's own.")
@@ -269,7 +272,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         return self._of(model).books.lines()
 
     def start_mean(self, model: keras.Model) -> None:
-        """Has AveragedASGD's average go on as the mean of the models."""
+        """Has the average "average", a `RunningThenMean`, go on as the mean of the models."""
         self._servers[model][0].start_mean("average")
 
     @property
@@ -370,10 +373,12 @@ def checked_rule(rule: Any) -> Any:
     if isinstance(rule, RULES):
         raise TypeError(
             f"{type(rule).__name__} is a synchronous rule: give it to "
-            "tfpara.PeriodicSyncStrategy. AsyncStrategy takes ASGD, AveragedASGD or AsyncEASGD."
+            "tfpara.PeriodicSyncStrategy. AsyncStrategy takes ASGD, AveragedASGD, Downpour or "
+            "AsyncEASGD."
         )
     if not isinstance(rule, ASYNC_RULES):
         raise TypeError(
-            f"rule must be tfpara.ASGD(...), AveragedASGD(...) or AsyncEASGD(...), not {rule!r}."
+            "rule must be tfpara.ASGD(...), AveragedASGD(...), Downpour(...) or AsyncEASGD(...), "
+            f"not {rule!r}."
         )
     return rule

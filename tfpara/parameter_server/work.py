@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpara.algorithms import AsyncEASGD
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.model_variables import carried_states
 from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
@@ -29,10 +28,11 @@ class Block(NamedTuple):
     """A worker's place between a pull and a push: lists of tensors.
 
     Attributes:
-        weights: those the next minibatch sees: as pulled (ASGD) or the local ones (EASGD).
-        gradients: sums over the block's minibatches; empty before the first, and for EASGD.
+        weights: those the next minibatch sees: as pulled (ASGD), or after local steps.
+        gradients: sums over the block's minibatches; empty before the first, and for local steps.
         squares: sums of the gradients' squares; empty where the rule does not need them.
         optimizer: the local optimizer's state; empty for ASGD.
+        before: minibatches in the model before the block, for a local optimizer's schedule.
         state: moving statistics that workers share.
         own: what is a worker's own: random seeds and carried recurrent states.
         metrics: sums over the block's minibatches.
@@ -43,6 +43,7 @@ class Block(NamedTuple):
     gradients: list[tf.Tensor]
     squares: list[tf.Tensor]
     optimizer: list[tf.Tensor]
+    before: tf.Tensor
     state: list[tf.Tensor]
     own: list[tf.Tensor]
     metrics: list[tf.Tensor]
@@ -63,6 +64,7 @@ class Work:
         model: the Keras model.
         optimizer: that it was compiled with.
         state: the model's variables that `Block.state` stands for.
+        local, local_models: whether workers have optimizers, and models, of their own.
 
     Raises:
         ValueError: the model is not built or compiled, or has a training step of its own.
@@ -88,10 +90,12 @@ class Work:
         self.read_frozen()
         self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
-        self.local = isinstance(rule, AsyncEASGD)
+        self.local, self.local_models = rule.local_steps, rule.local_models
         # The server squares the gradient of a single minibatch itself.
         self._squares = not self.local and rule.delay_compensation > 0.0 and sync_period > 1
-        self._steps = KerasSteps(model.optimizer, model.trainable_variables) if self.local else None
+        self._steps: KerasSteps | None = None
+        if self.local:
+            self._steps = KerasSteps(model.optimizer, model.trainable_variables, told_rate=True)
 
     def read_frozen(self) -> None:
         """Takes the frozen weights as they are now; for graphs that are made from here on."""
@@ -99,7 +103,7 @@ class Work:
 
     @property
     def optimizer_start(self) -> list[Any]:
-        """The local optimizer's first state, of rules that have local models."""
+        """The first state of workers' optimizers, of rules that have them."""
         return [] if self._steps is None else list(self._steps.initial)
 
     def own_start(self, stream: tf.Tensor) -> list[tf.Tensor]:
@@ -123,6 +127,7 @@ class Work:
         own: Sequence[tf.Tensor],
         weights: Sequence[tf.Tensor] = (),
         optimizer: Sequence[tf.Tensor] = (),
+        rate: Any = None,
     ) -> Block:
         """A block without a minibatch.
 
@@ -130,20 +135,43 @@ class Work:
             pulled: the server's model.
             own: of the block before it in the same chunk, or `own_start`.
             weights, optimizer: the local model and optimizer, of rules that have them.
+            rate: a learning rate of the chunk's own, for local steps; negative or None: the
+                servers'.
         """
         pulled_weights = [tf.identity(w) for w in pulled.weights]  # to this worker, once
         zero = tf.zeros([], tf.int64)
         return Block(
-            weights=list(weights) if self.local else pulled_weights,
+            weights=list(weights) if self.local_models else pulled_weights,
             gradients=[],
             squares=[tf.zeros_like(w) for w in pulled_weights] if self._squares else [],
-            optimizer=list(optimizer),
+            optimizer=self._told(list(optimizer), pulled.rate, rate),
+            before=zero if pulled.minibatches is None else tf.identity(pulled.minibatches),
             state=[tf.identity(s) for s in pulled.state],
             own=list(own),
             metrics=[tf.zeros_like(v.value) for v in self._metrics],
             minibatches=zero,
             samples=zero,
         )
+
+    def _told(self, optimizer: list[tf.Tensor], servers: Any, chunks: Any) -> list[tf.Tensor]:
+        """The local optimizer's state with the rate that is a number now."""
+        if servers is not None:
+            at: Any = self._steps and self._steps.rate_index
+            rate = servers if chunks is None else tf.where(chunks >= 0.0, chunks, servers)
+            optimizer[at] = tf.cast(rate, optimizer[at].dtype)
+        return optimizer
+
+    def _step(
+        self, block: Block, gradients: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The local optimizer's step; a schedule counts the model's minibatches, as on a server."""
+        steps: Any = self._steps
+        optimizer = list(block.optimizer)
+        if steps.schedule is not None:
+            at = steps.rate_index
+            rate = steps.schedule(block.before + block.minibatches)
+            optimizer[at] = tf.cast(rate, optimizer[at].dtype)
+        return steps(block.weights, optimizer, gradients)
 
     def add(self, block: Block, data: Any) -> Block:
         """The block with one more minibatch: (x, y) or (x, y, sample_weight)."""
@@ -173,7 +201,7 @@ class Work:
 
         weights, optimizer, squares = block.weights, block.optimizer, block.squares
         if self._steps is not None:
-            weights, optimizer = self._steps(weights, optimizer, gradients)
+            weights, optimizer = self._step(block, gradients)
             gradients = []
         else:
             gradients = clipped(model.optimizer, gradients)
@@ -186,6 +214,7 @@ class Work:
             gradients=gradients,
             squares=squares,
             optimizer=optimizer,
+            before=block.before,
             state=now(self.state),
             own=now(self._own),
             metrics=now(self._metrics),
@@ -241,7 +270,10 @@ class Work:
     ) -> Push:
         """What a finished block sends, of a worker at a place."""
         values, squares = block.weights, block.squares
-        if not self.local:
+        if self.local and not self.local_models:
+            between = zip(block.weights, pulled.weights, strict=True)
+            values = [self._rule.difference(w, pulled=p) for w, p in between]
+        elif not self.local:
             values = block.gradients
             if self._rule.reduction == "mean":
                 count = tf.cast(tf.maximum(block.minibatches, 1), tf.float32)
@@ -258,6 +290,18 @@ class Work:
             rate=rate,
             squares=squares,
         )
+
+    def kept(
+        self, block: Block, moves: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """What a worker keeps for its next block: local weights (or none) and optimizer.
+
+        Args:
+            block: that was pushed.
+            moves: what the push was answered.
+        """
+        between = zip(block.weights, moves, strict=True) if self.local_models else ()
+        return [w - m for w, m in between], block.optimizer
 
 
 def _build_metrics(model: keras.Model, spec: Any) -> None:

@@ -29,7 +29,7 @@ if sys.argv[1] == "serve":
 
 import keras  # noqa: E402
 
-from tfpara.algorithms import ASGD, AsyncEASGD  # noqa: E402
+from tfpara.algorithms import ASGD, AsyncEASGD, Downpour  # noqa: E402
 from tfpara.parameter_server.chunks import Chunks  # noqa: E402
 from tfpara.parameter_server.errors import ChunkError  # noqa: E402
 from tfpara.parameter_server.processes import Processes  # noqa: E402
@@ -37,6 +37,7 @@ from tfpara.parameter_server.simulated import simulate_async  # noqa: E402
 from tfpara.parameter_server.strategy import AsyncStrategy  # noqa: E402
 
 IDS = 64
+RULES = {rule.__name__: rule for rule in (ASGD, AsyncEASGD, Downpour)}
 
 
 class Servers(Processes):
@@ -248,7 +249,7 @@ def scenario_slow(servers, options):
 
 
 def scenario_counting(servers, options):
-    rule = ASGD(max_staleness=options.pop("bound", None))
+    rule = RULES[options.pop("rule", "ASGD")](max_staleness=options.pop("bound", None))
     during = {"kills": kill_sometimes, "pause": pause_a_worker}.get(options.pop("during", None))
     return train_counting(servers, rule, during=during, **options)
 
@@ -266,12 +267,17 @@ def small_model(dropout):
 
 
 def scenario_replay(servers, options):
-    """A run on the cluster, and the same order of pulls and pushes in the simulation."""
+    """Runs on the cluster, and the same orders of pulls and pushes in the simulation."""
+    return [replayed(servers, *case) for case in options["cases"]]
+
+
+def replayed(servers, rule, settings, sync_period):
+    """One of them."""
+    options = {"sync_period": sync_period}
     draw = np.random.default_rng(0)
     x = draw.normal(size=(320, 6)).astype(np.float32)
     y = (x @ draw.normal(size=(6, 3))).argmax(1)
-    easgd = options.pop("easgd")
-    rule = AsyncEASGD() if easgd else ASGD(delay_compensation=0.1)
+    rule = RULES[rule](**settings)
 
     def train(strategy):
         keras.utils.set_random_seed(0)

@@ -1,0 +1,124 @@
+"""Rules whose workers have optimizers of their own: rates, schedules, resuming."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfpara
+
+X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+TRUE = np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")
+BATCH = 8
+MINIBATCHES = [X[k : k + BATCH].astype("float64") for k in range(0, 96, BATCH)]
+
+RULES = [tfpara.Downpour(), tfpara.AsyncEASGD(0.5)]
+
+
+def made(rule, optimizer, workers=1, **options):
+    """A linear model that starts at zero."""
+    strategy = tfpara.simulate_async(workers, rule, sync_period=3, **options)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+        )
+        model.compile(optimizer, "mse")
+    return strategy, model
+
+
+def train(strategy, model, epochs=1, callbacks=(), **options):
+    options = {"batch_size": BATCH, "shuffle": False, "chunks": 4, "verbose": 0} | options
+    return strategy.fit(model, X, X @ TRUE, epochs=epochs, callbacks=list(callbacks), **options)
+
+
+def gradient(x, w):
+    return 2 * x.T @ (x @ (w - TRUE)) / len(x)
+
+
+def by_hand(rates):
+    """Plain SGD over the minibatches, as often as there are rates."""
+    w = np.zeros((4, 1))
+    for k, rate in enumerate(rates):
+        w = w - rate * gradient(MINIBATCHES[k % len(MINIBATCHES)], w)
+    return w
+
+
+def is_by_hand(model, rates):
+    np.testing.assert_allclose(model.get_weights()[0], by_hand(rates), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_rate_that_a_callback_sets_reaches_the_workers(rule):
+    strategy, model = made(rule, keras.optimizers.SGD(0.05), workers=3)
+    still = keras.callbacks.LearningRateScheduler(lambda epoch: 0.0)
+    train(strategy, model, 2, [still])
+    np.testing.assert_array_equal(model.get_weights()[0], np.zeros((4, 1)))
+
+
+def test_rates_by_epoch_are_those_of_plain_training():
+    strategy, model = made(tfpara.Downpour(), keras.optimizers.SGD(1.0))
+    rates = [0.05, 0.02, 0.01]
+    train(strategy, model, 3, [keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch])])
+    is_by_hand(model, np.repeat(rates, len(MINIBATCHES)))
+
+
+def scheduled():
+    return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.6))
+
+
+DECAYING = [0.05 * 0.6 ** (k / 5) for k in range(2 * len(MINIBATCHES))]
+
+
+def test_a_schedule_counts_the_minibatches_of_all_workers():
+    # One pushes at a time, so the order is that of plain training, whoever it is.
+    strategy, model = made(tfpara.Downpour(max_staleness=0), scheduled(), workers=3)
+    train(strategy, model, 2)
+    assert (strategy.statistics(model).by_worker > 0).all()
+    order = [p.chunk for p in strategy.record(model)]
+    assert order == sorted(order[:4]) + sorted(order[4:])  # else the data came in another order
+    is_by_hand(model, DECAYING)
+
+
+@pytest.mark.parametrize("optimizer", [scheduled, lambda: keras.optimizers.SGD(0.05)])
+def test_a_run_goes_on_from_a_checkpoint(optimizer, tmp_path):
+    """With the schedule where it was, or with the rate that a callback has set."""
+    lower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    callbacks = [] if optimizer is scheduled else [lower]
+    strategy, model = made(tfpara.Downpour(), optimizer())
+    train(strategy, model, 1, [*callbacks, tfpara.AsyncCheckpoint(tmp_path)])
+    again, resumed = made(tfpara.Downpour(), optimizer())
+    history = train(again, resumed, 2, [*callbacks, tfpara.AsyncCheckpoint(tmp_path)])
+    assert len(history.history["loss"]) == 1
+    rates = DECAYING if callbacks == [] else np.repeat([0.025, 0.0125], len(MINIBATCHES))
+    is_by_hand(resumed, rates)
+    counted = again.statistics(resumed)
+    assert (counted.pushes, counted.samples) == (2 * 4, 2 * 96)
+
+
+def test_several_workers_go_on_from_a_checkpoint_with_every_minibatch_once(tmp_path):
+    averages = {"ema": tfpara.EMA(0.9), "average": tfpara.RunningThenMean(0.1)}
+    for epochs in (1, 2):
+        strategy, model = made(tfpara.Downpour(), "adam", workers=3, averages=averages)
+        train(strategy, model, epochs, [tfpara.AsyncCheckpoint(tmp_path)])
+        counted = strategy.statistics(model)
+        assert (counted.pushes, counted.samples) == (epochs * 4, epochs * 96)
+        assert counted.staleness.sum() == counted.pushes
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_mean_of_all_blocks_is_model_averaging(workers):
+    """ζ = 1/N, and all push before one pulls again: W ← the mean of the local models."""
+    rule = tfpara.Downpour(block_learning_rate=1 / workers)
+    strategy, model = made(rule, keras.optimizers.SGD(0.05), workers, speeds=tfpara.Speed())
+    count = workers * 3
+    x, y = X[: count * BATCH], (X @ TRUE)[: count * BATCH]
+    strategy.fit(model, x, y, batch_size=BATCH, shuffle=False, chunks=workers, epochs=2, verbose=0)
+    w = np.zeros((4, 1))
+    for _ in range(2):
+        local = []
+        for worker in range(workers):
+            here = w
+            for k in range(3 * worker, 3 * worker + 3):
+                here = here - 0.05 * gradient(MINIBATCHES[k], here)
+            local.append(here)
+        w = np.mean(local, 0)
+    np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
