@@ -67,13 +67,13 @@ def test_it_ends_as_in_an_interpreter_of_its_own(tmp_path, end):
 
 def test_what_tensorflow_reads_at_import_is_never_another_environments(tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "_pairs", {})  # these are for this test alone
-    (facts, _), _, _ = ended(warm.Popen, tmp_path, 0, KERAS_HOME="k")
-    assert json.loads(facts)["environment"]["KERAS_HOME"] == "k"
+    (facts, _), _, _ = ended(warm.Popen, tmp_path, 0, KERAS_HOME=str(tmp_path))
+    assert json.loads(facts)["environment"]["KERAS_HOME"] == str(tmp_path)
     for number in range(warm._MAX_PAIRS):
-        environment = {**os.environ, "KERAS_HOME": str(number)}
+        environment = {**os.environ, "KERAS_HOME": str(tmp_path / str(number))}
         parents = {warm._parent_for(environment) for _ in range(4)}
         assert parents == {None} or len(parents) == 2
-    assert warm._parent_for({**os.environ, "KERAS_HOME": "yet another"}) is None
+    assert warm._parent_for({**os.environ, "KERAS_HOME": str(tmp_path / "another")}) is None
 
 
 def test_a_module_is_run_by_its_name(tmp_path):

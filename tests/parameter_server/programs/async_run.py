@@ -4,40 +4,40 @@ The servers are TensorFlow's alone: no lobby. What came out is printed as a line
 """
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-if sys.argv[1] == "serve":
-    spec, job, index = json.loads(sys.argv[2])
-    from tfpara.parameter_server.serving import server_config
-
-    tf.distribute.Server(
-        tf.train.ClusterSpec(spec),
-        job_name=job,
-        task_index=index,
-        config=server_config(job, len(spec["worker"])),
-    ).join()
-
-import keras  # noqa: E402
-
-from tfpara.algorithms import ASGD, AsyncEASGD, Downpour  # noqa: E402
-from tfpara.parameter_server.chunks import Chunks  # noqa: E402
-from tfpara.parameter_server.errors import ChunkError  # noqa: E402
-from tfpara.parameter_server.processes import Processes  # noqa: E402
-from tfpara.parameter_server.simulated import simulate_async  # noqa: E402
-from tfpara.parameter_server.strategy import AsyncStrategy  # noqa: E402
+from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
+from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.errors import ChunkError
+from tfpara.parameter_server.processes import Processes
+from tfpara.parameter_server.serving import server_config
+from tfpara.parameter_server.simulated import simulate_async
+from tfpara.parameter_server.strategy import AsyncStrategy
 
 IDS = 64
 RULES = {rule.__name__: rule for rule in (ASGD, AsyncEASGD, Downpour)}
+# Its processes have imported TensorFlow when they start.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tensorflow", "keras"])
+
+
+def serve(spec, job, index):
+    """Runs one of TensorFlow's servers until it is killed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    config = server_config(job, len(spec["worker"]))
+    cluster = tf.train.ClusterSpec(spec)
+    tf.distribute.Server(cluster, job_name=job, task_index=index, config=config).join()
 
 
 class Servers(Processes):
@@ -63,14 +63,14 @@ class Servers(Processes):
         self._connect(self.spec)
 
     def start(self, job, index):
-        command = [sys.executable, __file__, "serve", json.dumps([self.spec, job, index])]
-        self.running[job, index] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self.running[job, index] = FORKS.Process(target=serve, args=(self.spec, job, index))
+        self.running[job, index].start()
 
     def kill(self, index):
         """A worker; the chief is told, as by the lobby."""
         process = self.running["worker", index]
         process.kill()
-        process.wait()
+        process.join()
         self.gone.append(index)
 
     def check(self):
@@ -183,9 +183,9 @@ def pause_a_worker(servers, strategy, stop):
     for _ in range(2):
         if not all_at_work(strategy, stop):
             return
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         stop.wait(1.0)
-        process.send_signal(signal.SIGCONT)
+        os.kill(process.pid, signal.SIGCONT)
     if all_at_work(strategy, stop):
         servers.kill(0)
         KILLS += 1
@@ -221,9 +221,9 @@ def scenario_slow(servers, options):
 
     def slow(process, ended):
         while not ended.is_set():
-            process.send_signal(signal.SIGSTOP)
+            os.kill(process.pid, signal.SIGSTOP)
             time.sleep(0.09)
-            process.send_signal(signal.SIGCONT)
+            os.kill(process.pid, signal.SIGCONT)
             time.sleep(0.01)
 
     def measure():
