@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Checks and tests the project in a virtual environment of its own.
 #
-#   scripts/test.sh [--stack=full|latest] [--venv=DIR] [pytest arguments]
+#   scripts/test.sh [--fast] [--stack=full|latest] [--venv=DIR] [pytest arguments]
 #
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
 # builds (g++, make and cmake are needed); formatting, lint, types and all tests.
-# latest: the latest TensorFlow and Keras; the tests of the library alone, without Horovod.
+# latest: the latest TensorFlow, without Horovod; the tests of what depends on TensorFlow's version.
+# --fast: a few minutes; leaves out each test that starts a process.
 #
 # What is tested is the built wheel, as a user would install it, not the source tree. The first run
 # of a stack downloads and installs its packages; later runs reuse them.
@@ -15,12 +16,14 @@ source scripts/venv.sh
 
 stack=full
 venv=
+fast=
 while [ $# -gt 0 ]; do
   case $1 in
     --stack=*) stack=${1#*=} ;;
     --stack) stack=${2:-}; shift ;;
     --venv=*) venv=${1#*=} ;;
     --venv) venv=${2:-}; shift ;;
+    --fast) fast=1 ;;
     -h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; exit ;;
     *) break ;;
   esac
@@ -44,9 +47,12 @@ check() { # check NAME COMMAND...
   "$@" || failed+=("$name")
 }
 
-# Two processes share the test files; "-n 0" among the arguments is one, for a debugger.
-pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n 2 --dist loadfile
-  --no-loadscope-reorder)
+# One process more than there are cores shares the test files, for some tests wait for a time-out;
+# "-n 0" among the arguments is one, for a debugger.
+processes=$(($(nproc) + 1))
+pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
+  --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
+if [ -n "$fast" ]; then pytest_arguments+=(--no-processes); fi
 if [ "$stack" = full ]; then
   check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
   export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
@@ -54,7 +60,17 @@ if [ "$stack" = full ]; then
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
   check "Types (mypy)" "$venv/bin/mypy"
 else
-  pytest_arguments+=(--ignore=tests/input --ignore=tests/scripts)
+  # What TensorFlow's version does not change: programs, files and models use no private names, and
+  # Keras is the same; the launcher, the meetings and their messages do not use TensorFlow; tests of
+  # kills, disks and signals, some of which are marked "long", are about processes.
+  for name in input scripts models test_launch.py test_cluster.py test_files.py test_pretraining.py \
+      collectives/test_rendezvous.py collectives/test_install_horovod.py \
+      distributed/test_startup.py distributed/test_preemption.py \
+      distributed/test_checkpoint_faults.py parameter_server/test_async_cluster.py \
+      parameter_server/test_launch_ps.py parameter_server/test_lobby.py; do
+    pytest_arguments+=("--ignore=tests/$name")
+  done
+  pytest_arguments+=(-m "not long")
 fi
 
 # Tests run in a directory that has the recipes but not tfpara, which so comes from the wheel; for

@@ -15,6 +15,31 @@ import tfpara
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 
+_STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+_TOOLS = {"ldconfig", "gcc", "cc", "ld", "objdump", "uname"}  # which Python's own modules start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-processes", action="store_true", help="skip a test where it starts a process"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With --no-processes a test, or what sets it up, is skipped when it starts one."""
+    if not config.getoption("--no-processes"):
+        return
+
+    def skip(event: str, arguments: tuple) -> None:
+        of_a_test = "PYTEST_CURRENT_TEST" in os.environ
+        if event in _STARTS and of_a_test:
+            program = os.path.basename(os.fsdecode(arguments[0])) if arguments else ""
+            if program not in _TOOLS:
+                pytest.skip("starts a process")
+
+    sys.addaudithook(skip)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Under `scripts/test.sh` the installed wheel is tested, not the source tree."""
     installed = Path(sysconfig.get_path("purelib"))

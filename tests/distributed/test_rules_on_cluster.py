@@ -109,7 +109,7 @@ def of_worker(name, workers, out):
 
 def train(path, names, workers, **options):
     """Of each training what its workers saved."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)  # a test may have been skipped here
     outs = {name: [path / f"{name}-{rank}.npz" for rank in range(workers)] for name in names}
     given = [[of_worker(n, workers, outs[n][rank]) for n in names] for rank in range(workers)]
     run_all_well("train_small.py", given, timeout=500, **options)
