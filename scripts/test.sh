@@ -6,7 +6,7 @@
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
 # builds (g++, make and cmake are needed); formatting, lint, types and all tests.
 # latest: the latest TensorFlow, without Horovod; the tests of what depends on TensorFlow's version.
-# --fast: a few minutes; leaves out each test that starts a process.
+# --fast: a few minutes; leaves out each test that starts a process, and does not install Horovod.
 #
 # What is tested is the built wheel, as a user would install it, not the source tree. The first run
 # of a stack downloads and installs its packages; later runs reuse them.
@@ -54,18 +54,21 @@ pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
 if [ -n "$fast" ]; then pytest_arguments+=(--no-processes); fi
 if [ "$stack" = full ]; then
-  check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
-  export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
+  if [ -z "$fast" ]; then
+    check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
+    export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
+  fi
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
   check "Types (mypy)" "$venv/bin/mypy"
 else
-  # What TensorFlow's version does not change: programs, files and models use no private names, and
-  # Keras is the same; the launcher, the meetings and their messages do not use TensorFlow; tests of
-  # kills, disks and signals, some of which are marked "long", are about processes.
+  # What TensorFlow's version does not change: programs, files, models and optimizers use no private
+  # names, and Keras is the same; the launcher, the meetings and their messages do not use
+  # TensorFlow; tests of kills, disks and signals, some of them marked "long", are about processes.
   for name in input scripts models test_launch.py test_cluster.py test_files.py test_pretraining.py \
       collectives/test_rendezvous.py collectives/test_install_horovod.py \
       distributed/test_startup.py distributed/test_preemption.py \
+      optimizers/test_ng_sgd.py optimizers/test_online_natural_gradient.py \
       distributed/test_checkpoint_faults.py parameter_server/test_async_cluster.py \
       parameter_server/test_launch_ps.py parameter_server/test_lobby.py; do
     pytest_arguments+=("--ignore=tests/$name")
