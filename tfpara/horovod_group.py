@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpara import rendezvous, startup
+from tfpara import ports, rendezvous, secret, startup
 from tfpara.cluster import Cluster
 from tfpara.collectives import Collectives
 from tfpara.collectives.horovod import HorovodCollectives, load
@@ -30,6 +30,8 @@ _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
 # Fused, the buckets of a sync would arrive together, and the rule would wait for the last one.
 _FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
+# Where Gloo listens; by itself it takes what the machine's name leads to.
+_INTERFACE = "HOROVOD_GLOO_IFACE"
 _LEAVING_SECONDS = 2.0
 _REACH_SECONDS = 5.0
 
@@ -38,7 +40,7 @@ class _Joined(NamedTuple):
     """What this process keeps while it is in the group."""
 
     cluster: Cluster
-    server: rendezvous.Server
+    port: rendezvous.Server | ports.OpenPort
 
 
 _joined: _Joined | None = None
@@ -56,6 +58,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
         ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
             mpirun needs; its elastic mode is asked for; or it sees other processes than these.
         startup.StartupError: processes that did not come.
+        secret.SecretError: the secret of the environment is none.
     """
     global _joined
     hvd = load()
@@ -67,11 +70,15 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             "of processes, by horovodrun without --min-np, or restart them from checkpoints by "
             "tfpara-launch --max_restarts."
         )
-    server = _meet(hvd, found, startup_timeout_seconds)
+    port = _meet(hvd, found, startup_timeout_seconds, secret.read())
     # Once it has begun, Horovod's own wait for a process that is stopped has this limit alone.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
     os.environ.setdefault(_CYCLE, _CYCLE_MS)
     os.environ.setdefault(_FUSION, _FUSION_BYTES)
+    host = found.address.rpartition(":")[0] or os.environ.get("HOROVOD_HOSTNAME", "")
+    interface = ports.interface(ports.own_host(host)) if host else ""
+    if interface:
+        os.environ.setdefault(_INTERFACE, interface)
     hvd.init()
     if (hvd.rank(), hvd.size()) != (found.rank, found.num_workers):
         raise ValueError(
@@ -79,7 +86,11 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             f"{found.rank} of {found.num_workers}. Start all processes by one horovodrun, mpirun "
             "or tfpara-launch --collectives=horovod, and call hvd.init() nowhere else."
         )
-    _joined = _Joined(found, server)
+    if port is None:
+        listener = ports.bind(ports.own_host(_own_name(hvd)), 0)
+        listener.listen(128)
+        port = ports.OpenPort(listener)
+    _joined = _Joined(found, port)
     # Where an exception ends the program, the others are elsewhere.
     atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
 
@@ -94,7 +105,7 @@ def leave(orderly: bool) -> None:
     if _joined is None:
         return
     joined, _joined = _joined, None
-    joined.server.close()
+    joined.port.close()
     if orderly:
         waiting = threading.Thread(target=_part, args=(joined.cluster,), daemon=True)
         waiting.start()
@@ -111,23 +122,35 @@ def _source(found: Cluster) -> str:
     return found.rank_variable or "TF_CONFIG"
 
 
-def _meet(hvd: Any, found: Cluster, timeout_seconds: float) -> rendezvous.Server:
-    """Meets the others; returns this process's open port."""
+def _meet(
+    hvd: Any, found: Cluster, timeout_seconds: float, shared: bytes
+) -> rendezvous.Server | ports.OpenPort | None:
+    """Meets the others; returns this process's open port, if others know of it already."""
     if not found.rank_variable:
-        startup.meet(found, timeout_seconds, "horovod")
-        host, _, port = found.addresses[0].rpartition(":")
-        os.environ.update(rendezvous.variables(found, host.strip("[]"), int(port)))
-        # Of the chief's port the others know, and it serves as the store.
-        return rendezvous.Server(int(found.address.rpartition(":")[2]))
+        startup.meet(found, timeout_seconds, "horovod", shared)
+        chief, _, chief_port = found.addresses[0].rpartition(":")
+        place = rendezvous.variables(found, chief.strip("[]"), int(chief_port), shared)
+        os.environ.update(place)
+        if found.is_chief:
+            return rendezvous.Server(int(chief_port), ports.own_host(chief), shared)
+        listener = startup.listen(found.address, found.describe(found.rank), found.num_workers)
+        return ports.OpenPort(listener)
     if found.rank_variable == "HOROVOD_RANK":
-        rendezvous.meet(found, os.environ, timeout_seconds)
+        rendezvous.meet(found, os.environ, timeout_seconds, shared)
     elif not hvd.mpi_built():
         raise ValueError(
             f"{found.rank_variable} is set, so mpirun has started this process, but Horovod was "
             f"built without MPI. Run scripts/install_horovod.sh --mpi --venv={sys.prefix}, or "
             "start by horovodrun --gloo or tfpara-launch --collectives=horovod."
         )
-    return rendezvous.Server()
+    return None
+
+
+def _own_name(hvd: Any) -> str:
+    """The host of this process, as the others can find it."""
+    if hvd.local_size() == hvd.size():
+        return "127.0.0.1"
+    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
 def with_addresses(found: Cluster, collectives: Collectives) -> Cluster:
@@ -139,10 +162,8 @@ def with_addresses(found: Cluster, collectives: Collectives) -> Cluster:
     """
     if _joined is None or (found.addresses and not found.rank_variable):
         return found
-    hvd, host = load(), "127.0.0.1"
-    if hvd.local_size() < hvd.size():
-        host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    addresses = everyones(f"{host}:{_joined.server.port}", collectives, "addresses")
+    own = f"{_own_name(load())}:{_joined.port.port}"
+    addresses = everyones(own, collectives, "addresses")
     whole = found._replace(addresses=tuple(addresses))
     # Behind a firewall nobody can be told from the dead.
     return found if unreachable(whole, _REACH_SECONDS) else whole

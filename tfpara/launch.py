@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfpara import cluster, launch_output, launch_workers, rendezvous
+from tfpara import cluster, launch_output, launch_workers, rendezvous, secret
 from tfpara.launch_clusters import LaunchError, local_async_clusters, local_clusters, ports
 from tfpara.parameter_server import cluster as async_cluster
 
@@ -31,6 +31,10 @@ COMMAND: a program and its arguments, or a .py file; `python` is the one that ru
 When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to report errors of their
 own. Then they get SIGTERM, and SIGKILL after --grace. SIGINT, SIGTERM and SIGHUP are passed on;
 SIGKILL follows after --grace, or at once on a second signal.
+
+Each start has a fresh secret, by which its processes know each other, in TFPARA_SECRET, unless that
+or TFPARA_SECRET_FILE is set. They listen on --host alone, but TensorFlow on all interfaces, and
+without authentication: see docs/security.md.
 
 With --max_restarts=K all workers are started again, at most K times, after one has failed: with
 any exit code but 0, or by a signal. That is for programs that go on from checkpoints
@@ -76,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         with contextlib.ExitStack() as stores:
             return launcher.run(command, lambda: _processes(options, stores))
-    except (LaunchError, OSError) as error:
+    except (LaunchError, secret.SecretError, OSError) as error:
         print(f"tfpara-launch: {error}", file=sys.stderr)
         return 2
 
@@ -128,14 +132,14 @@ def _processes(
 
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
-    """The part of the environment that all of `count` processes share."""
+    """The part of the environment that all of `count` processes of a start share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
     asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
     common = {"PYTHONUNBUFFERED": "1", **default, **os.environ, **asked}
     for name in ("TF_CONFIG", *itertools.chain(*cluster.RANK_VARIABLES)):
         common.pop(name, None)
-    return common
+    return common | secret.for_start(common)
 
 
 def _environments(
@@ -150,10 +154,13 @@ def _environments(
     # Each start has a store of its own, without the addresses of workers that have ended.
     stores.close()
     [port] = ports(options.host, options.port, 1)
-    store = rendezvous.Server(port, options.host)
+    shared = secret.read(common)
+    store = rendezvous.Server(port, options.host, shared)
     stores.callback(store.close)
-    views = local_clusters(count, options.host)
-    return [{**common, **rendezvous.variables(each, options.host, port)} for each in views]
+    return [
+        {**common, **rendezvous.variables(each, options.host, port, shared)}
+        for each in local_clusters(count, options.host)
+    ]
 
 
 def _number(

@@ -5,7 +5,7 @@ interpreter locked: no exception, no Ctrl-C, no thread of ours can end it. So th
 over plain TCP, on the addresses that TensorFlow will use: every worker says hello to the chief, and
 the chief tells all of them whether to go on. That finds absent workers, workers whose TF_CONFIG
 differs, two workers with the same task, ports in use and addresses that lead nowhere, and all
-workers report the same cause.
+workers report the same cause. Messages are signed with the run's secret (`messages.py`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import json
 import logging
-import queue
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from tfpara import messages, ports, secret
 from tfpara.cluster import Cluster
+from tfpara.messages import Channel, Door
 from tfpara.reach import unreachable
 
 _RETRY_SECONDS = 0.1
@@ -31,7 +30,7 @@ _ANSWER_SECONDS = 10.0  # for one exchange between processes that are up
 _LOG_SECONDS = 30.0
 # After the meeting TensorFlow connects within seconds, unless a worker dies just then.
 _CONNECT_SECONDS = 120.0
-_LONGEST_MESSAGE = 1 << 20  # bytes
+_PURPOSE = "start"
 
 _met: set[Cluster] = set()
 _log = logging.getLogger(__name__)
@@ -69,7 +68,12 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     _met.add(cluster)
 
 
-def meet(cluster: Cluster, timeout_seconds: float, collectives: str = "tensorflow") -> None:
+def meet(
+    cluster: Cluster,
+    timeout_seconds: float,
+    collectives: str = "tensorflow",
+    shared: bytes | None = None,
+) -> None:
     """Waits until every worker of the cluster has called this with the same arguments.
 
     Listens on this worker's port meanwhile, and frees it.
@@ -78,67 +82,65 @@ def meet(cluster: Cluster, timeout_seconds: float, collectives: str = "tensorflo
         cluster: this process's view of the cluster.
         timeout_seconds: longest wait for the other workers.
         collectives: the backend that the worker goes on to start.
+        shared: the secret of the run; that of the environment if None.
 
     Raises:
-        StartupError: a worker did not come in time, has another TF_CONFIG or other collectives, or
-            has the same task as another; or an address is in use or leads nowhere. All workers
-            that came raise it.
+        StartupError: a worker did not come in time, has another TF_CONFIG, other collectives or
+            another secret, or has the same task as another; or an address is in use or leads
+            nowhere. All workers that came raise it.
+        tfpara.secret.SecretError: the secret of the environment is none.
     """
     if cluster.num_workers == 1:
         return
+    shared = secret.read() if shared is None else shared
     deadline = time.monotonic() + timeout_seconds
     name = cluster.describe(cluster.rank)
-    with listen(cluster.address, name, cluster.num_workers) as listener:
-        if not cluster.is_chief:
-            _report_to_chief(cluster, collectives, timeout_seconds, deadline)
-            return
-        guests: dict[int, socket.socket] = {}
-        try:
-            problem = _gather(cluster, collectives, listener, guests, timeout_seconds, deadline)
-            for guest in guests.values():
-                with contextlib.suppress(OSError):
-                    _send(guest, {"problem": problem})
-        finally:
-            for guest in guests.values():
-                guest.close()
+    listener = listen(cluster.address, name, cluster.num_workers)
+    if not cluster.is_chief:
+        with contextlib.closing(ports.OpenPort(listener)):
+            _report_to_chief(cluster, collectives, shared, timeout_seconds, deadline)
+        return
+    secret.warn_without(shared, cluster.addresses)
+    door = Door(listener, shared, _PURPOSE, cluster.num_workers)
+    try:
+        problem = _gather(cluster, collectives, door, timeout_seconds, deadline)
+        door.tell_guests(problem=problem)
+    finally:
+        door.close(_ANSWER_SECONDS)
     if problem:
         raise StartupError(problem)
 
 
-class _Hello(NamedTuple):
-    rank: int
-    cluster: list[Any]
-    collectives: str
-    guest: socket.socket
-
-
 def _gather(
-    cluster: Cluster,
-    collectives: str,
-    listener: socket.socket,
-    guests: dict[int, socket.socket],
-    timeout_seconds: float,
-    deadline: float,
+    cluster: Cluster, collectives: str, door: Door, timeout_seconds: float, deadline: float
 ) -> str | None:
-    """Fills `guests` by rank; returns what is wrong, or None when all have come."""
+    """Lets all workers in; returns what is wrong, or None when all have come."""
+    guests: dict[int, Channel] = {}  # by rank
     log_at = time.monotonic() + _LOG_SECONDS
-    for hello in _hellos(listener):
+    complete_since = float("inf")  # another with the same task may be just behind
+    while True:
+        door.wait(_RETRY_SECONDS)
+        for channel, said in door.poll():
+            if channel.closed:  # it came, died and may be started again
+                guests = {rank: guest for rank, guest in guests.items() if guest is not channel}
+                door.drop(channel)
+            elif channel not in guests.values():
+                problem = _admit(cluster, collectives, door, guests, channel, said[0])
+                if problem:
+                    return problem
         missing = [rank for rank in range(1, cluster.num_workers) if rank not in guests]
         names = ", ".join(cluster.describe(rank) for rank in missing)
         now = time.monotonic()
-        if hello is not None:
-            problem = _admit(cluster, collectives, guests, hello)
-            if problem:
-                return problem
-        elif not missing:
+        complete_since = float("inf") if missing else min(now, complete_since)
+        if now - complete_since >= _RETRY_SECONDS:
             break
-        elif now >= deadline:
+        if missing and now >= deadline:
             return (
                 f"after {timeout_seconds:g} s these workers have not started: {names}. Start one "
                 "process for each address of TF_CONFIG within startup_timeout_seconds, and see to "
-                f"it that they reach the chief at {cluster.address}."
+                f"it that they reach the chief at {cluster.address}.{door.turned_away}"
             )
-        elif now >= log_at:
+        if missing and now >= log_at:
             _log.warning("Waiting for %s.", names)
             log_at = now + _LOG_SECONDS
     astray = unreachable(cluster, _ANSWER_SECONDS)
@@ -150,73 +152,53 @@ def _gather(
     return None
 
 
-def _hellos(listener: socket.socket) -> Iterator[_Hello | None]:
-    """Yields the hellos that arrive, and None at least every `_RETRY_SECONDS`."""
-    hellos: queue.SimpleQueue[_Hello] = queue.SimpleQueue()
-
-    def receive(guest: socket.socket) -> None:
-        try:
-            guest.settimeout(_ANSWER_SECONDS)
-            message = _receive(guest)
-            said = message.get("collectives", "tensorflow")
-            hellos.put(_Hello(int(message["rank"]), list(message["cluster"]), said, guest))
-        except (OSError, ValueError, KeyError, TypeError):  # not one of us
-            guest.close()
-
-    listener.settimeout(_RETRY_SECONDS)
-    while True:
-        with contextlib.suppress(TimeoutError):
-            guest, _ = listener.accept()
-            threading.Thread(target=receive, args=(guest,), daemon=True).start()
-        while not hellos.empty():
-            yield hellos.get()
-        yield None
-
-
 def _admit(
-    cluster: Cluster, collectives: str, guests: dict[int, socket.socket], hello: _Hello
+    cluster: Cluster,
+    collectives: str,
+    door: Door,
+    guests: dict[int, Channel],
+    channel: Channel,
+    hello: dict[str, Any],
 ) -> str | None:
-    """Adds a worker to `guests`; returns what is wrong with it, or None."""
-    if not _is_open(hello.guest):  # it came, died and may be started again
+    """Lets in who says hello, and adds it to `guests`; returns what is wrong with it, or None."""
+    rank, view = hello.get("rank"), hello.get("cluster")
+    if not isinstance(rank, int) or not isinstance(view, list) or len(view) != 2:
+        door.drop(channel)  # not one of us
         return None
-    former = guests.get(hello.rank)
-    twins = former is not None and _is_open(former)
-    guests[-1 if twins else hello.rank] = hello.guest
-    if hello.cluster != _view(cluster):
+    door.let_in(channel)
+    theirs = hello.get("collectives", "tensorflow")
+    if view != _view(cluster):
         return (
             f"TF_CONFIG differs between workers: {cluster.describe(0)} has the cluster "
-            f"{_view(cluster)[0]}, worker {hello.rank} has {hello.cluster[0]} (or other jobs). "
+            f"{_view(cluster)[0]}, worker {rank} has {view[0]} (or other jobs). "
             "Give all workers the same cluster; only the task differs."
         )
-    if hello.collectives != collectives:
+    if theirs != collectives:
         return (
-            f"collectives: worker 0 has {collectives!r}, worker {hello.rank} has "
-            f"{hello.collectives!r}. Give all workers the same."
+            f"collectives: worker 0 has {collectives!r}, worker {rank} has "
+            f"{theirs!r}. Give all workers the same."
         )
-    if twins:
+    if rank in guests:
         return (
             "two processes have the same task in TF_CONFIG: both are "
-            f"{cluster.describe(hello.rank)}. Give each worker an index of its own."
+            f"{cluster.describe(rank)}. Give each worker an index of its own."
         )
+    guests[rank] = channel
     return None
 
 
 def _report_to_chief(
-    cluster: Cluster, collectives: str, timeout_seconds: float, deadline: float
+    cluster: Cluster, collectives: str, shared: bytes, timeout_seconds: float, deadline: float
 ) -> None:
-    host, _, port = cluster.addresses[0].rpartition(":")
-    hello = {"rank": cluster.rank, "cluster": _view(cluster), "collectives": collectives}
     log_at = time.monotonic() + _LOG_SECONDS
     while True:
         try:
-            wait = max(_RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
-            with socket.create_connection((host.strip("[]"), int(port)), wait) as chief:
-                _send(chief, hello)
-                # The chief, which may have started last, waits for the others in its turn.
-                chief.settimeout(timeout_seconds + 2 * _ANSWER_SECONDS)
-                problem = _receive(chief)["problem"]
-                break
-        except (OSError, UnicodeError, ValueError, KeyError, TypeError) as error:
+            # The chief, which may have started last, waits for the others in its turn.
+            problem = _ask_chief(
+                cluster, collectives, shared, deadline, timeout_seconds + 2 * _ANSWER_SECONDS
+            )
+            break
+        except (OSError, UnicodeError) as error:
             now = time.monotonic()
             if now >= deadline:
                 raise StartupError(
@@ -232,13 +214,35 @@ def _report_to_chief(
         raise StartupError(problem)
 
 
+def _ask_chief(
+    cluster: Cluster, collectives: str, shared: bytes, deadline: float, answer_seconds: float
+) -> str | None:
+    """Says hello to the chief; returns what it says to be wrong, or None.
+
+    Raises:
+        OSError: the chief is not there, or did not answer.
+    """
+    wait = max(_RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
+    chief = messages.connect(cluster.addresses[0], shared, _PURPOSE, wait)
+    try:
+        chief.send(rank=cluster.rank, cluster=_view(cluster), collectives=collectives)
+        answer = chief.wait(time.monotonic() + answer_seconds)
+    finally:
+        chief.close()
+    if chief.differs:
+        return messages.other_secret(cluster.describe(0))
+    if answer is None or "problem" not in answer:
+        raise ConnectionError("it did not answer")
+    return answer["problem"]
+
+
 def _view(cluster: Cluster) -> list[Any]:
     """What all workers must see alike, as JSON gives it back."""
     return [list(cluster.addresses), cluster.has_chief_job]
 
 
 def listen(address: str, name: str, guests: int = 0) -> socket.socket:
-    """Listens on all interfaces, as TensorFlow's server does.
+    """Listens on an address of this process: see `ports.own_host`.
 
     Args:
         address: this process's "host:port".
@@ -248,15 +252,12 @@ def listen(address: str, name: str, guests: int = 0) -> socket.socket:
     Raises:
         StartupError: the port is in use.
     """
-    port = int(address.rpartition(":")[2])
-    backlog = max(128, guests)
+    given, _, port = address.rpartition(":")
     try:
-        if socket.has_dualstack_ipv6():
-            with contextlib.suppress(OSError):
-                return socket.create_server(
-                    ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-                )
-        return socket.create_server(("", port), backlog=backlog)
+        # TensorFlow's server will take the port on all interfaces, so it must be free on all.
+        ports.bind("", int(port)).close()
+        listener = ports.bind(ports.own_host(given), int(port))
+        listener.listen(max(128, guests))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(
@@ -264,32 +265,4 @@ def listen(address: str, name: str, guests: int = 0) -> socket.socket:
                 "earlier run. End that, or change the port in TF_CONFIG."
             ) from None
         raise StartupError(f"cannot listen on port {port} of TF_CONFIG: {error}.") from None
-
-
-def _is_open(guest: socket.socket) -> bool:
-    """Whether a guest, who has nothing more to say, is still there."""
-    guest.setblocking(False)
-    try:
-        return bool(guest.recv(1, socket.MSG_PEEK))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        guest.settimeout(_ANSWER_SECONDS)
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Reads one line of JSON; ValueError if it is none."""
-    with connection.makefile("rb") as stream:
-        line = stream.readline(_LONGEST_MESSAGE)
-    if not line:
-        raise ValueError("connection closed")
-    message = json.loads(line)
-    if not isinstance(message, dict):
-        raise ValueError(f"unexpected message {line[:50]!r}")
-    return message
+    return listener

@@ -1,13 +1,15 @@
 """The meeting of workers before TensorFlow starts."""
 
 import concurrent.futures
+import contextlib
 import socket
 import threading
+import time
 
 import pytest
 from cluster_of_processes import free_ports, run, run_all_well
 
-from tfpara import cluster, startup
+from tfpara import cluster, messages, startup
 
 LONG = 60.0  # seconds; reached only by a hang
 
@@ -31,6 +33,18 @@ def meet_all(views, timeouts):
 
     with concurrent.futures.ThreadPoolExecutor(len(views)) as pool:
         return list(pool.map(meet, views, timeouts))
+
+
+def say_hello(chief, worker, wait=True):
+    """What the chief answers to a worker that does not listen; None if it is not there."""
+    try:
+        channel = messages.connect(chief.address, b"", startup._PURPOSE, LONG)
+    except ConnectionError:
+        return None
+    channel.send(rank=worker.rank, cluster=startup._view(worker), collectives="tensorflow")
+    with contextlib.closing(channel):
+        channel.wait_for(LONG)  # for the greeting; then the hello leaves
+        return channel.wait(time.monotonic() + LONG) if wait else channel.receive() == []
 
 
 def test_one_process_need_not_meet():
@@ -89,61 +103,31 @@ def test_all_report_a_tf_config_that_differs(change):
 
 def test_two_workers_with_the_same_task():
     chief, one, _ = workers(3)
-    host, _, port = chief.address.rpartition(":")
     result = []
     thread = threading.Thread(target=lambda: result.extend(meet_all([chief, one], [LONG] * 2)))
     thread.start()
     # A second process of the same task on another machine: here it cannot listen too.
-    hello = {"rank": one.rank, "cluster": startup._view(one)}
-    messages = set()
-    while not messages:
-        try:
-            with socket.create_connection((host, int(port)), LONG) as connection:
-                startup._send(connection, hello)
-                messages.add(startup._receive(connection)["problem"])
-        except (ConnectionError, ValueError):
+    said = set()
+    while not said:
+        answer = say_hello(chief, one)
+        if answer is None:
             assert thread.is_alive(), result
+        else:
+            said.add(answer["problem"])
     thread.join(LONG)
-    messages.update(result)
-    (message,) = messages
+    said.update(result)
+    (message,) = said
     assert f"two processes have the same task in TF_CONFIG: both are {one.describe(1)}" in message
 
 
 def test_a_worker_may_come_again_after_its_death():
     chief, one, two = workers(3)
-    host, _, port = chief.address.rpartition(":")
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         meeting = pool.submit(startup.meet, chief, LONG)
-        while True:
-            try:
-                with socket.create_connection((host, int(port)), LONG) as connection:
-                    startup._send(connection, {"rank": 1, "cluster": startup._view(one)})
-                break
-            except ConnectionError:
-                assert not meeting.done()
+        while not say_hello(chief, one, wait=False):
+            assert not meeting.done()
         others = [pool.submit(startup.meet, each, LONG) for each in (one, two)]
         assert [each.result(LONG) for each in (meeting, *others)] == [None] * 3
-
-
-def test_strangers_are_ignored():
-    chief, one = workers(2)
-    host, _, port = chief.address.rpartition(":")
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        meeting = pool.submit(startup.meet, chief, LONG)
-        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"rank": "x"}\n', b"[]\n", b"\xff\n"):
-            while True:
-                try:
-                    with socket.create_connection((host, int(port)), LONG) as stranger:
-                        stranger.sendall(text)
-                        stranger.shutdown(socket.SHUT_WR)
-                        assert stranger.recv(1) == b""
-                    break
-                except ConnectionRefusedError:
-                    assert not meeting.done()
-                except ConnectionResetError:
-                    break
-        startup.meet(one, LONG)
-        meeting.result(LONG)
 
 
 def test_a_port_in_use_is_named():

@@ -1,7 +1,5 @@
 """The control channel between the processes of an asynchronous run, with real processes."""
 
-import contextlib
-import json
 import signal
 import socket
 import time
@@ -9,8 +7,8 @@ import time
 import pytest
 from lobby_processes import DEADLINE, Processes
 
-from tfpara import StartupError
-from tfpara.parameter_server import admission, lobby
+from tfpara import StartupError, messages
+from tfpara.parameter_server import admission, lobby, member
 
 
 def kill(process):
@@ -289,31 +287,16 @@ def test_another_version_is_named():
     with Processes(1, 1) as run:
         run.start("chief")
         view = run.views["worker 0"]
-        answer = {}
-        while not answer:
+        answer = None
+        while answer is None:
             try:
-                host, _, port = run.address("chief").rpartition(":")
-                with socket.create_connection((host, int(port)), DEADLINE) as guest:
-                    hello = {"hello": view.spec(), "job": "worker", "index": 0, "version": "0.0.1"}
-                    guest.sendall(json.dumps(hello).encode() + b"\n")
-                    answer = json.loads(guest.makefile().readline())
+                guest = messages.connect(run.address("chief"), b"", member.PURPOSE, DEADLINE)
             except ConnectionRefusedError:
                 assert run["chief"].popen.poll() is None
+                continue
+            guest.send(hello=view.spec(), job="worker", index=0, version="0.0.1")
+            answer = guest.wait(time.monotonic() + DEADLINE)
+            guest.close()
         code, output = run["chief"].end()
     assert code == 1 and answer["end"]["sentence"] in output
     assert f"{view.name} has 0.0.1. Install the same version everywhere." in output
-
-
-def test_strangers_are_ignored():
-    with Processes(1, 1) as run:
-        run.start_all()
-        host, _, port = run.address("chief").rpartition(":")
-        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"job": 1}\n', b"\xff\n", b"{}\n"):
-            with socket.create_connection((host, int(port)), DEADLINE) as stranger:
-                stranger.sendall(text)
-                if not text:
-                    stranger.shutdown(socket.SHUT_WR)
-                with contextlib.suppress(ConnectionResetError):
-                    assert stranger.recv(1) == b""
-        run["chief"].command("finish")
-        assert [code for code, _ in run.ends().values()] == [0] * 3

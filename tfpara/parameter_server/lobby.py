@@ -8,31 +8,32 @@ of life (`member.py` has the other end). TensorFlow's own server of the chief ta
 A lost worker costs the run nothing but its work, and may come again at any time. A lost parameter
 server takes a part of the model with it: all processes end, and name it.
 
-Messages are JSON objects, one a line. From members: `hello` (who they are), `serving` (TensorFlow's
-server listens), `problem` (why it does not), `leaving` (the signal that asked them to end). From
-the chief: `welcome`, `end` (exit code and a sentence), `finishing` (the run is over when the
-connection ends). Empty ones, from both, are signs of life.
+Messages are signed with the run's secret (`tfpara/messages.py`). From members: `hello` (who they
+are), `serving` (TensorFlow's server listens), `problem` (why it does not), `leaving` (the signal
+that asked a parameter server to end). From the chief: `welcome`, `end` (exit code and a sentence),
+`finishing` (the run is over when the connection ends). Empty ones, from both, are signs of life.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-import selectors
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tfpara import startup
+from tfpara import secret, startup
+from tfpara.messages import Channel, Door
 from tfpara.parameter_server import admission
-from tfpara.parameter_server.channel import Channel, beat_seconds
 from tfpara.parameter_server.cluster import AsyncCluster
+from tfpara.parameter_server.member import PURPOSE, beat_seconds
 
 _TICK_SECONDS = 0.1
-_ANSWER_SECONDS = 10.0  # for a hello, and for the others' end
+_ANSWER_SECONDS = 10.0  # for the others' end
 _LOG_SECONDS = 30.0
 # The chief's program has this long to end itself once the run has failed: TensorFlow may hold it.
 _LAST_SECONDS = 60.0
@@ -56,6 +57,7 @@ class Lobby:
             waits while there is no worker.
         on_worker_lost: called with the index of a worker that is gone or silent.
         on_worker_joined: called with the index of a worker that has come back.
+        shared: the secret of the run; that of the environment if None.
 
     Attributes:
         tensorflow_address: "host:port" on which TensorFlow's server of the chief is to listen.
@@ -65,6 +67,7 @@ class Lobby:
 
     Raises:
         tfpara.StartupError: the chief's port is in use.
+        tfpara.secret.SecretError: the secret of the environment is none.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Lobby:
         *,
         on_worker_lost: Callable[[int], None] = lambda index: None,
         on_worker_joined: Callable[[int], None] = lambda index: None,
+        shared: bytes | None = None,
     ) -> None:
         self.failure: str | None = None
         self.asked_to_end: str | None = None
@@ -82,10 +86,11 @@ class Lobby:
         self._startup_timeout, self._timeout = startup_timeout_seconds, timeout_seconds
         self._on_lost, self._on_joined = on_worker_lost, on_worker_joined
         self._beat = beat_seconds(timeout_seconds)
-        self._listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
-        self._listener.setblocking(False)
+        shared = secret.read() if shared is None else shared
+        secret.warn_without(shared, itertools.chain(*cluster.spec().values()))
+        listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
+        self._door = Door(listener, shared, PURPOSE, len(cluster.members))
         self.tensorflow_address = admission.free_address(cluster)
-        self._strangers: set[Channel] = set()  # connected, but no hello yet
         self._guests: dict[tuple[str, int], Channel] = {}
         self._serving: set[tuple[str, int]] = set()
         self._problem: str | None = None  # why the processes cannot come together
@@ -96,8 +101,6 @@ class Lobby:
         self._beat_at = 0.0
         self._closing = False
         self._changed = threading.Condition()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="tfpara-lobby", daemon=True)
         self._thread.start()
 
@@ -122,7 +125,8 @@ class Lobby:
                 problem = None if missing else astray  # who has died since may come back
             names = ", ".join(missing)
             if missing and now >= deadline:
-                problem = problem or admission.absent(self._cluster, names, self._startup_timeout)
+                absent = admission.absent(self._cluster, names, self._startup_timeout)
+                problem = problem or absent + self._door.turned_away
             if problem:
                 self.fail(problem)
                 raise startup.StartupError(problem)
@@ -182,11 +186,8 @@ class Lobby:
             self._changed.wait_for(lambda: not self._guests, timeout=_ANSWER_SECONDS)
             self._closing = True
         self._thread.join()
-        for channel in (*self._guests.values(), *self._strangers):
-            channel.close()
         self._guests.clear()
-        self._listener.close()
-        self._selector.close()
+        self._door.close()
 
     def _say_end(self, code: int, sentence: str) -> None:
         """Sends the last word, unless another was sent before."""
@@ -204,7 +205,7 @@ class Lobby:
     def _run(self) -> None:
         looked_at = time.monotonic()
         while not self._closing:
-            ready = [key.fileobj for key, _ in self._selector.select(_TICK_SECONDS)]
+            self._door.wait(_TICK_SECONDS)
             told: list[Callable[[], None]] = []
             with self._changed:
                 now, before = time.monotonic(), looked_at
@@ -212,43 +213,29 @@ class Lobby:
                 if now - before > self._timeout / 2:  # this process was stopped itself
                     for guest in self._guests.values():
                         guest.heard = now
-                channels = [channel for channel in ready if isinstance(channel, Channel)]
-                arrived = [(channel, channel.receive()) for channel in channels]
-                # Ends first: who has left may be back already.
-                for channel, messages in sorted(arrived, key=lambda each: not each[0].closed):
+                for channel, messages in self._door.poll():
                     for message in messages:
                         told += self._hear(channel, message)
                     if channel.closed:
                         told += self._lose(channel, "its connection ended")
-                if self._listener in ready:
-                    self._accept()
                 told += self._look_at_the_clock(now)
                 self._changed.notify_all()
             for tell in told:
                 tell()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            channel = Channel(connection)
-            self._strangers.add(channel)
-            self._selector.register(channel, selectors.EVENT_READ)
-
     def _hear(self, channel: Channel, message: dict[str, Any]) -> list[Callable[[], None]]:
         """Takes in a message; returns calls of callbacks."""
-        if channel in self._strangers:
+        member = self._member(channel)
+        if member is None:
             if not channel.closed:
                 self._greet(channel, message)
-            return []
-        member = self._member(channel)
-        if member is None:  # given up before
             return []
         name = self._cluster.describe(*member)
         if "problem" in message:
             if self._gathered:
                 _log.warning("%s", message["problem"])
             self._problem = self._problem or str(message["problem"])
-        elif "leaving" in message:
+        elif "leaving" in message and member[0] == "ps":
             self.asked_to_end = f"{name} was asked to end ({message['leaving']})."
         elif "serving" in message and member not in self._serving and not channel.closed:
             self._serving.add(member)
@@ -273,11 +260,11 @@ class Lobby:
             channel.send(end=self._end or {"code": 1, "sentence": problem})
             if not self._gathered:
                 self._problem = self._problem or problem
-            # It is not closed here: it goes by itself, or `_close` ends it.
+            # It is not closed here: it goes by itself, or the door drops it.
             return
         if former is not None:  # silent: its machine may have died
             self._drop(former)
-        self._strangers.discard(channel)
+        self._door.let_in(channel)
         self._guests[member] = channel
         channel.send(
             welcome=self._cluster.spec(self.tensorflow_address), timeout_seconds=self._timeout
@@ -285,8 +272,6 @@ class Lobby:
 
     def _look_at_the_clock(self, now: float) -> list[Callable[[], None]]:
         told: list[Callable[[], None]] = []
-        for stranger in [c for c in self._strangers if now - c.heard > _ANSWER_SECONDS]:
-            self._drop(stranger)
         how = f"it was silent for longer than timeout_seconds={self._timeout:g}"
         for guest in [self._guests[member] for member in self._serving]:
             if now - guest.heard > self._timeout:
@@ -344,10 +329,7 @@ class Lobby:
         if member is not None:
             del self._guests[member]
             self._serving.discard(member)
-        self._strangers.discard(channel)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(channel)
-        channel.close()
+        self._door.drop(channel)
 
 
 def _leave(sentence: str) -> NoReturn:

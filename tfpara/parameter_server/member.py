@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from tfpara import startup, version
-from tfpara.parameter_server.channel import Channel, beat_seconds
+from tfpara import messages, secret, startup, version
+from tfpara.messages import Channel
 from tfpara.parameter_server.cluster import AsyncCluster
 
+PURPOSE = "lobby"
 _TICK_SECONDS = 0.2
 _RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
 _LOG_SECONDS = 30.0
 _log = logging.getLogger(__name__)
+
+
+def beat_seconds(timeout_seconds: float) -> float:
+    """Time between two signs of life, where silence of `timeout_seconds` means a loss."""
+    return min(2.0, timeout_seconds / 5.0)
 
 
 class Ending(NamedTuple):
@@ -89,15 +93,21 @@ def attend(
     start_server: Callable[[dict[str, list[str]]], None],
     startup_timeout_seconds: float,
     received: list[int],
+    shared: bytes | None = None,
 ) -> Ending:
     """`serve`, but returns how it ended.
 
     Args:
         cluster, start_server, startup_timeout_seconds: as for `serve`.
         received: where signals appear that ask this process to end.
+        shared: the secret of the run; that of the environment if None.
+
+    Raises:
+        tfpara.secret.SecretError: the secret of the environment is none.
     """
+    shared = secret.read() if shared is None else shared
     try:
-        channel, welcome = _enter(cluster, startup_timeout_seconds)
+        channel, welcome = _enter(cluster, shared, startup_timeout_seconds)
         try:
             _start(cluster, channel, start_server, welcome["welcome"])
             _stay(cluster, channel, float(welcome["timeout_seconds"]), received)
@@ -107,14 +117,17 @@ def attend(
         return over.ending
 
 
-def _enter(cluster: AsyncCluster, startup_timeout_seconds: float) -> tuple[Channel, dict[str, Any]]:
+def _enter(
+    cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float
+) -> tuple[Channel, dict[str, Any]]:
     """Connects to the chief, tries until it is there, and says hello; returns its welcome."""
     deadline = time.monotonic() + startup_timeout_seconds
     log_at = time.monotonic() + _LOG_SECONDS
     while True:
         answer: object = "it accepts no connection"
         try:
-            channel = _connect(cluster, deadline)
+            wait = max(_RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
+            channel = messages.connect(cluster.chief_address, shared, PURPOSE, wait)
             welcome = _greet(cluster, channel, deadline)
             if welcome:
                 return channel, welcome
@@ -136,17 +149,6 @@ def _enter(cluster: AsyncCluster, startup_timeout_seconds: float) -> tuple[Chann
         time.sleep(_RETRY_SECONDS)
 
 
-def _connect(cluster: AsyncCluster, deadline: float) -> Channel:
-    host, _, port = cluster.chief_address.rpartition(":")
-    wait = max(_RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
-    connection = socket.create_connection((host.strip("[]"), int(port)), wait)
-    # A loopback connection to a free port can, by chance, be made with itself.
-    if connection.getsockname() == connection.getpeername():
-        connection.close()
-        raise ConnectionRefusedError("nobody listens")
-    return Channel(connection)
-
-
 def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str, Any] | None:
     """Says hello; returns the chief's welcome, or None if none came."""
     channel.send(
@@ -155,14 +157,11 @@ def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str
         index=cluster.task_index,
         version=version.__version__,
     )
-    until = min(deadline, time.monotonic() + _ANSWER_SECONDS)
-    while not channel.closed and time.monotonic() < until:
-        select.select([channel], [], [], _TICK_SECONDS)
-        for message in channel.receive(at_most=1):
-            _obey(message)
-            if "welcome" in message:
-                return message
-    return None
+    answer = channel.wait(min(deadline, time.monotonic() + _ANSWER_SECONDS))
+    if channel.differs:
+        raise _Over(1, messages.other_secret(cluster.describe("chief", 0)))
+    _obey(answer or {})
+    return answer if answer and "welcome" in answer else None
 
 
 def _start(
@@ -194,7 +193,7 @@ def _stay(
     finishing: dict[str, Any] = {}
     looked_at = time.monotonic()
     while True:
-        select.select([channel], [], [], min(_TICK_SECONDS, beat_seconds(timeout_seconds)))
+        channel.wait_for(min(_TICK_SECONDS, beat_seconds(timeout_seconds)))
         for message in channel.receive():
             _obey(message)
             finishing = message.get("finishing", finishing)

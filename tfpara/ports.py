@@ -1,0 +1,127 @@
+"""Where a process listens, so that its peers reach it and strangers reach as little as can be.
+
+Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+import threading
+import time
+
+_PAUSE_SECONDS = 0.1
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
+
+class OpenPort:
+    """Accepts connections and closes them, so that others see that this process is there.
+
+    Args:
+        listener: a listening socket, which is closed with this.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.settimeout(None)
+        self.port = int(listener.getsockname()[1])
+        self._listener = listener
+        self._open = True
+        self._thread = threading.Thread(target=self._accept, name="tfpara-port", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Frees the port."""
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while self._open:
+            try:
+                self._listener.accept()[0].close()
+            except OSError:  # closed, or there are no more file descriptors
+                time.sleep(_PAUSE_SECONDS)
+
+
+def own_host(host: str) -> str:
+    """The IP address on which this machine listens for those who connect to a host of its own.
+
+    Args:
+        host: a name or IP address of this machine, as others know it.
+
+    Returns:
+        Its IP address, by preference of version 4. Empty, for all interfaces, where that is none of
+        this machine, which may be behind address translation, or where the machine's name leads to
+        loopback here and elsewhere to the network, as Debian sets it up.
+    """
+    host = host.strip("[]")
+    named = not _is_address(host) and host != "localhost"
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ""
+    for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+        text = str(address[0])
+        if not (named and ipaddress.ip_address(text.partition("%")[0]).is_loopback):
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind(address)
+                return text
+    return ""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with an address of this machine, which does not listen yet.
+
+    Args:
+        host: an IP address; empty for all interfaces.
+        port: 0 for a free one.
+
+    Raises:
+        OSError: the port is in use, or the address is not this machine's.
+    """
+    if not host and socket.has_dualstack_ipv6():
+        try:
+            return _bind(socket.AF_INET6, "::", port)
+        except OSError as error:  # IPv6 may be turned off
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return _bind(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)
+
+
+def interface(address: str) -> str:
+    """The name of the network interface that has an IP address; empty if none has it."""
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket() as any_socket:
+            asked = struct.pack("256s", name.encode()[:15])
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def _bind(family: int, host: str, port: int) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections that have ended do not keep the port.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != "::")
+        bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
