@@ -66,6 +66,12 @@ _NEWBOB_BY = flags.DEFINE_enum(
     "newbob: the held-out score. Halves from a fall of less than 1 % on and stops below 0.1 % "
     "(cross_entropy), or from a rise of less than 0.5 % of the frames and below 0.1 % (accuracy)",
 )
+_NEWBOB_REJECT = flags.DEFINE_boolean(
+    "newbob_reject_worse",
+    False,
+    "newbob: give up an epoch after which the score is not better, as Kaldi does: training goes on "
+    "from where the epoch began",
+)
 _EPOCHS = flags.DEFINE_integer("epochs", 4, "passes over the training data", lower_bound=1)
 _PERIOD = flags.DEFINE_string(
     "sync_period",
@@ -104,7 +110,8 @@ def check() -> None:
         raise ValueError(f"--decay_per_minibatch={_HAND.value} is outside (0, 1].")
     common.only_for(name == "adamw", (_DECAY,), "--optimizer=adamw")
     common.only_for(schedule == "exponential", (_FINAL_RATE,), "--schedule=exponential")
-    common.only_for(schedule == "newbob", (_NEWBOB_BY,), "--schedule=newbob")
+    of_newbob = (_NEWBOB_BY, _NEWBOB_REJECT)
+    common.only_for(schedule == "newbob", of_newbob, "--schedule=newbob")
     common.only_for(schedule == "hand", (_HAND,), "--schedule=hand")
     common.only_for(rule_flags.rule_name() == "bsp", (_SCALE_RATE,), "--rule=bsp")
     recurrent = model_flags.recurrent()
@@ -220,21 +227,22 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
     return chosen
 
 
-def after_scores(entropy: str, validation: Any = None) -> list[keras.callbacks.Callback]:
+def after_scores(entropy: str, validation: Any) -> list[keras.callbacks.Callback]:
     """The callbacks that come after those that score the model.
 
     Args:
         entropy: name of the cross-entropy in the model's logs, "loss" or a metric's name.
-        validation: held-out data, where the initial model is a score to compare with.
+        validation: held-out data, for the score of the initial model.
     """
     chosen: list[keras.callbacks.Callback] = []
     if _schedule() == "newbob":
+        reject = _NEWBOB_REJECT.value
         if _NEWBOB_BY.value == "accuracy":
-            metric, rule = "frame_accuracy", schedules.NewbobRule.accuracy()
+            metric, rule = "frame_accuracy", schedules.NewbobRule.accuracy(reject)
         else:
-            metric, rule = entropy, schedules.NewbobRule.cross_entropy()
-        scored = f"validation_{metric}" if validation is None else validation
-        chosen.append(callbacks.Newbob(scored, metric, rule=rule))
+            metric, rule = entropy, schedules.NewbobRule.cross_entropy(reject)
+        scored = f"validation_{metric}"
+        chosen.append(callbacks.Newbob(scored, metric, rule=rule, initial=validation))
     if _GUARD.value is not None:
         chosen.append(
             callbacks.OverfittingGuard(

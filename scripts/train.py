@@ -256,9 +256,7 @@ def _callbacks(
         *schedule_flags.before_scores(replicas, warm),
         *choosing,
         scores(validation, list(data.strategy.averages), run_dir, _TIMES.value, data.num_steps),
-        *schedule_flags.after_scores(
-            runs.entropy_name(data.description), validation if _INIT.value else None
-        ),
+        *schedule_flags.after_scores(runs.entropy_name(data.description), validation),
     ]
 
 

@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfpara.checkpoint_store import CheckpointError, Store
 from tfpara.exchange import everyones
 from tfpara.fingerprint import differences
-from tfpara.model_variables import carried_states, optimizers
+from tfpara.model_variables import training_variables
 from tfpara.settings import versions
 from tfpara.synchronizer import Synchronizer
 
@@ -207,31 +207,11 @@ class Checkpoints:
 
     # -- what is in a part ---------------------------------------------------------------------
 
-    def _variables(self) -> Iterator[tuple[str, Any]]:
-        """Every variable of the model, its optimizer and its metrics, by a name of its own."""
-        model = self._model
-        groups = {
-            "weights": model.trainable_variables,
-            "state": model.non_trainable_variables,
-            "optimizer": [
-                *getattr(model.optimizer, "variables", []),
-                *(v for optimizer in optimizers(model) for v in optimizer.variables),
-            ],
-            "metrics": model.metrics_variables,
-            "carried": carried_states(model),
-        }
-        seen = set()
-        for group, variables in groups.items():
-            for index, variable in enumerate(variables):
-                if id(variable) not in seen:
-                    seen.add(id(variable))
-                    yield f"{group}/{index}", variable.value
-
     def _components(self) -> Iterator[tuple[str, int, tf.Variable]]:
         """(name, replica, variable) of every local replica."""
         ids = self._strategy.local_replica_ids
-        for name, value in self._variables():
-            components = self._strategy.experimental_local_results(value)
+        for name, variable in training_variables(self._model):
+            components = self._strategy.experimental_local_results(variable.value)
             if len(components) == len(ids):
                 for replica, component in zip(ids, components, strict=True):
                     yield name, replica, component

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -97,6 +97,29 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
     # Also reaches layers inside layers, which `layers` does not.
     states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
+
+
+def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable]]:
+    """Every variable of the model, its optimizers and its metrics, by a name of its own.
+
+    Names begin with "weights/", "state/", "optimizer/", "metrics/" or "carried/".
+    """
+    groups = {
+        "weights": model.trainable_variables,
+        "state": model.non_trainable_variables,
+        "optimizer": [
+            *getattr(model.optimizer, "variables", []),
+            *(v for optimizer in optimizers(model) for v in optimizer.variables),
+        ],
+        "metrics": model.metrics_variables,
+        "carried": carried_states(model),
+    }
+    seen = set()
+    for group, variables in groups.items():
+        for index, variable in enumerate(variables):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                yield f"{group}/{index}", variable
 
 
 def _slots(optimizer: Any) -> list[tuple[keras.Variable, float]]:

@@ -252,6 +252,13 @@ class Synchronizer(OverlappedSteps):
         """What rounding has left out, for a checkpoint: (name, local replica, variable)."""
         return self._compressed.of_replicas() if self._compressed else iter(())
 
+    def moved_by_training(self) -> Iterator[tf.Variable]:
+        """What training changes beside the replicas' own variables, but for what it counts."""
+        yield from (cell.variable for cell in self.global_state.cells())
+        yield from (v for name, v in self.counters().items() if f"_{name}" not in _COUNTED)
+        yield from (v for _, _, v in (*self.of_wire(), *self.of_replicas()))
+        yield from self.of_open_block().values()
+
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
         """Other replicas than before go on, all from these weights."""
         self.set_weights([weights] * len(self._devices))

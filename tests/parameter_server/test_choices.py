@@ -53,13 +53,18 @@ def test_the_searched_rates_are_those_of_numpy(rule, period):
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-5)
 
 
-def test_a_diverging_candidate_never_wins():
-    strategy, model = made(0.05)
-    search = tfpara.ChunkRateSearch((1.0, 1e30), minibatches=2)
-    strategy.fit(model, X, X @ TRUE, batch_size=8, chunks=2, verbose=0, search_rate=search)
-    expected, plain = made(0.05)
-    expected.fit(plain, X, X @ TRUE, batch_size=8, chunks=2, verbose=0)
-    np.testing.assert_array_equal(model.get_weights()[0], plain.get_weights()[0])
+@pytest.mark.parametrize("factors", [(1.0, 1e30), (1e30, 1e38)], ids=["one", "all"])
+def test_a_diverging_candidate_never_wins(factors):
+    """The rate stays where none is left, and other workers and later chunks see nothing of it."""
+    found = []
+    for search in (tfpara.ChunkRateSearch(factors, minibatches=2), None):
+        strategy, model = made(0.05, workers=2)
+        log = strategy.fit(
+            model, X, X @ TRUE, batch_size=8, chunks=4, epochs=2, verbose=0, search_rate=search
+        )
+        found.append((model.get_weights()[0], log.history["loss"]))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 def test_a_search_that_cannot_be_is_refused():

@@ -101,28 +101,33 @@ def test_newbob_that_rejects_compares_with_the_model_it_kept():
     assert NewbobRule().update(state, 1.9).gain == pytest.approx(0.24)
 
 
-def kaldi_nnet1(scores, rate=1.0, start=0.01, stop=0.001):
-    """The schedule as a loop over accepted losses, the first being that of the initial model."""
-    best, halving, rates = scores[0], False, []
-    for score in scores[1:]:
-        rates.append(rate)
-        before = best
-        best = min(best, score)
-        relative = (before - best) / before
-        if halving and relative < stop:
-            return rates, True
-        halving = halving or relative < start
-        rate = rate * 0.5 if halving else rate
-    return rates, False
+def kaldi_nnet1(scores, start=0.01, stop=0.001):
+    """(rate, stopped, rejected) after each score, as the loop of Kaldi's train_scheduler.sh has it.
+
+    The first score is that of the initial model.
+    """
+    loss, halving, rate, out = scores[0], False, 1.0, [(1.0, False, False)]
+    for loss_new in scores[1:]:
+        loss_prev = loss
+        accepted = loss_new < loss
+        if accepted:
+            loss = loss_new
+        improvement = (loss_prev - loss) / loss_prev
+        if halving and improvement < stop:
+            return [*out, (rate, True, not accepted)]
+        if improvement < start:
+            halving = True
+        if halving:
+            rate = rate * 0.5
+        out.append((rate, False, not accepted))
+    return out
 
 
-@given(losses)
-def test_newbob_equals_the_loop_over_accepted_losses(scores):
-    rates, stopped = kaldi_nnet1(scores)
-    found = follow(NewbobRule(reject_worse=True), scores)
-    assert [rate for rate, _, _ in found][: len(rates)] == rates
-    assert len(found) == len(rates) + 1
-    assert found[-1][1] == stopped
+@given(st.one_of(losses, st.lists(st.sampled_from([1.0, 1.005, 1.02, 2.0]), min_size=1)))
+def test_newbob_that_rejects_is_kaldis_schedule(scores):
+    assert follow(NewbobRule(reject_worse=True), scores) == kaldi_nnet1(scores)
+    never_stops = NewbobRule(stop=0.0, reject_worse=True)
+    assert follow(never_stops, scores) == kaldi_nnet1(scores, stop=0.0)
 
 
 @given(losses, st.booleans(), st.booleans(), st.booleans())

@@ -1,10 +1,13 @@
 """What scripts.train makes of its flags, without starting it."""
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
 
-from scripts import model_flags, rule_flags, schedule_flags
+from scripts import model_flags, rule_flags, runs, schedule_flags
 from tfpara import callbacks
 
 if not flags.FLAGS.is_parsed():
@@ -50,6 +53,7 @@ def test_a_period_changes_between_epochs_only():
         ({"weight_decay": 0.1}, "--weight_decay=0.1 is for --optimizer=adamw"),
         ({"schedule": "constant", "final_learning_rate": 0.1}, "is for --schedule=exponential"),
         ({"newbob_by": "accuracy"}, "is for --schedule=newbob"),
+        ({"newbob_reject_worse": True}, "is for --schedule=newbob"),
         ({"scale_learning_rate": True}, "is for --rule=bsp"),
         ({"rule": "bmuf_adam"}, "--optimizer=sgd has none. Give --optimizer=adam"),
         ({"clip_norm": 0.0}, "--clip_norm=0.0 must be positive"),
@@ -103,10 +107,66 @@ def test_newbob_has_the_papers_thresholds():
     for by in ("cross_entropy", "accuracy"):
         with flagsaver.flagsaver(schedule="newbob", newbob_by=by):
             assert schedule_flags.before_scores(1, callbacks.WarmStart(0)) == []
-            (newbob,) = schedule_flags.after_scores("loss")
+            (newbob,) = schedule_flags.after_scores("loss", None)
         rule = newbob._rule
         found.append((rule.start, rule.stop, rule.relative))
     assert found == [(0.01, 0.001, True), (0.005, 0.001, False)]
+
+
+class Scores(keras.callbacks.Callback):
+    """Frame accuracies of the held-out data, in the test's hand."""
+
+    def __init__(self, accuracies):
+        super().__init__()
+        self.accuracies = accuracies
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["validation_frame_accuracy"] = self.accuracies[epoch]
+
+
+def test_the_recipe_with_newbob_is_kaldis_schedule():
+    """Rates and weights of a run whose scores are given, computed by hand.
+
+    initial  0.25   1 of the 4 frames, as the model gives class 0 to all
+    epoch 1  0.50   rises by 25 %: accepted
+    epoch 2  0.49   falls: rejected, and the halving begins
+    epoch 3  0.504  rises by 0.4 % over epoch 1, from whose model it begins: accepted, halved again
+    epoch 4  0.504  does not rise: rejected, and less than 0.1 %: the end, with the model of epoch 3
+    """
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(64, 5)).astype("float32"), rng.integers(0, 4, 64)
+    validation = tf.data.Dataset.from_tensors((x[:4], np.arange(4)))
+    recipe = ["train", "--flagfile=scripts/recipes/001-newbob.flags", "--corpus=-", "--run_dir=-"]
+
+    def train(accuracies, rates=None):
+        model = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(4, kernel_initializer="zeros")]
+        )
+        optimizer = schedule_flags.optimizer(model, num_replicas=1)
+        model.compile(optimizer, **runs.metrics({"kind": "dnn"}))
+        chosen = schedule_flags.after_scores("loss", validation)
+        if rates:
+            chosen = [keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch])]
+        # The log has the rate that an epoch was trained with.
+        log = model.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=len(accuracies),
+            shuffle=False,
+            verbose=0,
+            callbacks=[Scores(accuracies), *chosen],
+        )
+        return log.history["learning_rate"], model.get_weights()
+
+    with flagsaver.flagsaver():
+        flags.FLAGS(recipe, known_only=True)
+        rates, weights = train([0.50, 0.49, 0.504, 0.504, 0.9])
+        _, expected = train([0.50, 0.504], rates=[0.32, 0.16])
+        assert schedule_flags.epochs() == 20
+    assert rates == pytest.approx([0.32, 0.32, 0.16, 0.08])
+    for got, want in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_a_papers_model_takes_the_frames_of_the_corpus(tiny_description):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpara.callbacks.schedule import Schedule, build_optimizer, components, learning_rate
+from tfpara.callbacks.schedule import Schedule, learning_rate
+from tfpara.exchange import everyones
 from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
+from tfpara.training_state import TrainingState
 
 
 class SearchRate(Schedule):
@@ -101,23 +104,28 @@ class SearchRate(Schedule):
         )
 
     def _losses(self, rates: Sequence[float], sample: Any) -> list[float]:
-        """Each candidate's loss; leaves the model as it was."""
+        """Each candidate's loss, infinite where it diverges; leaves the model as it was."""
         model = self.model
-        build_optimizer(model)
-        # Slots and the states of random generators too.
-        everything = components(model, [*model.variables, *model.optimizer.variables])
-        before = [tf.identity(component) for component in everything]
+        before = TrainingState(model)
         losses = []
         for rate in rates:
             model.optimizer.learning_rate = rate
             self._train(sample)
-            held_out = sample if self._held_out is None else self._held_out
-            losses.append(float(model.evaluate(held_out, verbose=0, return_dict=True)["loss"]))
-            for component, value in zip(everything, before, strict=True):
-                component.assign(value)
+            losses.append(math.inf if self._any_has_diverged(before) else self._score(sample))
+            before.restore()
         # The epoch's own metrics begin now.
         model.reset_metrics()
         return losses
+
+    def _score(self, sample: Any) -> float:
+        held_out = sample if self._held_out is None else self._held_out
+        return float(self.model.evaluate(held_out, verbose=0, return_dict=True)["loss"])
+
+    def _any_has_diverged(self, before: TrainingState) -> bool:
+        """Whether a replica has, of any worker: `evaluate`, whose end is a sync, would refuse."""
+        mine = before.has_diverged()
+        control = getattr(self.model.distribute_strategy.extended, "control", None)
+        return any(everyones(mine, control, "rate search")) if control else mine
 
     def _train(self, sample: Any) -> None:
         if self._step is None:

@@ -210,13 +210,6 @@ def check_rate(model: keras.Model) -> None:
         )
 
 
-def build_optimizer(model: keras.Model) -> None:
-    """Makes the optimizer's slots, if its first step has not done so yet."""
-    with model.distribute_strategy.scope():
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-
-
 def components(model: keras.Model, variables: Any) -> list[tf.Variable]:
     """Keras variables as the plain ones behind them, of every local replica."""
     first = model.distribute_strategy.experimental_local_results

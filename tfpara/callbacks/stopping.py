@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfpara.callbacks.held_out import HeldOut
-from tfpara.callbacks.schedule import Schedule, build_optimizer, components, learning_rate
+from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.schedules import NewbobRule, NewbobState, OverfittingRule, OverfittingState
+from tfpara.training_state import TrainingState
 
 
 class Newbob(Schedule):
@@ -23,7 +23,7 @@ class Newbob(Schedule):
     Args:
         validation: held-out data in any form that `model.evaluate` takes. Or the name of an entry
             that the epoch's log has already, such as "validation_loss" of a `HeldOut` before this
-            callback; `metric`, `which`, `name` and `score_first` then mean nothing.
+            callback; `metric`, `which` and `name` then say nothing but how `initial` is scored.
         metric: "loss" or the name of a compiled metric.
         rule: the thresholds. None: `NewbobRule.cross_entropy()` for a loss and
             `NewbobRule.accuracy()` for an accuracy.
@@ -31,11 +31,14 @@ class Newbob(Schedule):
         name: prefix of the results in the log.
         score_first: whether the model is scored before the run's first epoch too, as in Kaldi's
             nnet1 schedule, so that a good initial model is the first to compare with.
+        initial: where `validation` is a name, the data for that first score, which must be of the
+            same name; None: there is no such score.
         verbose: 1: the chief prints a line for each change; 0: none.
 
-    With ``reject_worse`` in the rule, a worse epoch is given up: the global model goes back to what
-    it was when the epoch began, and the optimizer's slots too, on every replica; block momentum and
-    averages start again. (Training resumed in the middle of an epoch goes back to that place.)
+    With ``reject_worse`` in the rule, an epoch that has not made the score better is given up: all
+    but the learning rate is again what it was when the epoch began, on every replica: weights,
+    statistics, random states, the optimizer with its counts of steps, the global model, block
+    momentum and averages. (Training resumed in the middle of an epoch goes back to that place.)
 
     Raises:
         TypeError: the optimizer has a learning-rate schedule of its own.
@@ -52,16 +55,19 @@ class Newbob(Schedule):
         which: str = "global",
         name: str = "validation",
         score_first: bool = True,
+        initial: Any = None,
         verbose: int = 1,
     ) -> None:
         super().__init__("newbob", verbose, sets_rate=True)
         named = isinstance(validation, str)
         self._key = validation if named else f"{name}_{metric}"
         self._rule = rule or _rule_for(self._key)
-        self._score_first = score_first
         self._state = self._rule.init()
-        self._kept: _Kept | None = None
+        self._kept: TrainingState | None = None
         self._held_out = None if named else HeldOut(validation, which, name)
+        self._first = self._held_out if score_first else None
+        if named and initial is not None:
+            self._first = HeldOut(initial, which, name)
 
     @property
     def stopped(self) -> bool:
@@ -77,19 +83,20 @@ class Newbob(Schedule):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if self._held_out is not None:
-            self._held_out.set_model(model)
+        for scores in (self._held_out, self._first):
+            if scores is not None:
+                scores.set_model(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._score_first and self._held_out is not None and self._state.score is None:
+        if self._first is not None and self._state.score is None:
             scores: dict[str, Any] = {}
-            self._held_out.on_epoch_end(-1, scores)
+            self._first.on_epoch_end(-1, scores)
             self._state = self._rule.update(self._state, self._score(scores))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch)
         if self._rule.reject_worse:
-            self._kept = _Kept(self.model)
+            self._kept = TrainingState(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs
@@ -108,7 +115,7 @@ class Newbob(Schedule):
         percent = "%" if unit == 100.0 else ""
         change = f"{self._key} gained {unit * (state.gain or 0.0):.3g}{percent}"
         if state.rejected:
-            change += "; went back to the model before this epoch"
+            change += "; went back to where this epoch began"
         if state.stopped:
             self.model.stop_training = True
             self.say(epoch, f"{change}, less than {unit * rule.stop:g}{percent}: stops.")
@@ -183,28 +190,6 @@ class OverfittingGuard(Schedule):
     def _error(logs: Mapping[str, Any], key: str) -> float:
         value = _entry(logs, key)
         return 1.0 - value if _is_accuracy(key) else value
-
-
-class _Kept:
-    """A model's global weights and its replicas' optimizer slots, to go back to."""
-
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
-        strategy = model.distribute_strategy
-        if hasattr(strategy, "weights"):
-            with strategy.weights(model, "global"):
-                self._weights = model.get_weights()
-        else:
-            self._weights = model.get_weights()
-        build_optimizer(model)
-        # Not the learning rate nor the number of steps, which are scalars.
-        slots = [v for v in model.optimizer.variables if len(v.shape)]
-        self._slots = [(c, tf.identity(c)) for c in components(model, slots)]
-
-    def restore(self) -> None:
-        self._model.set_weights(self._weights)
-        for component, value in self._slots:
-            component.assign(value)
 
 
 def _rule_for(key: str) -> NewbobRule:

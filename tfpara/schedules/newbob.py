@@ -44,8 +44,9 @@ class NewbobRule:
         factor: what the rate is multiplied by, in (0, 1).
         rising: whether higher scores are better.
         relative: whether gains are parts of the score before.
-        reject_worse: whether an epoch that made the score worse is given up, and training goes back
-            to where it began, as Kaldi's nnet1 schedule does; the score it is compared with stays.
+        reject_worse: whether an epoch that did not make the score better is given up, as in Kaldi's
+            nnet1 schedule: training goes back to where the epoch began, its gain counts as 0, and
+            the score to compare with stays.
 
     Raises:
         ValueError: a value outside its range.
@@ -106,12 +107,13 @@ class NewbobRule:
         if state.score is None:
             return state._replace(score=score)
         gain = self._gain(state.score, score)
-        rejected = self.reject_worse and gain < 0.0
+        rejected = self.reject_worse and gain <= 0.0
+        counted = 0.0 if rejected else gain
         return NewbobState(
             score=state.score if rejected else score,
             gain=gain,
-            fading=state.fading or gain < self.start,
-            stopped=state.fading and gain < self.stop,
+            fading=state.fading or counted < self.start,
+            stopped=state.fading and counted < self.stop,
             rejected=rejected,
         )
 

@@ -1,0 +1,76 @@
+"""What training has made of a model, to go back to: all of it but the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.model_variables import optimizers, training_variables
+
+
+class TrainingState:
+    """A copy of all that training has changed, taken where blocks are closed.
+
+    That is every replica's weights, statistics, random states and optimizer (slots and counts of
+    steps); and, of a strategy, the global model with its momentum and averages, what rounding has
+    left out, and what else a checkpoint keeps of them. The learning rate is left out, and so are
+    metrics and the counts of what has been done (steps, syncs, bytes).
+
+    Every worker must make it, and restore it, at the same point: between epochs.
+
+    Args:
+        model: built and compiled.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        _build_optimizer(model)
+        variables = [*_components(model), *_of_strategy(model)]
+        # A tensor that is kept is copied by TensorFlow when its variable is next written.
+        self._kept = [(variable, tf.identity(variable)) for variable in variables]
+
+    def restore(self) -> None:
+        """Puts everything back, bit for bit; can be done again."""
+        for variable, value in self._kept:
+            variable.assign(value)
+
+    def has_diverged(self) -> bool:
+        """Whether, on this worker, something is NaN or Inf now that was not."""
+        return any(
+            not _is_finite(variable) and _is_finite(value)
+            for variable, value in self._kept
+            if variable.dtype.is_floating
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    # A sum is finite only if every term is: one pass, no temporary of the size.
+    return bool(tf.math.is_finite(tf.reduce_sum(tf.cast(value, tf.float32))))
+
+
+def _build_optimizer(model: keras.Model) -> None:
+    """Makes the optimizer's slots, if its first step has not done so yet."""
+    with model.distribute_strategy.scope():
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+
+
+def _components(model: keras.Model) -> Iterator[tf.Variable]:
+    """The plain variables of every local replica."""
+    rates = {id(optimizer.learning_rate) for optimizer in optimizers(model)}
+    local_results = model.distribute_strategy.experimental_local_results
+    for name, variable in training_variables(model):
+        if not name.startswith("metrics/") and id(variable) not in rates:
+            yield from local_results(variable.value)
+
+
+def _of_strategy(model: keras.Model) -> Iterator[tf.Variable]:
+    """The plain variables of the global model, where the strategy keeps one."""
+    strategy: Any = model.distribute_strategy
+    extended = strategy.extended
+    if hasattr(extended, "synchronizer_of"):
+        strategy.synchronize()
+        with strategy.scope():
+            yield from extended.synchronizer_of(model).moved_by_training()
