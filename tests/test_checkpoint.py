@@ -1,6 +1,7 @@
 """Checkpoints in one process of two devices; tests/distributed has those of a cluster."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara.checkpoint_store import Store
 
 DEVICES = ["CPU:0", "CPU:1"]
 EPOCHS, STEPS, TAU = 3, 8, 2
@@ -429,6 +431,29 @@ def test_a_directory_in_use_is_refused(tmp_path):
         with pytest.raises(tfpara.CheckpointError, match="in use by another run"):
             run(tmp_path)
     run(tmp_path, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.EWOULDBLOCK, r"in use by another run \(process 7 on elsewhere\)"),
+        (errno.EACCES, "in use by another run"),
+        (errno.ENOLCK, "file system without locks .flock: No locks available., so a second run"),
+        (errno.ENOSYS, "file system without locks .flock: Function not implemented."),
+        (errno.EOPNOTSUPP, "file system without locks"),
+        (errno.EIO, "cannot be written to .Input/output error"),
+    ],
+)
+def test_what_flock_says_is_told_apart(tmp_path, monkeypatch, number, message):
+    (tmp_path / "lock").write_text("process 7 on elsewhere")
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(tfpara.CheckpointError, match=message):
+        Store(tmp_path, 1).lock()
+    assert (tmp_path / "lock").read_text() == "process 7 on elsewhere"
 
 
 def test_one_callback_in_several_fits(tmp_path):

@@ -10,6 +10,7 @@ DIRECTORY/.partial-…/                   under way, or left by a run that was k
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -28,6 +29,9 @@ from tfpara.files import sync_to_disk
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _PARTIAL = ".partial-"
+# Of flock: EACCES and EAGAIN where NFS has made a record lock of it.
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _LOCKS: dict[str, Store] = {}  # the directories that this process has locked
 
 
@@ -56,7 +60,7 @@ class Store:
         """Takes the directory for this process, until it ends.
 
         Raises:
-            CheckpointError: another run has it, or it cannot be written to.
+            CheckpointError: another run has it, or it cannot be locked or written to.
         """
         if self._lock is not None:
             return
@@ -73,10 +77,7 @@ class Store:
         except OSError as error:
             holder = os.pread(lock, 200, 0).decode(errors="replace") or "an unknown process"
             os.close(lock)
-            raise CheckpointError(
-                f"checkpoint directory {self.directory} is in use by another run ({holder}). Wait "
-                "for its end, or give this run a directory of its own."
-            ) from error
+            raise self._not_locked(error, holder) from error
         try:
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -87,6 +88,20 @@ class Store:
         _LOCKS[os.path.realpath(self.directory)] = self
         for left_over in self.directory.glob(f"{_PARTIAL}*"):
             shutil.rmtree(left_over, ignore_errors=True)
+
+    def _not_locked(self, error: OSError, holder: str) -> CheckpointError:
+        if error.errno in _HELD:
+            return CheckpointError(
+                f"checkpoint directory {self.directory} is in use by another run ({holder}). Wait "
+                "for its end, or give this run a directory of its own."
+            )
+        if error.errno in _NO_LOCKS:
+            return CheckpointError(
+                f"checkpoint directory {self.directory} is on a file system without locks (flock: "
+                f"{error.strerror}), so a second run in it would not be noticed. Have it mounted "
+                "with locks, or give a directory on another one."
+            )
+        return self._unwritable(error)
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
