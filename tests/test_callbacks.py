@@ -60,6 +60,35 @@ def test_held_out_scores_the_weights_asked_for(elastic, which):
     assert set(log) >= {"validation_accuracy", "loss", "accuracy"}
 
 
+@pytest.mark.parametrize("kind", ["plain", "two replicas"])
+def test_held_out_takes_what_validation_data_takes(kind):
+    """A dataset, arrays, and arrays with weights, whose loss is computed here."""
+    strategy = None
+    if kind == "two replicas":
+        options = {"sync_period": PERIOD, "devices": ["CPU:0", "CPU:1"]}
+        strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), **options)
+    model = make_model(strategy)
+    weight = np.linspace(0, 2, 20).astype(np.float32)
+    forms = {
+        "dataset": tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(8),
+        "pair": (X[:20], Y[:20]),
+        "list": [X[:20], Y[:20]],
+        "triple": (X[:20], Y[:20], weight),
+    }
+    callbacks = [tfpara.callbacks.HeldOut(data, name=name) for name, data in forms.items()]
+    search = tfpara.callbacks.SearchRate(forms["dataset"], held_out=forms["pair"], verbose=0)
+    newbob = tfpara.callbacks.Newbob(forms["pair"], name="newbob", verbose=0)
+    log = model.fit(
+        X, Y, batch_size=BATCH, verbose=0, callbacks=[search, *callbacks, newbob]
+    ).history
+    logits = model(X[:20]).numpy().astype(np.float64)
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(20), Y[:20]]
+    for name in ("dataset", "pair", "list", "newbob"):
+        assert log[f"{name}_loss"][0] == pytest.approx(np.mean(losses), abs=1e-5)
+    if strategy is None:  # each replica divides by its own part
+        assert log["triple_loss"][0] == pytest.approx(np.mean(losses * weight), abs=1e-5)
+
+
 def test_held_out_works_without_a_strategy():
     model = make_model()
     callback = tfpara.callbacks.HeldOut(

@@ -456,6 +456,34 @@ def test_what_flock_says_is_told_apart(tmp_path, monkeypatch, number, message):
     assert (tmp_path / "lock").read_text() == "process 7 on elsewhere"
 
 
+def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
+    run(tmp_path, epochs=1)
+    assert capsys.readouterr().out == ""
+    _, history, strategy = run(tmp_path, epochs=1)
+    assert (history, strategy.statistics().steps) == ({}, STEPS)
+    assert capsys.readouterr().out == (
+        f"The run in '{tmp_path}' is complete: 1 of 1 epochs are trained (checkpoint 2), so "
+        "nothing is trained now. To train longer, give fit more epochs. To begin anew, give "
+        "another directory or remove this one.\n"
+    )
+    assert len(run(tmp_path, epochs=2)[1]["loss"]) == 1
+    assert capsys.readouterr().out == "Resuming from checkpoint 2: epoch 2.\n"
+
+
+def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
+    def fit():
+        strategy, model = make()
+        stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+        callbacks = [stop, checkpoint]
+        model.fit(epoch_data(strategy), epochs=9, verbose=0, callbacks=callbacks)
+        checkpoint._checkpoints.store.release()
+        return capsys.readouterr().out
+
+    assert fit() == ""
+    assert "is complete: it stopped by itself after 2 epochs (checkpoint 3), so nothing" in fit()
+
+
 def test_one_callback_in_several_fits(tmp_path):
     """A fit for each epoch is one run; the same epochs again are not."""
     strategy, model = make()

@@ -13,6 +13,7 @@ that the rule would broadcast, with the optimizer's slots of one of the former r
 from __future__ import annotations
 
 import json
+import os
 import random
 import secrets
 import warnings
@@ -396,6 +397,33 @@ def check_run(path: Any, manifest: Mapping[str, Any], mine: Mapping[str, Any]) -
             "may differ in the last digits.",
             stacklevel=3,
         )
+
+
+def taken_up(
+    directory: Any, number: int, position: Mapping[str, Any], where: str, epochs: int
+) -> str:
+    """What the user is told where a run is taken up: where it goes on, or that it is complete.
+
+    Args:
+        directory: of the checkpoints.
+        number: of the one that it goes on from.
+        position: there: the "epoch", from 0, and whether training had been "finished".
+        where: it is within the epoch, in words; "" at its begin.
+        epochs: that this `fit` is to train.
+    """
+    done = position["epoch"]
+    if not position["finished"] and done < epochs:
+        return f"Resuming from checkpoint {number}: epoch {done + 1}{where}."
+    if position["finished"]:
+        why = f"it stopped by itself after {done} epochs"
+        longer = ""
+    else:
+        why = f"{epochs} of {epochs} epochs are trained"
+        longer = "To train longer, give fit more epochs. "
+    return (
+        f"The run in {os.fspath(directory)!r} is complete: {why} (checkpoint {number}), so nothing "
+        f"is trained now. {longer}To begin anew, give another directory or remove this one."
+    )
 
 
 def collected(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,19 +135,32 @@ def checked_period(sync_period: int) -> int:
     return sync_period
 
 
-def checked_averages(averages: Mapping[str, Any], asynchronous: bool = False) -> dict[str, Any]:
+def checked_averages(
+    averages: Mapping[str, Any] | None, asynchronous: bool = False
+) -> dict[str, Any]:
     """Returns the averages if they are average objects under free names, else raises.
 
     Args:
-        averages: by name.
+        averages: by name; None: none.
         asynchronous: whether the strategy can start a mean, so that RunningThenMean makes sense.
     """
     kinds = algorithms.AVERAGES + ((algorithms.RunningThenMean,) if asynchronous else ())
     known = ", ".join(f"tfpara.{kind.__name__}(...)" for kind in kinds)
+    if averages is None:
+        return {}
+    if not isinstance(averages, Mapping) or not all(isinstance(name, str) for name in averages):
+        raise TypeError(
+            f"averages={averages!r} must map names, which are yours to choose, to average objects: "
+            f'averages={{"ema": tfpara.EMA(0.99)}}. There are: {known}.'
+        )
     for name, average in averages.items():
         if not isinstance(average, kinds):
+            what = (
+                "the class; write it with its arguments" if average in kinds else "no such object"
+            )
             raise TypeError(
-                f"averages[{name!r}]={average!r} is not an average object. There are: {known}."
+                f"averages[{name!r}]={average!r} is not an average object, but {what}. There are: "
+                f"{known}."
             )
         if name in ("global", "local"):
             raise ValueError(f"averages: the name {name!r} is taken. Choose another.")

@@ -113,7 +113,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         settings = Settings(
             rule=checked_rule(rule),
             sync_period=checked_period(sync_period),
-            averages=checked_averages(averages or {}),
+            averages=checked_averages(averages),
             local_state=checked_local_state(local_state, rule, overlap, fragments),
             aggregation=checked_aggregation(aggregation),
             timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),

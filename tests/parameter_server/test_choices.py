@@ -100,7 +100,7 @@ def test_the_mean_starts_once_the_average_is_better(rule, averages):
     noisy = X @ TRUE + rng.normal(size=(128, 1)).astype("float32")
     strategy, model = made(0.12, rule, workers=2, averages=averages)
     held_out = tf.data.Dataset.from_tensors((X, X @ TRUE))
-    start = tfpara.StartMean(held_out, verbose=0)
+    start = tfpara.StartMean((X, X @ TRUE), verbose=0)
     logs = strategy.fit(
         model, X, noisy, batch_size=2, epochs=4, chunks=4, verbose=0, callbacks=[start]
     )

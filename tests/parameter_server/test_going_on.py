@@ -55,7 +55,7 @@ class Note(keras.callbacks.Callback):
         self.epochs = list(state["epochs"])
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_all_that_the_servers_hold(tmp_path):
+def test_a_run_goes_on_from_a_checkpoint_with_all_that_the_servers_hold(tmp_path, capsys):
     averages = {"ema": tfpara.EMA(0.9)}
     one, model = made(averages=averages, optimizer="adam")
     before = Note()
@@ -72,7 +72,10 @@ def test_a_run_goes_on_from_a_checkpoint_with_all_that_the_servers_hold(tmp_path
     assert counted.samples == 3 * 96
     # Where nothing is left to do, the state is that of the checkpoint.
     three, same = made(averages=averages, optimizer="adam")
+    capsys.readouterr()
     train(three, same, 3, [tfpara.AsyncCheckpoint(tmp_path)])
+    said = f"The run in '{tmp_path}' is complete: 3 of 3 epochs are trained (checkpoint 3)"
+    assert said in capsys.readouterr().out
     for got, expected in zip(same.get_weights(), again.get_weights(), strict=True):
         np.testing.assert_array_equal(got, expected)
     # Both averages went on from the same one.

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from tfpara.callbacks.sync_watch import SyncWatch
-from tfpara.checkpoint import IF_DAMAGED, Checkpoints
+from tfpara.checkpoint import IF_DAMAGED, Checkpoints, taken_up
 from tfpara.exchange import everyones
 from tfpara.reports import Request
 from tfpara.statistics import Agreement
@@ -129,13 +129,13 @@ class Checkpoint(keras.callbacks.Callback):
         self._resumed = position
         self._saved = (position["epoch"], position["steps"])
         self._saved_syncs = self._checkpoints.synchronizer.agreement().syncs
+        epochs = self.params.get("epochs", 1)
         if strategy.is_chief:
-            where = f"epoch {position['epoch'] + 1}"
-            where += f", step {position['steps']}" if position["steps"] else ""
-            print(f"Resuming from checkpoint {position['number']}: {where}.", flush=True)
+            where = f", step {position['steps']}" if position["steps"] else ""
+            number = position["number"]
+            print(taken_up(self._directory, number, position, where, epochs), flush=True)
         # As Keras' BackupAndRestore does it; `fit` begins there.
-        epoch = self.params.get("epochs", 1) if position["finished"] else position["epoch"]
-        self.model._initial_epoch = epoch
+        self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         resumed, self._resumed = self._resumed, None

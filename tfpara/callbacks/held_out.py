@@ -31,8 +31,9 @@ class HeldOut(keras.callbacks.Callback):
     nothing had been scored.
 
     Args:
-        dataset: held-out data, in any form that `model.evaluate` takes. A plain dataset is the same
-            whole one on every worker, and is divided among them.
+        dataset: held-out data, in any form that `fit` takes as `validation_data`: a dataset, or a
+            tuple (x, y) or (x, y, sample_weight) of arrays. It is the same whole one on every
+            worker, and is divided among them.
         which: the weights to score: "global", "local" (each replica's own, on its part of the
             data), an average's name, a list of these, or "all" there are.
         name: prefix of the results.
@@ -167,7 +168,7 @@ class HeldOut(keras.callbacks.Callback):
             with contextlib.ExitStack() as stack:
                 if hasattr(strategy, "weights"):
                     stack.enter_context(strategy.weights(self.model, which))
-                results[which] = self.model.evaluate(self._dataset, verbose=0, return_dict=True)
+                results[which] = evaluate(self.model, self._dataset)
         if getattr(strategy, "is_chief", True):
             syncs = strategy.statistics().syncs if hasattr(strategy, "statistics") else 0
             self._write(passes, syncs, results)
@@ -183,6 +184,16 @@ class HeldOut(keras.callbacks.Callback):
             for key, value in scores.items()
         }
         self._scalars.write(syncs, values)
+
+
+def evaluate(model: keras.Model, data: Any) -> dict[str, float]:
+    """The loss and metrics of a model on data that `fit` would take as `validation_data`."""
+    x, y, sample_weight = (
+        keras.utils.unpack_x_y_sample_weight(data)
+        if isinstance(data, tuple | list)
+        else (data, None, None)
+    )
+    return model.evaluate(x, y, sample_weight=sample_weight, verbose=0, return_dict=True)
 
 
 class _Table:

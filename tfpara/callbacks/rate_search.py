@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara.callbacks.held_out import evaluate
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.exchange import everyones
 from tfpara.schedules import best_rate, candidate_rates
@@ -33,8 +34,8 @@ class SearchRate(Schedule):
             that returns one. Every worker needs at least one minibatch.
         factors: candidates, as multiples of the present rate. 1 keeps it.
         rates: the candidates themselves, in place of `factors`.
-        held_out: data that scores the candidates in place of the sample, as `model.evaluate` takes
-            it.
+        held_out: data that scores the candidates in place of the sample, as `fit` takes
+            `validation_data`.
         verbose: 1: the chief prints a line for each choice; 0: none.
 
     Raises:
@@ -119,7 +120,7 @@ class SearchRate(Schedule):
 
     def _score(self, sample: Any) -> float:
         held_out = sample if self._held_out is None else self._held_out
-        return float(self.model.evaluate(held_out, verbose=0, return_dict=True)["loss"])
+        return float(evaluate(self.model, held_out)["loss"])
 
     def _any_has_diverged(self, before: TrainingState) -> bool:
         """Whether a replica has, of any worker: `evaluate`, whose end is a sync, would refuse."""

@@ -21,7 +21,7 @@ class Newbob(Schedule):
     the papers. The scores join the epoch's log as those of `HeldOut` do, which this replaces.
 
     Args:
-        validation: held-out data in any form that `model.evaluate` takes. Or the name of an entry
+        validation: held-out data in any form that `HeldOut` takes. Or the name of an entry
             that the epoch's log has already, such as "validation_loss" of a `HeldOut` before this
             callback; `metric`, `which` and `name` then say nothing but how `initial` is scored.
         metric: "loss" or the name of a compiled metric.

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.callbacks.checkpointing import RESTART_EXIT_CODE, Preempted
-from tfpara.checkpoint import IF_DAMAGED, check_run, collected
+from tfpara.checkpoint import IF_DAMAGED, check_run, collected, taken_up
 from tfpara.checkpoint_store import CheckpointError, Store
 from tfpara.settings import versions
 
@@ -205,7 +205,8 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         position = manifest["position"]
         self._running.resume(position["epoch"], position["within"], position["finished"])
         where = ", within it" if position["within"] else ""
-        print(f"Resuming from checkpoint {number}: epoch {position['epoch'] + 1}{where}.")
+        epochs = self.params.get("epochs", 1)
+        print(taken_up(self._store.directory, number, position, where, epochs), flush=True)
 
     # -- SIGTERM ---------------------------------------------------------------------------------
 

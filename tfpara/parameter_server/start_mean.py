@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfpara.algorithms import RunningThenMean
+from tfpara.callbacks.held_out import evaluate
 
 
 class StartMean(keras.callbacks.Callback):
@@ -17,7 +18,7 @@ class StartMean(keras.callbacks.Callback):
     (`tfpara.algorithms.RunningThenMean`), and nothing is scored any more.
 
     Args:
-        dataset: held-out data, in any form that `model.evaluate` takes.
+        dataset: held-out data, in any form that `fit` takes as `validation_data`.
         every_chunks: chunks between two comparisons.
         verbose: 1: prints a line when the mean starts; 0: none.
 
@@ -78,8 +79,7 @@ class StartMean(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         for which in ("global", "average"):
             with strategy.weights(self.model, which):
-                scores = self.model.evaluate(self._dataset, verbose=0, return_dict=True)
-                losses[which] = scores["loss"]
+                losses[which] = evaluate(self.model, self._dataset)["loss"]
         if losses["average"] < losses["global"]:
             strategy.start_mean(self.model)
             self._started = True

@@ -94,7 +94,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     ) -> None:
         checked_rule(rule)
         checked_period(sync_period)
-        self._averages = checked_averages(averages or {}, asynchronous=True)
+        self._averages = checked_averages(averages, asynchronous=True)
         if isinstance(rule, AveragedASGD):
             if "average" in self._averages:
                 raise ValueError("averages has 'average', which is the name of AveragedASGD's own.")

@@ -1,9 +1,9 @@
 """A worker that trains a while and meets a fault of its own making.
 
-Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model), and
-fault: null, "nan" (weights become NaN), "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself),
-"load" (other weights than the chief's), "leave" (exits with 0 in the middle of training), "sleep"
-(longer than the others wait).
+Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model),
+schedules (whether rates are searched and an epoch is given up), and fault: null, "nan" (weights
+become NaN), "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other weights than the
+chief's), "leave" (exits with 0 in the middle of training), "sleep" (longer than the others wait).
 """
 
 import json
@@ -41,8 +41,27 @@ class Fault(keras.callbacks.Callback):
                 time.sleep(15)
 
 
+def schedules(strategy):
+    """A rate that diverges on one worker alone, and an epoch that is not better."""
+
+    def sample(_):
+        x = np.full((8, 6), float(strategy.worker_index), "float32")
+        return tf.data.Dataset.from_tensors((x, x[:, :4] + x[:, 1:5]))
+
+    class Scores(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["score"] = 1.0 + epoch
+
+    search = tfpara.callbacks.SearchRate(
+        lambda _: strategy.distribute_datasets_from_function(sample), rates=[0.1, 1e38]
+    )
+    rule = tfpara.schedules.NewbobRule(reject_worse=True)
+    return [search, Scores(), tfpara.callbacks.Newbob("score", rule=rule)]
+
+
 def main():
     options = json.loads(sys.argv[1])
+    scheduled = options.pop("schedules", False)
     fault = options.pop("fault", None)
     units = options.pop("units", 7)
     rule = eval(options.pop("rule", "tfpara.BSP()"))
@@ -59,8 +78,9 @@ def main():
     x = np.random.default_rng(0).normal(size=(400, 6)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :4])).batch(8)
     callbacks = [Fault(strategy, fault)] if fault not in (None, "load") else []
-    model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
-    print("trained", flush=True)
+    callbacks += schedules(strategy) if scheduled else []
+    log = model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history
+    print("trained", log.get("learning_rate"), flush=True)
 
 
 if __name__ == "__main__":
