@@ -15,10 +15,12 @@ X = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
 Y = X @ np.random.default_rng(1).normal(size=(6, 2)).astype("float32")
 
 
-def made(rule=None, optimizer=None, **options):
-    """A strategy of three simulated workers, and a model."""
+def made(rule=None, optimizer=None, workers=3, servers=1, **options):
+    """A strategy of simulated workers, and a model."""
     options = {"speeds": tfpara.Speed(spread=0.3), **options}
-    strategy = tfpara.simulate_async(3, rule or tfpara.ASGD(), **options)
+    strategy = tfpara.simulate_async(workers, rule or tfpara.ASGD(), **options)
+    if servers > 1:
+        strategy._processes.server_devices = tuple(f"CPU:{k}" for k in range(servers))
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = keras.Sequential(
@@ -168,6 +170,157 @@ def test_weights_that_are_set_between_two_fits_are_trained_on():
         np.testing.assert_array_equal(model.get_weights()[0], 1.0)
 
 
+def global_weights(strategy, model):
+    with strategy.weights(model, "global"):
+        return model.get_weights()
+
+
+def are_all(weights, value):
+    for weight in weights:
+        np.testing.assert_array_equal(weight, value)
+
+
+class Set(keras.callbacks.Callback):
+    """Sets all weights at a hook, and the next time it is called to one more."""
+
+    def __init__(self, hook, value=1.0):
+        super().__init__()
+        self.value = value
+        setattr(self, hook, self.set)
+
+    def set(self, *_, **__):
+        self.model.set_weights([np.full_like(w, self.value) for w in self.model.get_weights()])
+        self.value += 1.0
+
+
+RULES = [tfpara.ASGD(), tfpara.Downpour(), tfpara.AsyncEASGD(0.3)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    ("hook", "value"),
+    [("on_train_begin", 1), ("on_epoch_begin", 2), ("on_epoch_end", 2), ("on_train_end", 1)],
+)
+def test_weights_that_a_callback_sets_are_trained_on(rule, hook, value):
+    still = keras.optimizers.SGD(0.0)
+    strategy, model = made(rule, still, servers=2, averages={"ma": tfpara.MA()})
+    before = model.get_weights()
+    train(strategy, model, 1)  # workers of EASGD have models of their own now
+    for got, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    train(strategy, model, 2, [Set(hook)])
+    are_all(model.get_weights(), value)
+    are_all(global_weights(strategy, model), value)
+    train(strategy, model, 1)
+    are_all(global_weights(strategy, model), value)
+    with strategy.weights(model, "ma"):  # started anew
+        are_all(model.get_weights(), value)
+
+
+def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path):
+    def callbacks(*first):
+        return [*first, tfpara.AsyncCheckpoint(tmp_path)]
+
+    strategy, model = made(optimizer=keras.optimizers.SGD(0.0))
+    train(strategy, model, 1, callbacks(Set("on_epoch_end", 5.0)))
+    again, resumed = made(optimizer=keras.optimizers.SGD(0.0))
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: seen.append(resumed.get_weights())
+    )
+    train(again, resumed, 2, callbacks(look))
+    are_all(seen[0], 5.0)  # the chief's model is the checkpoint's, too
+    are_all(resumed.get_weights(), 5.0)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_weights_that_are_set_while_workers_train_are_refused(epochs, monkeypatch):
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    strategy, model = made()
+    told = "kernel' was set while workers train.*on_epoch_end, or between"
+    with pytest.raises(ValueError, match=told):
+        train(strategy, model, epochs, [Set("on_train_batch_end")])
+    trained = model.get_weights()
+    assert not np.array_equal(trained[0], np.full_like(trained[0], 1.0))
+    for got, expected in zip(trained, global_weights(strategy, model), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    train(strategy, model, 1)
+
+
+def test_weights_that_are_set_where_they_would_be_lost_are_refused():
+    strategy, model = made(averages={"ma": tfpara.MA()})
+    ones = [np.ones_like(w) for w in model.get_weights()]
+    train(strategy, model)
+    kept = model.get_weights()
+    with (
+        pytest.raises(ValueError, match=r"set inside `with strategy.weights\(..., 'ma'\)`"),
+        strategy.weights(model, "ma"),
+    ):
+        model.set_weights(ones)
+    for got, expected in zip(model.get_weights(), kept, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    with strategy.weights(model, "ma"):
+        before = model.get_weights()
+        with strategy.weights(model, "global"):
+            np.testing.assert_array_equal(model.get_weights()[0], kept[0])
+        np.testing.assert_array_equal(model.get_weights()[0], before[0])
+        with pytest.raises(ValueError, match="shows its 'ma' weights"):
+            train(strategy, model)
+    np.testing.assert_array_equal(global_weights(strategy, model)[0], kept[0])
+
+
+def test_frozen_weights_that_a_callback_sets_are_refused():
+    strategy = tfpara.simulate_async(1, tfpara.ASGD())
+    with strategy.scope():
+        frozen = keras.layers.Dense(4, trainable=False)
+        model = keras.Sequential([keras.Input((6,)), frozen, keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    zeros = [np.zeros((6, 4)), np.zeros(4)]
+    change = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: frozen.set_weights(zeros)
+    )
+    with pytest.raises(ValueError, match="kernel' is frozen, and was set while fit runs"):
+        train(strategy, model, 1, [change])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_a_snapshot_goes_back_to_all_that_training_changes(rule, optimizer):
+    """One worker, one order of the data: training goes the same way again."""
+    kind = keras.optimizers.SGD(0.02, momentum=0.9) if optimizer == "momentum" else optimizer
+    strategy, model = made(rule, kind, workers=1, servers=2)
+    options = {"shuffle": False, "initial_epoch": 1, "chunks": 2}
+    train(strategy, model, 1, shuffle=False)
+    go_back = strategy.snapshot(model)
+    kept = model.get_weights()
+    ends = []
+    for _ in range(2):
+        train(strategy, model, 2, **options)
+        ends.append(model.get_weights())
+        go_back()
+        for got, expected in zip(model.get_weights(), kept, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(global_weights(strategy, model)[0], kept[0])
+    assert not np.allclose(ends[0][0], kept[0], atol=1e-4)
+    for got, expected in zip(*ends, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    model.optimizer.learning_rate = 0.0  # stays as it is
+    train(strategy, model, 2, [keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: go_back())])
+    assert strategy._servers[model][0].learning_rate == 0.0
+
+
+def test_snapshots_are_of_the_time_between_epochs(monkeypatch):
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    strategy, model = made()
+    with pytest.raises(ValueError, match="not been trained yet"):
+        strategy.snapshot(model)
+    hook = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: strategy.snapshot(model)
+    )
+    with pytest.raises(ValueError, match="in the middle of an epoch"):
+        train(strategy, model, 1, [hook])
+
+
 def test_a_model_that_is_compiled_again_has_the_new_optimizer():
     strategy, model = made()
     train(strategy, model)
@@ -179,20 +332,22 @@ def test_a_model_that_is_compiled_again_has_the_new_optimizer():
 
 
 def test_early_stopping_leaves_the_best_weights():
-    strategy, model = made(optimizer=keras.optimizers.SGD(3.0))  # diverges slowly
-
-    class First(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 0:
-                self.weights = self.model.get_weights()
-
-    first = First()
-    stopping = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
-    model.optimizer.learning_rate = 0.3
-    history = train(strategy, model, 6, [first, stopping])
-    best = int(np.argmin(history.history["loss"]))
-    if best == 0 and len(history.history["loss"]) > 1:
-        np.testing.assert_array_equal(model.get_weights()[0], first.weights[0])
+    strategy, model = made(optimizer=keras.optimizers.SGD(0.02))
+    seen = []
+    worse = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: logs.update(score=[3.0, 1.0, 2.0, 2.0][epoch])
+    )
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(model.get_weights())
+    )
+    best = {"mode": "min", "patience": 2, "restore_best_weights": True}
+    stopping = keras.callbacks.EarlyStopping("score", **best)
+    train(strategy, model, 6, [worse, look, stopping])
+    assert len(seen) == 4
+    assert not np.array_equal(seen[1][0], seen[3][0])
+    for now in (model.get_weights(), global_weights(strategy, model)):
+        for got, expected in zip(now, seen[1], strict=True):
+            np.testing.assert_array_equal(got, expected)
 
 
 def test_a_callback_sets_the_rate_on_the_servers():

@@ -119,6 +119,11 @@ def test_runs_on_a_cluster_are_repeated_in_the_simulation():
             np.testing.assert_allclose(values, got["histories"][1][name], rtol=1e-4)
 
 
+def test_weights_that_a_callback_sets_reach_servers_and_workers():
+    ones = [[1.0, 1.0], [1.0, 1.0]]
+    assert run("set", workers=2, ps=2) == {"ASGD": ones, "AsyncEASGD": ones}
+
+
 def test_a_broken_chunk_is_named(tmp_path):
     for k in (0, 1, 3):
         (tmp_path / str(k)).write_text("1 2 3 4 5 6\n1 2 3 4 5 6\n")

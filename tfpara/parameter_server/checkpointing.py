@@ -130,6 +130,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         return self._terminated or self.model.distribute_strategy.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
+        self.model.distribute_strategy.write(self.model)  # what callbacks before this one have set
         self._number += 1
         number = self._number
         manifest = {

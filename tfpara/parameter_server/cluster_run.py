@@ -37,6 +37,7 @@ class Cluster:
         choose_rate: Callable[[tf.data.Dataset], tf.Tensor] | None = None,
     ) -> None:
         self._coordinator = coordinator
+        self._server = server
         self._chunks = chunks
         self._scheduled: list[tuple[tuple[int, int], Any]] = []  # places and results to come
         self._train = chunk_function(server, work, chunks, sync_period, choose_rate)
@@ -44,7 +45,8 @@ class Cluster:
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
         """Hands chunks of an epoch to the workers, one at a time."""
         for chunk in chunks:
-            place = (tf.constant(epoch, tf.int64), tf.constant(chunk, tf.int64))
+            numbers = (epoch, chunk, self._server.generation)
+            place = [tf.constant(number, tf.int64) for number in numbers]
             arguments = tf.nest.map_structure(
                 tf.convert_to_tensor, self._chunks.arguments(epoch, chunk)
             )
@@ -111,7 +113,10 @@ def chunk_function(
     sync_period: int,
     choose_rate: Callable[[tf.data.Dataset], tf.Tensor] | None = None,
 ) -> Callable[..., Any]:
-    """A graph function for `ClusterCoordinator.schedule`: `fn(epoch, chunk, *arguments)`.
+    """A graph function for `ClusterCoordinator.schedule`.
+
+    It is called as `fn(epoch, chunk, generation, *arguments)`, with numbers and with the chunk's
+    arguments.
 
     It loops over the chunk, from where the books say that it is: pull, `sync_period` minibatches,
     push; and ends early when workers are halted.
@@ -126,7 +131,7 @@ def chunk_function(
     local = _LocalModel(work, server) if work.local else None
 
     @tf.function(reduce_retracing=True, autograph=False)
-    def train(epoch: Any, chunk: Any, *arguments: Any) -> tf.Tensor:
+    def train(epoch: Any, chunk: Any, generation: Any, *arguments: Any) -> tf.Tensor:
         worker = tf.cast(
             tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
         )
@@ -141,14 +146,14 @@ def chunk_function(
         def block(at: _At) -> tuple[_At]:
             with tf.control_dependencies([at.go]):
                 pulled = server.pull(worker)
-                weights, optimizer = local.read(pulled.weights) if local else ([], [])
+                weights, optimizer = local.read(pulled.weights, generation) if local else ([], [])
             begun = work.begin(pulled, at.own, weights, optimizer, rate)
             trained, element = _minibatches(work, begun, at.element, iterator, sync_period)
             place = Place(epoch, chunk, at.done)
             answer = server.push(work.push(trained, pulled, worker, place, rate), pulled)
             written = [*answer.versions]
             if local:
-                written += local.write(*work.kept(trained, answer.moves))
+                written += local.write(*work.kept(trained, answer.moves), generation)
             with tf.control_dependencies(written):
                 # A push that is left out has come too late: what follows it would be left out too.
                 go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
@@ -186,7 +191,8 @@ class _LocalModel:
     """A worker's own optimizer, and weights if it has them, kept in its process between blocks.
 
     The variables are known by name on whatever worker the graph runs. A worker that has none, at
-    first or since it was started again, begins with the server's model.
+    first or since it was started again, or one of a former generation of the server's model, begins
+    with the server's model.
     """
 
     def __init__(self, work: Work, server: Server) -> None:
@@ -194,28 +200,38 @@ class _LocalModel:
         self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
         self._count = len(server.names) if work.local_models else 0
 
-    def read(self, weights: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    def read(
+        self, weights: Sequence[tf.Tensor], generation: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The local weights and optimizer; `weights` and a new optimizer at first."""
-        first = [*weights[: self._count], *self._start]
+        first = [*weights[: self._count], *self._start, generation]
         handles = self._handles(first)
-        there = tf.raw_ops.VarIsInitializedOp(resource=handles[-1])
+
+        def kept(number: int) -> tf.Tensor:
+            return tf.raw_ops.ReadVariableOp(resource=handles[number], dtype=first[number].dtype)
+
+        there = tf.cond(
+            tf.raw_ops.VarIsInitializedOp(resource=handles[-1]),
+            lambda: tf.equal(kept(-1), generation),
+            lambda: False,
+        )
         values = tf.cond(
             there,
-            lambda: [
-                tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
-                for handle, value in zip(handles, first, strict=True)
-            ],
+            lambda: [kept(k) for k in range(len(first))],
             lambda: [tf.identity(value) for value in first],
         )
         for value, start in zip(values, first, strict=True):
             value.set_shape(start.shape)
-        return values[: self._count], values[self._count :]
+        return values[: self._count], values[self._count : -1]
 
     def write(
-        self, weights: Sequence[tf.Tensor], optimizer: Sequence[tf.Tensor]
+        self,
+        weights: Sequence[tf.Tensor],
+        optimizer: Sequence[tf.Tensor],
+        generation: tf.Tensor,
     ) -> list[tf.Operation]:
-        """Keeps both."""
-        values = [*weights, *optimizer]
+        """Keeps both, and the generation that they are of."""
+        values = [*weights, *optimizer, generation]
         return [
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             for handle, value in zip(self._handles(values), values, strict=True)

@@ -22,6 +22,7 @@ class Fit:
 
     Attributes:
         epoch: the epoch that is trained, from 0.
+        within_epoch: whether workers train, or pause, in the middle of it.
         chunks_done: chunks of it that are in the model.
     """
 
@@ -53,7 +54,7 @@ class Fit:
         )
         _check_period(strategy.sync_period, self._chunks)
         self._strategy = strategy
-        self._model = model
+        self.model = model
         self.server, self.work = strategy.server_of(model, self._chunks.element_spec)
         self.server.divide(self._chunks.count)
         choose_rate = None
@@ -63,6 +64,7 @@ class Fit:
         self._seen = 0  # minibatches of this epoch that callbacks were told of
         self._resumed_epoch: int | None = None
         self.epoch = 0
+        self.within_epoch = False
         self.chunks_done = 0
         self.at_failure: list[Callable[[], None]] = []  # called where `run` fails
 
@@ -70,7 +72,7 @@ class Fit:
         self, epochs: int, first: int, verbose: str | int, callbacks: Any, validation: Any
     ) -> keras.callbacks.History:
         """Trains the epochs `first` … `epochs` − 1, or from where a checkpoint was."""
-        model = self._model
+        model = self.model
         model.stop_training = False
         _check_frequency(validation[-1])
         if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -87,19 +89,25 @@ class Fit:
         self.epoch = first
         logs: dict[str, Any] = {}
         callbacks.on_train_begin()
+        self._strategy.write(model)
         while self.epoch < epochs and not model.stop_training:
             self.server.open_epoch(self.epoch, anew=self._resumed_epoch != self.epoch)
             self._seen = int(np.sum(self.server.books.progress))
             model.reset_metrics()
             callbacks.on_epoch_begin(self.epoch)
+            self._strategy.write(model)
+            self.within_epoch = True
             self._train_epoch(callbacks)
+            self._strategy.write(model)  # what was set in the epoch would be lost
+            self.within_epoch = False
             self._strategy.read(model)
             logs = self._logs()
             logs.update(self._validated(*validation))
             epoch, self.epoch = self.epoch, self.epoch + 1
             callbacks.on_epoch_end(epoch, logs)
-        self._strategy.read(model)
+            self._strategy.write(model)
         callbacks.on_train_end(logs)
+        self._strategy.write(model)
         return model.history
 
     def resume(self, epoch: int, within: bool, finished: bool) -> None:
@@ -114,7 +122,8 @@ class Fit:
         self._resumed_epoch = epoch if within else None
         # The checkpoint has both rates; a search moves that of the servers alone.
         self.server.told_rate = self._chiefs_rate()
-        self._model.stop_training = finished
+        self._strategy.read(self.model)
+        self.model.stop_training = finished
 
     def give_up(self) -> None:
         """Leaves the workers idle and the model with the global weights; `run` has failed."""
@@ -122,7 +131,7 @@ class Fit:
             function()
         with contextlib.suppress(tf.errors.OpError):  # the cluster may be gone
             self.server.books.halted.assign(True)
-            self._strategy.read(self._model)
+            self._strategy.read(self.model)
 
     @property
     def num_chunks(self) -> int:
@@ -149,12 +158,15 @@ class Fit:
     def _train_epoch(self, callbacks: Any) -> None:
         self._follow_rate()
         self._submit()
+        first = True
         while True:
             done = self._wait()
             self.chunks_done = int(np.sum(self.server.books.finished))
-            self._tell(callbacks)
+            if self._tell(callbacks) and first:
+                self._strategy.write(self.model)  # so that an error does not wait for the end
+                first = False
             self._follow_rate()
-            if self._model.stop_training and not done:
+            if self.model.stop_training and not done:
                 self._halt()
                 return
             if done and not self._submit_left():
@@ -167,7 +179,7 @@ class Fit:
     def _submit_left(self) -> bool:
         """Submits again what was not finished, though its run has ended; False if nothing."""
         left = not bool(np.all(self.server.books.finished))
-        if left and not self._model.stop_training:
+        if left and not self.model.stop_training:
             self._submit()
             return True
         return False
@@ -180,13 +192,15 @@ class Fit:
         except tf.errors.OpError as error:
             raise explained(error, self._strategy) from error
 
-    def _tell(self, callbacks: Any) -> None:
+    def _tell(self, callbacks: Any) -> bool:
         """Calls the batch hooks, where there were pushes, for the newest minibatch."""
         seen = int(np.sum(self.server.books.progress))
-        if seen > self._seen:
-            callbacks.on_train_batch_begin(seen - 1)
-            callbacks.on_train_batch_end(seen - 1, self._logs())
-            self._seen = seen
+        if seen <= self._seen:
+            return False
+        callbacks.on_train_batch_begin(seen - 1)
+        callbacks.on_train_batch_end(seen - 1, self._logs())
+        self._seen = seen
+        return True
 
     def _follow_rate(self) -> None:
         """Gives the servers the rate of the model's optimizer where a callback has changed it."""
@@ -198,12 +212,12 @@ class Fit:
         """That of the model's optimizer, where it is a number that the servers have."""
         if self.server.learning_rate is None:
             return None
-        return float(self._model.optimizer.learning_rate)
+        return float(self.model.optimizer.learning_rate)
 
     def _logs(self) -> dict[str, Any]:
-        for variable, value in zip(metric_variables(self._model), self.server.metrics, strict=True):
+        for variable, value in zip(metric_variables(self.model), self.server.metrics, strict=True):
             variable.assign(tf.identity(value))
-        results = self._model.get_metrics_result()
+        results = self.model.get_metrics_result()
         return {name: float(value) for name, value in results.items()}
 
     def _validated(self, data: Any, batch_size: int | None, every: Any) -> dict[str, Any]:
@@ -216,7 +230,7 @@ class Fit:
             if isinstance(data, tuple | list)
             else (data, None, None)
         )
-        results = self._model.evaluate(
+        results = self.model.evaluate(
             x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
         )
         return {f"val_{name}": value for name, value in results.items()}

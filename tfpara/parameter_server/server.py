@@ -141,6 +141,7 @@ class Server:
             with tf.device(self.first.device):
                 self._local_rate = variable(model.optimizer.learning_rate.value)
         self.told_rate = self.learning_rate  # the chief's, as the servers know it
+        self.generation = 0  # of models: workers with a local one begin anew with the next
         bound = getattr(rule, "max_staleness", None)
         with tf.device(self.first.device):
             self.state = [variable(v.value) for v in state]
@@ -433,13 +434,15 @@ class Server:
                 found[index] = value
         return found
 
-    def set_weights(self, weights: Sequence[Any], state: Sequence[Any]) -> None:
-        """Goes on from other weights and moving statistics; averages start anew.
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Goes on from other weights; averages, and what workers have of their own, start anew.
+
+        No worker may be between a pull and a push.
 
         Args:
             weights: in the model's order.
-            state: in the order of `state`.
         """
+        self.generation += 1
         for shard in self.shards:
             for place, index in enumerate(shard.indices):
                 with tf.device(shard.device):
@@ -449,8 +452,30 @@ class Server:
                         started = average.init(value)
                         for kept, new in zip(shard.averages[name][place], started, strict=True):
                             kept.assign(tf.cast(new, kept.dtype))
+
+    def set_state(self, state: Sequence[Any]) -> None:
+        """Goes on from other moving statistics, in the order of `state`."""
         for shared, value in zip(self.state, state, strict=True):
             shared.assign(tf.identity(value))
+
+    def snapshot(self) -> Callable[[], None]:
+        """Keeps weights, moving statistics and the optimizers' slots and steps, on the servers.
+
+        Returns:
+            What goes back to them, as `set_weights` does. The learning rate stays as it is then.
+        """
+        weights, state = self.global_weights(), [tf.identity(v) for v in self.state]
+        rates = {id(rate) for _, rate in self._rates()}
+        held = [slot for shard in self.shards for slot in shard.optimizer if id(slot) not in rates]
+        slots = [(slot, tf.identity(slot)) for slot in held]
+
+        def restore() -> None:
+            self.set_weights(weights)
+            self.set_state(state)
+            for slot, value in slots:
+                slot.assign(value)
+
+        return restore
 
     def start_mean(self, name: str) -> None:
         """Has the running average `name` go on as a mean."""

@@ -61,6 +61,7 @@ class _Worker:
         self.block: Block | None = None
         self.weights: list[tf.Tensor] = []  # of rules with local models
         self.optimizer = start
+        self.generation = 0  # of the server's model that the local one is of
 
 
 class Simulation:
@@ -98,8 +99,8 @@ class Simulation:
         )
         self._speeds = list(speeds)
         self._random = [np.random.default_rng([seed, k]) for k in range(len(speeds))]
-        start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
-        self._workers = [_Worker(k, start) for k in range(len(speeds))]
+        self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
+        self._workers = [_Worker(k, self._start) for k in range(len(speeds))]
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         self._events: list[tuple[float, int]] = []  # time and worker of the next pushes
         self._refused: list[_Worker] = []  # whose pushes must wait
@@ -148,6 +149,9 @@ class Simulation:
             if not self._ask(_long(worker.index)):
                 continue
             worker.pulled = self._pull()
+            if worker.generation != self._server.generation:
+                worker.weights, worker.optimizer = [], self._start
+                worker.generation = self._server.generation
             local = (worker.weights or worker.pulled.weights, worker.optimizer)
             worker.block = self._begin(
                 worker.pulled,

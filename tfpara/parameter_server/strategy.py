@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
+from tfpara.parameter_server.chief_model import ChiefModel
 from tfpara.parameter_server.errors import lost
 from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.server import Server
@@ -111,6 +111,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         self._record = record
         self._states: dict[str, Any] = {}
         self._servers: dict[keras.Model, tuple[Server, Work]] = {}
+        self._copies: dict[keras.Model, ChiefModel] = {}
         self.running: Fit | None = None
 
     rule = property(lambda self: self._rule, doc="The rule, with defaults filled in.")
@@ -206,37 +207,87 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
         """Puts the "global" model or an average into the chief's model for a while.
 
+        Weights that were set in the chief's model become those of the servers before (`write`).
+
         Args:
             model: made in the scope.
             which: "global" or a name among `averages`.
 
         Raises:
-            ValueError: an unknown name; the message lists those there are.
+            ValueError: an unknown name; the message lists those there are. Or weights that are set
+                inside the context.
         """
         known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
-        server = self._server_of(model)
-        if server is None:  # not trained yet: all are the same
+        copy = self._copies.get(model)
+        if copy is None:  # not trained yet: all are the same
             yield
             return
-        changed = [*model.trainable_variables, *self._servers[model][1].state]
-        kept = [tf.identity(v.value) for v in changed]
-        self.read(model, which)
-        try:
+        if not copy.shows:
+            self.write(model)
+        with copy.showing(which):
             yield
-        finally:
-            for variable, value in zip(changed, kept, strict=True):
-                variable.assign(value)
 
-    def read(self, model: keras.Model, which: str = "global") -> None:
+    def read(self, model: keras.Model) -> None:
         """Copies weights, and the moving statistics, from the servers into the chief's model."""
-        server, work = self._servers[model]
-        weights = server.global_weights() if which == "global" else server.average_weights(which)
-        for variable, value in zip(model.trainable_variables, weights, strict=True):
-            variable.assign(tf.identity(value))
-        for variable, value in zip(work.state, server.state, strict=True):
-            variable.assign(tf.identity(value))
+        self._copies[model].read()
+
+    def write(self, model: keras.Model) -> None:
+        """Sends the weights that were set in the chief's model to the servers.
+
+        `fit` does so itself: at its start, for what was set since the last one, and after each of
+        on_train_begin, on_epoch_begin, on_epoch_end and on_train_end. So `model.set_weights` and
+        the like work in a callback; call this where the servers must have the weights at once.
+
+        The weights become those of the global model. Averages start anew from them, and so do
+        the models and optimizers that workers have of their own (AsyncEASGD, Downpour); the slots
+        of an optimizer on the servers stay. Nothing happens where nothing was set, or the model
+        has not been trained yet.
+
+        Args:
+            model: made in the scope.
+
+        Raises:
+            ValueError: weights were set in the middle of an epoch, where they would be lost; frozen
+                ones in a `fit`; or the model shows others (`weights`).
+        """
+        if model in self._copies:
+            running = self.running if self.running and self.running.model is model else None
+            within_epoch = running is not None and running.within_epoch
+            self._copies[model].write(within_epoch, within_fit=running is not None)
+
+    def snapshot(self, model: keras.Model) -> Callable[[], None]:
+        """Keeps the global model as it is, to go back to: weights, moving statistics, optimizer.
+
+        Args:
+            model: that is trained; not in the middle of an epoch.
+
+        Returns:
+            A function that goes back: the servers and the chief's model have the former weights and
+            moving statistics, and the servers' optimizer its slots and number of steps, but not the
+            learning rate. Averages, and what workers have of their own, start anew from there.
+
+        Raises:
+            ValueError: in the middle of an epoch; or the model has not been trained yet.
+        """
+        self._of(model)
+        self._check_between_epochs()
+        self.write(model)
+        restore = self._copies[model].snapshot()
+
+        def go_back() -> None:
+            self._check_between_epochs()
+            restore()
+
+        return go_back
+
+    def _check_between_epochs(self) -> None:
+        if self.running is not None and self.running.within_epoch:
+            raise ValueError(
+                "a snapshot is of the whole model, which workers change in the middle of an epoch. "
+                "Take it, and go back to it, in on_epoch_begin, on_epoch_end or between two fits."
+            )
 
     def statistics(self, model: keras.Model | None = None) -> AsyncStatistics:
         """What has been pushed so far.
@@ -315,7 +366,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         """
         kept = self._servers.get(model)
         if kept is not None and kept[1].optimizer is model.optimizer:
-            self._follow(model, *kept)
+            self.write(model)
         else:
             work = Work(model, self._rule, spec, self._period)
             server = Server(
@@ -328,15 +379,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
                 self._record,
             )
             self._servers[model] = (server, work)
+            self._copies[model] = ChiefModel(model, server, work)
         return self._servers[model]
-
-    def _follow(self, model: keras.Model, server: Server, work: Work) -> None:
-        weights = [v.value for v in model.trainable_variables]
-        state = [v.value for v in work.state]
-        there = [*server.global_weights(), *server.state]
-        if not all(np.array_equal(a, b) for a, b in zip([*weights, *state], there, strict=True)):
-            server.set_weights(weights, state)
-        work.read_frozen()
 
     def executor(self, server: Server, work: Work, chunks: Any, choose_rate: Any) -> Any:
         """What runs chunks on the workers."""
@@ -362,10 +406,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         if model not in self._servers:
             raise ValueError("the model has not been trained yet: call strategy.fit before.")
         return self._servers[model][0]
-
-    def _server_of(self, model: keras.Model) -> Server | None:
-        found = self._servers.get(model)
-        return None if found is None else found[0]
 
 
 def checked_rule(rule: Any) -> Any:

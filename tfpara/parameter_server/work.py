@@ -65,6 +65,7 @@ class Work:
         optimizer: that it was compiled with.
         state: the model's variables that `Block.state` stands for.
         local, local_models: whether workers have optimizers, and models, of their own.
+        frozen, frozen_values: weights that are not trained, and what graphs have of them.
 
     Raises:
         ValueError: the model is not built or compiled, or has a training step of its own.
@@ -86,7 +87,7 @@ class Work:
         self._seeded = [not v.value.dtype.is_floating for v in self._own]
         self._own += states
         self._seeded += [False for _ in states]
-        self._frozen = frozen
+        self.frozen = frozen
         self.read_frozen()
         self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
@@ -99,7 +100,7 @@ class Work:
 
     def read_frozen(self) -> None:
         """Takes the frozen weights as they are now; for graphs that are made from here on."""
-        self._frozen_values = [v.numpy() for v in self._frozen]
+        self.frozen_values = [v.numpy() for v in self.frozen]
 
     @property
     def optimizer_start(self) -> list[Any]:
@@ -249,14 +250,14 @@ class Work:
         """The scope in which tensors stand in for the model's variables."""
         variables = [
             *self.model.trainable_variables,
-            *self._frozen,
+            *self.frozen,
             *self.state,
             *self._own,
             *self._metrics,
         ]
         values = [
             *weights,
-            *map(tf.convert_to_tensor, self._frozen_values),
+            *map(tf.convert_to_tensor, self.frozen_values),
             *state,
             *own,
             *metrics,

@@ -1,0 +1,143 @@
+"""The model in the chief beside the one on the servers, and what goes from one to the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.work import Work
+
+
+class ChiefModel:
+    """Notices which weights Python code has set in the chief, and sends them to the servers.
+
+    Args:
+        model: in the chief, with the same weights as the servers.
+        server: the global model.
+        work: which of the model's variables workers share.
+    """
+
+    def __init__(self, model: keras.Model, server: Server, work: Work) -> None:
+        self._server = server
+        self._work = work
+        self._weights = model.trainable_variables
+        self._shown: str | None = None  # what `showing` has put into the model
+        self._remember()
+
+    def _remember(self) -> None:
+        """Chief and servers are alike now. No copies: tensors are those of the variables."""
+        self._seen = _values(self._weights)
+        self._seen_state = _values(self._work.state)
+
+    @property
+    def shows(self) -> bool:
+        """Whether other weights are in the chief's model for a while."""
+        return self._shown is not None
+
+    def read(self) -> None:
+        """Copies the servers' model into the chief's."""
+        _assign(self._weights, self._server.global_weights())
+        _assign(self._work.state, self._server.state)
+        self._remember()
+
+    def write(self, within_epoch: bool, within_fit: bool) -> None:
+        """Sends what was set in the chief's model since it was read.
+
+        Args:
+            within_epoch: whether workers train on.
+            within_fit: whether the workers' graphs are made.
+
+        Raises:
+            ValueError: weights that cannot be sent now. The sentence says when they can be.
+        """
+        if self._shown is not None:
+            raise ValueError(
+                f"the model shows its {self._shown!r} weights, from which training cannot go on: "
+                "leave `with strategy.weights(...)` before."
+            )
+        weights = _differ(self._weights, self._seen)
+        if within_epoch:
+            if weights:
+                raise ValueError(
+                    f"{self._weights[weights[0]].path!r} was set while workers train. In the "
+                    "middle of an epoch the chief's model is that of the epoch's beginning, and "
+                    "what is set there would be lost. Set weights in on_epoch_begin or "
+                    "on_epoch_end, or between two fits."
+                )
+            return
+        if within_fit:
+            self._refuse_frozen()
+        else:
+            self._work.read_frozen()
+        if weights:
+            self._server.set_weights(_values(self._weights))
+        if weights or _differ(self._work.state, self._seen_state):
+            self._server.set_state(_values(self._work.state))
+            self._remember()
+
+    def _refuse_frozen(self) -> None:
+        changed = _differ(self._work.frozen, self._work.frozen_values)
+        if changed:
+            raise ValueError(
+                f"{self._work.frozen[changed[0]].path!r} is frozen, and was set while fit runs: "
+                "workers have it as it was when fit began. Set frozen weights between two fits."
+            )
+
+    @contextlib.contextmanager
+    def showing(self, which: str) -> Iterator[None]:
+        """Puts the "global" model or an average into the chief's model for a while.
+
+        Raises:
+            ValueError: weights were set meanwhile.
+        """
+        variables = [*self._weights, *self._work.state]
+        kept, former = _values(variables), self._shown
+        named = self._server.average_weights
+        shown = self._server.global_weights() if which == "global" else named(which)
+        _assign(self._weights, shown)
+        _assign(self._work.state, self._server.state)
+        self._shown = which
+        put_in = _values(self._weights)
+        try:
+            yield
+            changed = _differ(self._weights, put_in)
+            if changed:
+                raise ValueError(
+                    f"{self._weights[changed[0]].path!r} was set inside `with strategy.weights(..."
+                    f", {which!r})`, and would be lost on leaving. Read the weights inside, leave, "
+                    "and set them then."
+                )
+        finally:
+            self._shown = former
+            _assign(variables, kept)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Keeps the servers' model and optimizer; what is returned goes back to them."""
+        restore = self._server.snapshot()
+
+        def go_back() -> None:
+            restore()
+            self.read()
+
+        return go_back
+
+
+def _values(variables: Sequence[Any]) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(v.value) for v in variables]
+
+
+def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(tf.identity(value))
+
+
+def _differ(variables: Sequence[Any], values: Sequence[Any]) -> list[int]:
+    """Which variables have other values now."""
+    pairs = zip(variables, values, strict=True)
+    return [k for k, (v, value) in enumerate(pairs) if not np.array_equal(v.numpy(), value)]
