@@ -49,9 +49,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests first, so that none of them is left for one process at the end."""
+    """Files with long tests first, then large ones, so that no process is left with one of them."""
     long = {item.path for item in items if item.get_closest_marker("long")}
-    items.sort(key=lambda item: item.path not in long)
+    size = {item.path: item.path.stat().st_size for item in items}
+    items.sort(key=lambda item: (item.path not in long, -size[item.path], item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)
