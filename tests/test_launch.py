@@ -368,6 +368,14 @@ def test_a_port_in_use_is_named():
     assert f"port {port} on 127.0.0.1 is in use" in err
 
 
+def test_a_secret_that_is_none_is_named_but_not_shown():
+    environ = os.environ | {"TFPARA_SECRET": "hush"}
+    code, out, err = launch("-n", 2, "--", "python", "-V", env=environ)
+    assert (code, out) == (2, "")
+    assert err.startswith("tfpara-launch: TFPARA_SECRET has 4 bytes, but a secret has from 16 to")
+    assert "hush" not in err and len(err.splitlines()) == 1
+
+
 def test_a_program_that_does_not_start_leaves_nobody(tmp_path):
     program = tmp_path / "program"
     program.write_bytes(b"\x7fELF but not quite")

@@ -604,6 +604,15 @@ def test_the_secret_is_read_from_a_variable_or_a_file(tmp_path, caplog):
     assert "everyone on this machine may read" in caplog.text and str(path) in caplog.text
 
 
+def test_each_start_has_a_fresh_secret_unless_one_is_given(tmp_path):
+    first, second = (secret.for_start({"HOME": "/"})["TFPARA_SECRET"] for _ in range(2))
+    assert first != second and len(first) == len(second) == 64
+    path = tmp_path / "secret"
+    path.write_bytes(OURS)
+    for given in ({"TFPARA_SECRET": OURS.decode()}, {"TFPARA_SECRET_FILE": str(path)}):
+        assert secret.for_start(given) == {}
+
+
 @pytest.mark.parametrize(
     ("environ", "contents", "words"),
     [

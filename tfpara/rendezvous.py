@@ -13,6 +13,7 @@ It travels in the clear. Only the standard library is imported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import http.client
 import http.server
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfpara import cluster, messages, secret
 from tfpara.startup import StartupError
@@ -37,6 +38,7 @@ _LONGEST_KEY = 1 << 10
 _MOST_BYTES = 1 << 28  # of all values
 _CLIENTS = 256  # at once
 _PURPOSE = b"store"
+_FORGED = -1
 _log = logging.getLogger(__name__)
 
 
@@ -232,37 +234,28 @@ def meet(
             "or tfpara-launch --collectives=horovod, which set all of them."
         )
     deadline = time.monotonic() + timeout_seconds
-
-    def store(method: str, rank: int, body: bytes | None = None) -> bytes | None:
-        return _patiently(lambda: _request(address, int(port), method, rank, body), deadline)
-
-    def signature(rank: int, size: int) -> str:
-        return secret.derive(shared, _PURPOSE, f"{address}:{port} {rank} {size}".encode()).hex()
-
+    places = _Places(address, int(port), shared, deadline)
     size = found.num_workers
-    say = {"size": size, "signature": signature(found.rank, size)}
-    store("PUT", found.rank, json.dumps(say).encode())
+    places.put(found.rank, size)
     missing, log_at = set(range(size)), time.monotonic() + _LOG_SECONDS
     while missing:
-        unsigned = ""
+        forged = ""
         for rank in sorted(missing):
-            value = store("GET", rank)
-            said, theirs = _parsed(value) if value is not None else (0, "")
-            if value is not None and not hmac.compare_digest(signature(rank, said), theirs):
-                unsigned = f" What is there of {found.describe(rank)} has another secret."
-            elif value is not None and said != size:
+            said = places.get(rank)
+            if said == size:
+                missing.discard(rank)
+            elif said == _FORGED:
+                forged = f" What is there of {found.describe(rank)} has another secret."
+            elif said is not None:
                 raise StartupError(
                     f"HOROVOD_SIZE differs: this process has {size}, "
                     f"{found.describe(rank)} has {said}. Give all the same."
                 )
-            elif value is not None:
-                missing.discard(rank)
         names, now = ", ".join(map(found.describe, sorted(missing))), time.monotonic()
         if missing and now >= deadline:
             raise StartupError(
                 f"after {timeout_seconds:g} s these workers have not started: {names}. Start one "
-                "process for each rank below HOROVOD_SIZE within startup_timeout_seconds."
-                + unsigned
+                f"process for each rank below HOROVOD_SIZE within startup_timeout_seconds.{forged}"
             )
         if missing and now >= log_at:
             _log.warning("Waiting for %s.", names)
@@ -271,13 +264,45 @@ def meet(
             time.sleep(_RETRY_SECONDS)
 
 
-def _parsed(value: bytes) -> tuple[int, str]:
-    """The number of processes, and the signature, in what a process has put; else (0, "")."""
-    try:
-        said = json.loads(value)
-        return int(said["size"]), str(said["signature"]).encode("ascii").decode()
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return 0, ""
+class _Places(NamedTuple):
+    """What processes put into a store to say that they are there: signed, for all may write there.
+
+    Attributes:
+        address, port: of the store, as Horovod is told.
+        shared: the secret of the run.
+        deadline: until when the store may be silent.
+    """
+
+    address: str
+    port: int
+    shared: bytes
+    deadline: float
+
+    def put(self, rank: int, size: int) -> None:
+        """Says that a process is there, and how many it counts."""
+        value = {"size": size, "signature": self._signature(rank, size)}
+        self._ask("PUT", rank, json.dumps(value).encode())
+
+    def get(self, rank: int) -> int | None:
+        """How many processes one of them counts; None if it is not there, or `_FORGED`."""
+        value = self._ask("GET", rank)
+        if value is None:
+            return None
+        try:
+            said = json.loads(value)
+            size, signature = int(said["size"]), str(said["signature"]).encode()
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return _FORGED
+        own = self._signature(rank, size).encode()
+        return size if hmac.compare_digest(own, signature) else _FORGED
+
+    def _signature(self, rank: int, size: int) -> str:
+        text = f"{self.address}:{self.port} {rank} {size}"
+        return secret.derive(self.shared, _PURPOSE, text.encode()).hex()
+
+    def _ask(self, method: str, rank: int, body: bytes | None = None) -> bytes | None:
+        ask = functools.partial(_request, self.address, self.port, method, rank, body)
+        return _patiently(ask, self.deadline)
 
 
 def _patiently(ask: Callable[[], bytes | None], deadline: float) -> bytes | None:

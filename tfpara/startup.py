@@ -22,7 +22,8 @@ from typing import Any
 
 from tfpara import messages, ports, secret
 from tfpara.cluster import Cluster
-from tfpara.messages import Channel, Door
+from tfpara.door import Door
+from tfpara.messages import Channel
 from tfpara.reach import unreachable
 
 _RETRY_SECONDS = 0.1

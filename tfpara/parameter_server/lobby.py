@@ -27,7 +27,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tfpara import secret, startup
-from tfpara.messages import Channel, Door
+from tfpara.door import Door
+from tfpara.messages import Channel
 from tfpara.parameter_server import admission
 from tfpara.parameter_server.cluster import AsyncCluster
 from tfpara.parameter_server.member import PURPOSE, beat_seconds
@@ -249,7 +250,7 @@ class Lobby:
         try:
             member = (str(message["job"]), int(message["index"]))
             view, their_version = message["hello"], message["version"]
-        except (KeyError, TypeError, ValueError):  # not one of us
+        except (KeyError, TypeError, ValueError, OverflowError):  # not one of us
             self._drop(channel)
             return
         former = self._guests.get(member)
