@@ -512,7 +512,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypa
         if len(writes) > 12:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_store, "_sync_to_disk", full)
+    monkeypatch.setattr(checkpoint_store, "sync_to_disk", full)
     with pytest.raises(tfpara.CheckpointError, match="No space left on device"):
         run(tmp_path / "run", every_syncs=1)
     monkeypatch.undo()
