@@ -120,6 +120,7 @@ _MODELS = (
 _PLAIN = ("--model=dnn-003", "--minibatch=64", "--learning_rate=0.02", "--momentum=0")
 _FALLING = ("--schedule=exponential", "--final_learning_rate=0.002")
 _SERVERS = ("--chunk_minutes=1",)
+_QUARTER = ("--rule=downpour", "--block_learning_rate=0.25", *_SERVERS)
 
 
 def _by_period(name: str, training: str, period: int, *options: str) -> _Run:
@@ -140,13 +141,9 @@ _ASYNC = (
         _by_period("downpour", "Downpour", period, "--rule=downpour", *_SERVERS)
         for period in (1, 5, 20, 80)
     ),
-    _by_period(
-        "downpour-mean",
-        "Downpour, 1/4 of each block",
-        80,
-        "--rule=downpour",
-        "--block_learning_rate=0.25",
-        *_SERVERS,
+    *(
+        _by_period("downpour-quarter", "Downpour, ζ = 1/4", period, *_QUARTER)
+        for period in (5, 20, 80)
     ),
     *(_by_period("bmuf", "Nesterov BMUF", period, "--rule=bmuf") for period in (5, 20, 80)),
     _by_period("easgd", "asynchronous EASGD", 20, "--rule=easgd_async", *_SERVERS),

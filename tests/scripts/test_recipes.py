@@ -67,7 +67,10 @@ def test_a_recipe_trains(runs, name):
         assert rule.startswith("BMUF(") and "nesterov=False" in rule
         assert "block_momentum=0.9," in rule or name.startswith("003")
     elif name.startswith("002") or name.endswith(("-asgd", "-async")):
-        assert rule.startswith(("ASGD(", "AveragedASGD(", "AsyncEASGD("))
+        kinds = (
+            ("ASGD(", "AveragedASGD(") if name.startswith("002") else ("Downpour(", "AsyncEASGD(")
+        )
+        assert rule.startswith(kinds)
         assert content["summary"]["pushes"] > 0
         averaged = name.startswith("002") and name != "002-multipass"
         assert (runs / name / "average.weights.h5").is_file() == averaged

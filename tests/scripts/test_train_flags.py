@@ -77,6 +77,9 @@ def test_combinations_that_are_refused(chosen, message):
         ({"outer_momentum": 0.1}, "is for --rule=diloco"),
         ({"rule": "none", "local_state": "reset"}, "is for synchronous rules"),
         ({"rule": "none", "simulate_replicas": 2}, "--rule=none trains one replica"),
+        ({"rule": "downpour", "delay_compensation": 0.1}, "is for --rule=asgd and aasgd"),
+        ({"rule": "easgd_async", "max_staleness": 1}, "is for --rule=asgd, aasgd, downpour"),
+        ({"rule": "asgd", "block_learning_rate": 0.5}, "is for --rule=bmuf, bmuf_adam, downpour"),
         ({"ema_decay": ["1.5"]}, r"--ema_decay=1.5: .* outside \(0, 1\)"),
     ],
 )
@@ -100,6 +103,17 @@ def test_rates_of_the_epochs(chosen, rates):
         (schedule,) = schedule_flags.before_scores(4, callbacks.WarmStart(0))
         found = [schedule._schedule(epoch) for epoch in range(len(rates))]
     assert found == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    ("rule", "minibatches"), [("asgd", 5), ("downpour", 1), ("easgd_async", 1), ("bmuf", 1)]
+)
+def test_rates_by_hand_fall_with_each_minibatch(rule, minibatches):
+    # What the optimizer counts is pushes on a server, and minibatches on a worker.
+    chosen = {"rule": rule, "sync_period": "5", "schedule": "hand", "decay_per_minibatch": 0.9}
+    with flagsaver.flagsaver(**chosen):
+        config = schedule_flags.optimizer(None, 4).get_config()["learning_rate"]["config"]
+    assert config["decay_rate"] == pytest.approx(0.9**minibatches)
 
 
 def test_newbob_has_the_papers_thresholds():
