@@ -16,18 +16,25 @@ class TrainingState:
 
     That is every replica's weights, statistics, random states and optimizer (slots and counts of
     steps); and, of a strategy, the global model with its momentum and averages, what rounding has
-    left out, and what else a checkpoint keeps of them. The learning rate is left out, and so are
-    metrics and the counts of what has been done (steps, syncs, bytes).
+    left out, and what else a checkpoint keeps of them, or what the parameter servers hold. The
+    learning rate is left out, and so are metrics and the counts of what has been done (steps,
+    syncs, bytes, pushes).
 
     Every worker must make it, and restore it, at the same point: between epochs.
 
     Args:
         model: built and compiled.
+        shared: whether what replicas share is kept too, and not their own variables alone.
     """
 
-    def __init__(self, model: keras.Model) -> None:
-        _build_optimizer(model)
-        variables = [*_components(model), *_of_strategy(model)]
+    def __init__(self, model: keras.Model, shared: bool = True) -> None:
+        strategy: Any = model.distribute_strategy
+        self._go_back = lambda: None
+        if shared and hasattr(strategy, "snapshot"):
+            self._go_back = strategy.snapshot(model)  # of the servers, which have the optimizer
+        else:
+            _build_optimizer(model)
+        variables = [*_components(model), *(_of_synchronizer(model) if shared else ())]
         # A tensor that is kept is copied by TensorFlow when its variable is next written.
         self._kept = [(variable, tf.identity(variable)) for variable in variables]
 
@@ -35,6 +42,7 @@ class TrainingState:
         """Puts everything back, bit for bit; can be done again."""
         for variable, value in self._kept:
             variable.assign(value)
+        self._go_back()
 
     def has_diverged(self) -> bool:
         """Whether, on this worker, something is NaN or Inf now that was not."""
@@ -66,11 +74,10 @@ def _components(model: keras.Model) -> Iterator[tf.Variable]:
             yield from local_results(variable.value)
 
 
-def _of_strategy(model: keras.Model) -> Iterator[tf.Variable]:
-    """The plain variables of the global model, where the strategy keeps one."""
+def _of_synchronizer(model: keras.Model) -> Iterator[tf.Variable]:
+    """The plain variables of the global model, where replicas are synchronised."""
     strategy: Any = model.distribute_strategy
-    extended = strategy.extended
-    if hasattr(extended, "synchronizer_of"):
+    if hasattr(strategy.extended, "synchronizer_of"):
         strategy.synchronize()
         with strategy.scope():
-            yield from extended.synchronizer_of(model).moved_by_training()
+            yield from strategy.extended.synchronizer_of(model).moved_by_training()

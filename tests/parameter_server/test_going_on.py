@@ -309,6 +309,61 @@ def test_a_snapshot_goes_back_to_all_that_training_changes(rule, optimizer):
     assert strategy._servers[model][0].learning_rate == 0.0
 
 
+@pytest.mark.parametrize("rule", [tfpara.ASGD(), tfpara.AveragedASGD(running_rate=0.2)], ids=str)
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_an_epoch_that_newbob_rejects_leaves_no_trace_but_in_the_rate(rule, optimizer, capsys):
+    """As if it had not been: weights, averages and the optimizer on the servers, bit for bit."""
+    found = []
+    # The second epoch is worse than the first; the other run goes on at half the rate at once.
+    for scores in ([2.0, 3.0, 1.0], [2.0, 1.0]):
+        kind = keras.optimizers.SGD(0.02, momentum=0.9) if optimizer == "momentum" else optimizer
+        averages = {"ema": tfpara.EMA(0.9)}
+        strategy, model = made(rule, kind, workers=1, servers=2, averages=averages)
+        rate = float(model.optimizer.learning_rate)
+        note = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs, s=scores: logs.update(score_loss=s[epoch])
+        )
+        schedule = keras.callbacks.LearningRateScheduler(lambda epoch, _, r=rate: r / (1 + epoch))
+        if len(scores) == 3:
+            schedule = tfpara.callbacks.Newbob(
+                "score_loss", rule=tfpara.schedules.NewbobRule(reject_worse=True)
+            )
+        log = train(strategy, model, len(scores), [note, schedule], shuffle=False, chunks=2)
+        server = strategy._servers[model][0]
+        of_optimizer = [
+            v.numpy()
+            for shard in server.shards
+            for k, v in enumerate(shard.optimizer)
+            if k != shard.steps.rate_index
+        ]
+        values = [*global_weights(strategy, model), *model.get_weights(), *of_optimizer]
+        for which in strategy.averages:
+            with strategy.weights(model, which):
+                values += model.get_weights()
+        found.append(values)
+        assert log.history["learning_rate"] == pytest.approx([rate, rate, rate / 2][-len(scores) :])
+    assert "went back to where this epoch began; learning rate" in capsys.readouterr().out
+    for got, expected in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_newbob_goes_back_to_the_model_that_workers_with_their_own_began_with():
+    for rule in (tfpara.AsyncEASGD(), tfpara.Downpour()):
+        strategy, model = made(rule, workers=2)
+        kept = []
+        look = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda *_, s=strategy, m=model, k=kept: k.append(global_weights(s, m)),
+            on_epoch_end=lambda epoch, logs: logs.update(score_loss=1.0 + epoch),
+        )
+        newbob = tfpara.callbacks.Newbob(
+            "score_loss", rule=tfpara.schedules.NewbobRule(stop=0.0, reject_worse=True), verbose=0
+        )
+        train(strategy, model, 3, [look, newbob])
+        for got, expected in zip(kept[2], kept[1], strict=True):
+            np.testing.assert_array_equal(got, expected)
+        assert not np.array_equal(kept[1][0], kept[0][0])
+
+
 def test_snapshots_are_of_the_time_between_epochs(monkeypatch):
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
     strategy, model = made()

@@ -107,7 +107,7 @@ class SearchRate(Schedule):
     def _losses(self, rates: Sequence[float], sample: Any) -> list[float]:
         """Each candidate's loss, infinite where it diverges; leaves the model as it was."""
         model = self.model
-        before = TrainingState(model)
+        before = TrainingState(model, shared=False)  # nothing is synchronised meanwhile
         losses = []
         for rate in rates:
             model.optimizer.learning_rate = rate

@@ -459,21 +459,28 @@ class Server:
             shared.assign(tf.identity(value))
 
     def snapshot(self) -> Callable[[], None]:
-        """Keeps weights, moving statistics and the optimizers' slots and steps, on the servers.
+        """Keeps weights, moving statistics, averages, and the optimizers' slots and steps.
 
         Returns:
-            What goes back to them, as `set_weights` does. The learning rate stays as it is then.
+            What goes back to them; workers begin anew from there. The learning rate stays as it is
+            then, and so does whether a mean has started.
         """
-        weights, state = self.global_weights(), [tf.identity(v) for v in self.state]
-        rates = {id(rate) for _, rate in self._rates()}
-        held = [slot for shard in self.shards for slot in shard.optimizer if id(slot) not in rates]
-        slots = [(slot, tf.identity(slot)) for slot in held]
+        left_out = {id(rate) for _, rate in self._rates()}
+        left_out |= {
+            id(state.mean)
+            for shard in self.shards
+            for states in shard.averages.values()
+            for state in states
+            if hasattr(state, "mean")
+        }
+        kinds = ("weight", "state", "average", "optimizer")
+        held = [v for name, v in self.variables().items() if name.split("/")[0] in kinds]
+        kept = [(v, tf.identity(v)) for v in held if id(v) not in left_out]
 
         def restore() -> None:
-            self.set_weights(weights)
-            self.set_state(state)
-            for slot, value in slots:
-                slot.assign(value)
+            self.generation += 1
+            for held, value in kept:
+                held.assign(value)
 
         return restore
 

@@ -265,8 +265,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
 
         Returns:
             A function that goes back: the servers and the chief's model have the former weights and
-            moving statistics, and the servers' optimizer its slots and number of steps, but not the
-            learning rate. Averages, and what workers have of their own, start anew from there.
+            moving statistics, the servers their averages, and their optimizer its slots and number
+            of steps, but not the learning rate. What workers have of their own starts anew.
 
         Raises:
             ValueError: in the middle of an epoch; or the model has not been trained yet.
