@@ -12,6 +12,7 @@ import pytest
 import simulation
 import stepwise_simulation
 import tensorflow as tf
+from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
 from tfpara import compression
@@ -25,49 +26,10 @@ RULES = {
     "stiff easgd": (tfpara.EASGD(0.39), "elastic", {"alpha": 0.39}),
     "diloco": (tfpara.DiLoCo(0.8, 0.6), "nesterov", {"eta": 0.6, "zeta": 0.8}),
 }
-TAU = 3
 EVEN = [[4] * 10] * 2
 UNEVEN = [[4] * 10, [4] * 6 + [2]]
 # The runs of variables, of 42, 7, 35 and 5 elements, that are fragments.
 RUNS = {1: [(0, 4)], 2: [(0, 1), (1, 4)], 4: [(0, 1), (1, 2), (2, 3), (3, 4)]}
-
-
-def make(rule, replicas=2, **options):
-    devices = [f"CPU:{k}" for k in range(replicas)]
-    return tfpara.PeriodicSyncStrategy(rule, devices=devices, **{"sync_period": TAU, **options})
-
-
-def network(strategy, seed=3, steps_per_execution=1, norm=False):
-    keras.utils.set_random_seed(seed)
-    layers = [keras.Input((6,)), keras.layers.Dense(7, activation="tanh")]
-    layers += [keras.layers.BatchNormalization(momentum=0.9)] if norm else []
-    with strategy.scope():
-        model = keras.Sequential([*layers, keras.layers.Dense(5)])
-        model.compile(
-            keras.optimizers.SGD(0.2, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            steps_per_execution=steps_per_execution,
-        )
-    return model
-
-
-def data_of(strategy, minibatches):
-    def examples():
-        for step in range(max(map(len, minibatches))):
-            for replica, sizes in enumerate(minibatches):
-                size = sizes[step] if step < len(sizes) else 0
-                yield simulation.batch(replica, step, size)
-
-    spec = (tf.TensorSpec([None, 6], tf.float32), tf.TensorSpec([None], tf.int32))
-    return strategy.distribute_datasets_from_function(
-        lambda _: tf.data.Dataset.from_generator(examples, output_signature=spec)
-    )
-
-
-def of_replicas(strategy, model):
-    """The flat weights of each replica."""
-    variables = [strategy.experimental_local_results(v.value) for v in model.trainable_variables]
-    return [simulation.flat([v[r].numpy() for v in variables]) for r in range(len(variables[0]))]
 
 
 def int8(x, chunk=256):

@@ -147,15 +147,18 @@ class Averaging:
                 anchor.assign(value)
         self._replicas.write_others(state, slots)
 
-    def exchange_moments(self, shares: Shares, steps: tf.Tensor) -> Moments:
+    def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
         """The local optimizer's moments for the next block; nothing is written.
 
         Args:
             shares: of the local replicas.
             steps: minibatches of the block, at least 1: a block of none has no mean gradient.
+            iterations: steps that the local optimizer has counted.
         """
         first, second = self.mean_moments(shares.portions)
-        kept = self._global.update_moments(first, second, tf.cast(steps, tf.float32))
+        kept = self._global.update_moments(
+            first, second, tf.cast(steps, tf.float32), tf.cast(iterations, tf.float32)
+        )
         spread = {
             field: self._aggregation.spread(
                 [[getattr(m, field) for m in parts] for parts in kept], f"{self._name}/{field}"

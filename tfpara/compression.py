@@ -222,6 +222,27 @@ class CompressedWire:
         for errors in self._errors:
             errors[bucket][at:stop].assign(tf.zeros_like(values))
 
+    def adopt(
+        self,
+        former: CompressedWire,
+        of_weights: Callable[[Buckets, Buckets], list[tf.Tensor]],
+    ) -> None:
+        """Goes on from the points and the errors of the wire that the same model had before.
+
+        Args:
+            former: that one.
+            of_weights: given the former buckets and the present ones, those with the former values
+                of the weights that both have.
+        """
+        self.set_points(of_weights(former.points, self.points))
+        sizes = [int(point.shape[0]) for point in self.points]
+        old_sizes = [int(point.shape[0]) for point in former.points]
+        for errors, old in zip(self._errors, former._errors, strict=True):
+            kept = [e[:size] for e, size in zip(old, old_sizes, strict=True)]
+            mine = [e[:size] for e, size in zip(errors, sizes, strict=True)]
+            for error, value in zip(errors, of_weights(kept, mine), strict=True):
+                error.assign(self._aggregation.padded(value))
+
     def set_points(self, buckets: Buckets) -> None:
         """All replicas have these weights."""
         for point, value in zip(self.points, buckets, strict=True):

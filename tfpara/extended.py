@@ -256,7 +256,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             former.synchronizer.finish_block()
         self._build_optimizer(model)
         local_results = self._container_strategy().experimental_local_results
-        variables = replica_variables(model, local_results, self.settings.rule)
+        variables = replica_variables(
+            model, local_results, self.settings.rule, self.settings.local_state
+        )
         name = f"model{self._synchronizers_made}"
         self._synchronizers_made += 1
         # Without the layers' names, whose numbers count every model that a process has made.
@@ -347,6 +349,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 f"replica={replica} is not one of 0 … {self._num_replicas_in_sync - 1}."
             )
         synchronizer = self.synchronizer_of(model)
+        # First this: at the end of a block the rule changes the weights.
+        self.finish_blocks()
         worker, device = divmod(replica, len(self.worker_devices))
         weights, state = synchronizer.replica_values(device)
 
@@ -357,7 +361,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return tf.reshape(total, tensor.shape)
 
         values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]
-        self.finish_blocks()
         synchronizer.restart(values[: len(weights)], values[len(weights) :])
 
     # -- local steps -------------------------------------------------------------------------

@@ -31,15 +31,6 @@ class Cell(NamedTuple):
         return self.variable.shape.rank == 0
 
 
-class Moments(NamedTuple):
-    """The fields of `MomentState`, and the steps that the moments have seen."""
-
-    momentum: Any
-    velocity: Any
-    equivalent_steps: Any
-    iterations: Any
-
-
 class Update(NamedTuple):
     """A global step that is not written yet: for each holder, states and what to broadcast."""
 
@@ -60,9 +51,11 @@ class GlobalState:
         buckets: the initial weights, equal on all workers.
         moments: for a rule that filters the local optimizer's moments, the first and the second,
             in buckets like the weights, equal on all workers; else None.
-        iterations: steps that these moments have seen.
         make: creates a plain variable, `make(initial_value, name)`.
         name: of this state's exchanges, the same on every worker.
+
+    Attributes:
+        is_new: whether the rule has taken no step since its state was made.
     """
 
     def __init__(
@@ -75,7 +68,6 @@ class GlobalState:
         make: MakeVariable,
         name: str,
         moments: tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]] | None = None,
-        iterations: int = 0,
     ) -> None:
         self.aggregation = aggregation
         self._rule = rule
@@ -105,26 +97,29 @@ class GlobalState:
                     both = [[cut(kind[p.bucket], p) for p in parts] for kind in moments]
                     self._moment_states.append(
                         [
-                            _variables(
-                                _moments(rule.init_moments(m, v), float(iterations)),
-                                f"moments_{k}",
-                                make,
-                            )
+                            _variables(rule.init_moments(m, v), f"moments_{k}", make)
                             for k, (m, v) in enumerate(zip(*both, strict=True))
                         ]
                     )
+        self._counts = any(
+            cell.is_scalar and not cell.field.startswith("averages/") for cell in self.cells()
+        )
+        with tf.device("CPU:0"):
+            self.is_new = make(tf.constant(True), "is_new")
 
     def update_moments(
         self,
         first: Sequence[Sequence[tf.Tensor]],
         second: Sequence[Sequence[tf.Tensor]],
         steps: tf.Tensor,
+        iterations: tf.Tensor,
     ) -> list[list[Any]]:
         """The moments for the next block, for each holder; nothing is written.
 
         Args:
             first, second: for each holder its parts of the mean of the local moments.
             steps: minibatches of the block, a float.
+            iterations: steps that the local optimizer has counted, a float.
         """
         updated = []
         for holder, device in enumerate(self.aggregation.holders):
@@ -133,17 +128,16 @@ class GlobalState:
                 for m, v, variables in zip(
                     first[holder], second[holder], self._moment_states[holder], strict=True
                 ):
-                    *state, iterations = _read(variables)
-                    iterations = iterations + steps
-                    after = self._rule.update_moments(
-                        MomentState(*state),
-                        m,
-                        v,
-                        steps=steps,
-                        iterations=iterations,
-                        num_replicas=self._num_replicas,
+                    new.append(
+                        self._rule.update_moments(
+                            _read(variables),
+                            m,
+                            v,
+                            steps=steps,
+                            iterations=iterations,
+                            num_replicas=self._num_replicas,
+                        )
                     )
-                    new.append(_moments(after, iterations))
                 updated.append(new)
         return updated
 
@@ -189,6 +183,7 @@ class GlobalState:
 
     def commit(self, update: Update) -> None:
         """Writes what `update` returned."""
+        self.is_new.assign(False)
         pairs = [(self._rule_states, update.rule_states)]
         pairs += [(self._average_states[k], v) for k, v in update.average_states.items()]
         for kept, new in pairs:
@@ -217,7 +212,13 @@ class GlobalState:
         return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
-        """Elements `at` … of a bucket start anew from `values`: no momentum, averages restarted."""
+        """Elements `at` … of a bucket start anew from `values`: no momentum, averages restarted.
+
+        A rule that counts (an outer optimizer its steps, BMUFAdam those that Δ is worth) cannot
+        start anew in some elements alone: it does in all, from where the replicas go on.
+        """
+        if self._counts and not bool(self.is_new):
+            self._start_anew()
         stop = at + int(values.shape[0])
         for holder, part in self._held():
             own = self._rule_states[holder][part.bucket]
@@ -236,6 +237,16 @@ class GlobalState:
                     value = tf.concat([before, piece, after], 0)
                 _assign(state, average.init(value))
 
+    def _start_anew(self) -> None:
+        for holder, part in self._held():
+            own = self._rule_states[holder][part.bucket]
+            before = _read(own)
+            _assign(own, self._rule.init(self._rule.broadcast(before, before)))
+        for states in self._moment_states:
+            for state in states:
+                _assign(state, self._rule.init_moments(state.momentum, state.velocity))
+        self.is_new.assign(True)
+
     def cells(self) -> Iterator[Cell]:
         """Every variable of the state that is kept here."""
         for holder, part in self._held():
@@ -247,11 +258,12 @@ class GlobalState:
                 for name, variable in zip(state._fields, state, strict=True):
                     yield Cell(f"averages/{label}/{name}", holder, part, variable)
             for state in self._moment_states[holder : holder + 1]:
-                for name, variable in zip(Moments._fields, state[part.bucket], strict=True):
+                for name, variable in zip(MomentState._fields, state[part.bucket], strict=True):
                     yield Cell(f"moments/{name}", holder, part, variable)
 
     def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
         """Gives a field its value: the buckets; for a scalar field a number, or one per bucket."""
+        self.is_new.assign(False)
         for cell in self.cells():
             if cell.field != field:
                 continue
@@ -306,10 +318,6 @@ class GlobalState:
                 yield holder, part
 
 
-def _moments(state: MomentState, iterations: Any) -> Moments:
-    return Moments(state.momentum, state.velocity, state.equivalent_steps, iterations)
-
-
 def _variables(state: Any, name: str, make: MakeVariable) -> Any:
     """A NamedTuple of variables that holds the NamedTuple `state`."""
     return type(state)(
@@ -332,10 +340,7 @@ def _assign(variables: Any, values: Any) -> None:
 
 
 def _assign_at(variables: Any, values: Any, at: int) -> None:
-    """Assigns to elements `at` … of the flat variables.
-
-    Scalars (the syncs that an outer optimizer counts) are of all weights, and stay.
-    """
+    """Assigns to elements `at` … of the flat variables; scalars, which are of all, stay."""
     for variable, value in zip(variables, values, strict=True):
         if variable.shape.rank:
             variable[at : at + value.shape[0]].assign(value)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfpara.averaging import phase
 from tfpara.flight import FLYING, LANDED, NONE, Flight
 from tfpara.replicas import ReplicaVariables
-from tfpara.reports import SAMPLES, is_bad
+from tfpara.reports import is_bad
 from tfpara.sync_steps import SyncSteps, not_inlined, now, where
 
 
@@ -40,7 +40,7 @@ class OverlappedSteps(SyncSteps):
                 tf.function(self._fly_step, autograph=False),
                 self._devices,
                 self._layout.bucket_sizes,
-                SAMPLES + self._parts,
+                self._columns,
                 self._num_replicas,
                 make_variable,
             )

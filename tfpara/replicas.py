@@ -20,6 +20,9 @@ class ReplicaVariables:
 
     weights: trainable; the rule works on them. state: averaged as it is (batch-norm statistics).
     slots: of the optimizer; kept, reset or averaged. slot_resets: their values after a reset.
+    moments: of a rule that filters them, the first and the second. counts: the numbers of steps,
+    one for each optimizer, that go with slots or moments which a sync writes. cycles: how many
+    steps each of these optimizers accumulates gradients for.
     """
 
     weights: Sequence[Sequence[tf.Variable]]
@@ -30,7 +33,8 @@ class ReplicaVariables:
     slot_names: Sequence[str]
     slot_resets: Sequence[float]
     moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
-    iterations: int = 0
+    counts: Sequence[Sequence[tf.Variable]] = ()
+    cycles: Sequence[int] = ()
 
 
 class Replicas:
@@ -81,6 +85,24 @@ class Replicas:
             )
         return first, second
 
+    @property
+    def shared_counts(self) -> Sequence[Sequence[tf.Variable]]:
+        """The optimizers' numbers of steps that are the same on all replicas after a sync."""
+        return [] if self._local_state == "reset" else self.variables.counts
+
+    def write_counts(self, furthest: tf.Tensor) -> None:
+        """Optimizers whose slots have become the same count their steps as the furthest replica.
+
+        Args:
+            furthest: the largest of each of `shared_counts` over all replicas.
+        """
+        for k, count in enumerate(self.shared_counts):
+            cycle = self.variables.cycles[k]
+            for component in count:
+                newest = tf.cast(furthest[k], component.dtype)
+                # Gradients that are being accumulated stay a replica's own.
+                component.assign(newest - newest % cycle + component % cycle)
+
     def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
         """Buckets of a replica's state, measured from `anchors`, and of its averaged slots."""
         with tf.device(self.devices[replica]):
@@ -114,6 +136,9 @@ class Replicas:
             for slot, value in zip(self.variables.slots, self.variables.slot_resets, strict=True):
                 for component in slot:
                     component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
+            for count, cycle in zip(self.variables.counts, self.variables.cycles, strict=True):
+                for component in count:
+                    component.assign(component % cycle)
 
     def average_devices(self, samples: tf.Tensor) -> None:
         """All local replicas go on from the mean of their weights and state.

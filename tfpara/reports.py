@@ -4,7 +4,8 @@ The reports of all replicas form a table, the same on every worker, one row per 
 1 while the replica has data left, else 0; index of the first weight with a NaN or Inf, or −1;
 signature of the weights that were set from outside; what its worker asks for (see `Request`);
 minibatches since the last sync; then samples since the last sync, of each part of the model that is
-averaged at times of its own.
+averaged at times of its own; then the steps that each optimizer has counted whose slots all share
+after the sync.
 """
 
 from __future__ import annotations

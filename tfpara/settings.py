@@ -93,7 +93,8 @@ def warn_of_outlasting_momentum(settings: Settings, optimizer: Any) -> None:
     if not isinstance(rule, algorithms.BMUF) or rule.nesterov or settings.local_state != "keep":
         return
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    momentum = getattr(inner, "momentum", None) or getattr(inner, "beta_1", None) or 0.0
+    # Not Adam's beta_1: that averages gradients, and carries no movement on.
+    momentum = getattr(inner, "momentum", None) or 0.0
     if not isinstance(momentum, int | float) or not 0.0 < momentum < 1.0:
         return
     memory = 1.0 / (1.0 - momentum)

@@ -104,7 +104,6 @@ class SyncSteps:
                 make_variable,
                 name,
                 self._replicas.moments(0) if variables.moments else None,
-                variables.iterations,
             )
             self._compressed = None
             if isinstance(chosen, aggregations.Sharded) and compression != "none":
@@ -127,6 +126,7 @@ class SyncSteps:
                 make_variable,
                 name,
             )
+        self._columns = SAMPLES + self._parts + len(self._replicas.shared_counts)
         with tf.device("CPU:0"):
             self._make_counters(make_variable, sync_period)
         # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
@@ -206,14 +206,16 @@ class SyncSteps:
                 bad = tf.cast(self._replicas.first_nonfinite(replica), tf.float64)
                 samples = self._pending_samples[replica].read_value()
                 samples = tf.where(never, tf.zeros_like(samples), samples)
-                rows.append(tf.concat([[running, bad, signature, request, steps], samples], 0))
+                counts = [tf.cast(c[replica], tf.float64) for c in self._replicas.shared_counts]
+                flags = [running, bad, signature, request, steps]
+                rows.append(tf.concat([flags, samples, *(c[tf.newaxis] for c in counts)], 0))
             return tf.stack(rows)
 
     def _gathered(self, rows: tf.Tensor) -> tf.Tensor:
         """The table of all replicas' reports, [N, columns], the same on every worker."""
         with phase("wait"):
             table = self._report_collectives.all_gather(rows, f"{self._name}/report")
-        return tf.reshape(table, [self._num_replicas, SAMPLES + self._parts])
+        return tf.reshape(table, [self._num_replicas, self._columns])
 
     def _agree(self, reports: tf.Tensor) -> None:
         running = tf.reduce_sum(reports[:, RUNNING])
@@ -276,7 +278,8 @@ class SyncSteps:
         if self._variables.moments:
             # At least 1: a block of none has no mean gradient.
             steps = tf.maximum(tf.reduce_max(reports[:, STEPS]), 1.0)
-            moments = self._averaging.exchange_moments(shares, steps)
+            (counted,) = tf.unstack(self._furthest(reports), num=1)
+            moments = self._averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
         with tf.control_dependencies(arrived), phase("unpack"):
             self._sync_began.assign(0.0)
@@ -289,7 +292,12 @@ class SyncSteps:
             self._replicas.write_weights(restarted, fragment)
             if self._whole:
                 self._averaging.commit_others(others)
+            self._replicas.write_counts(self._furthest(reports))
         return tf.constant(1, tf.int64)
+
+    def _furthest(self, reports: tf.Tensor) -> tf.Tensor:
+        """The largest of each of the optimizers' shared counts over all replicas."""
+        return tf.reduce_max(reports[:, SAMPLES + self._parts :], 0)
 
     def _commit_others(self, reports: tf.Tensor) -> tf.Tensor:
         """Averages the state that no rule works on; returns 0: no sync of its own."""
@@ -322,8 +330,11 @@ class SyncSteps:
         return found
 
     def _average_devices_step(self) -> None:
-        """The local replicas become one model; does nothing where they have taken no step."""
-        self._replicas.average_devices(self._device_samples.read_value())
+        """The local replicas become one model; nothing changes where they have taken no step, or
+        are to be independent."""
+        samples = self._device_samples.read_value()
+        never = self._period >= NEVER
+        self._replicas.average_devices(tf.where(never, tf.zeros_like(samples), samples))
         self._device_samples.assign(tf.zeros_like(self._device_samples))
         self._device_steps.assign(0)
 

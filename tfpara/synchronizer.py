@@ -18,9 +18,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpara.buffers import Layout
 from tfpara.flight import FLYING, LANDED, NONE
 from tfpara.overlapped import OverlappedSteps
-from tfpara.replicas import assign
+from tfpara.replicas import Buckets, assign
 from tfpara.reports import Request, signature_of
 from tfpara.statistics import Agreement, SyncStatistics
 from tfpara.sync_steps import NEVER
@@ -127,17 +128,21 @@ class Synchronizer(OverlappedSteps):
     def adopt(self, former: Synchronizer) -> None:
         """Goes on from the state of the synchronizer that the same model had before.
 
-        Weights that both have keep their global model, momentum and averages; the others start from
-        their present values. Every worker must call it.
+        Weights that both have keep their global model, momentum and averages, and what compression
+        has yet to send; the others start from their present values. Every worker must call it.
         """
-        sources = [former._index.get(id(v[0]), ("", 0)) for v in self._variables.weights]
         scalars = {
             (cell.field, cell.part.bucket): cell.variable
             for cell in former.global_state.cells()
             if cell.is_scalar
         }
+
+        def of_weights(theirs: Buckets, mine: Buckets) -> list[tf.Tensor]:
+            places = [former._index.get(id(v[0]), ("", 0)) for v in self._variables.weights]
+            return _adopted("weight", places, former._layout, theirs, self._layout, mine)
+
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
-            if cell.field.startswith("moments/"):
+            if cell.field in ("moments/momentum", "moments/velocity"):
                 continue  # Those of the optimizer's present slots.
             if cell.is_scalar:
                 # The fragments count their syncs by themselves.
@@ -150,25 +155,24 @@ class Synchronizer(OverlappedSteps):
                 ]
                 self.global_state.set_field(cell.field, values)
                 continue
-            old = former._layout.unpack(former.global_state.whole(cell.field))
-            new = self._layout.unpack(self.global_state.whole(cell.field))
-            merged = [
-                old[index] if kind == "weight" else mine
-                for (kind, index), mine in zip(sources, new, strict=True)
-            ]
-            self.global_state.set_field(cell.field, self._layout.pack(merged))
+            old, new = (s.global_state.whole(cell.field) for s in (former, self))
+            self.global_state.set_field(cell.field, of_weights(old, new))
         if self._compressed is not None and former._compressed is not None:
-            old = former._layout.unpack(former._compressed.points)
-            new = self._layout.unpack(self._compressed.points)
-            merged = [
-                old[index] if kind == "weight" else mine
-                for (kind, index), mine in zip(sources, new, strict=True)
-            ]
-            self._compressed.set_points(self._layout.pack(merged))
+            self._compressed.adopt(former._compressed, of_weights)
+        self._adopt_anchors(former)
         for name in _COUNTED:
             getattr(self, name).assign(getattr(former, name))
         # What is adopted was agreed on; the local weights may differ.
         self._signatures.assign(tf.zeros_like(self._signatures))
+
+    def _adopt_anchors(self, former: Synchronizer) -> None:
+        """State is measured from its value at the last sync, and may have moved since."""
+        places = [former._index.get(id(v[0]), ("", 0)) for v in self._variables.state]
+        layouts = [s._replicas.state_layout for s in (former, self)]
+        old, new = (s._averaging.anchors for s in (former, self))
+        values = _adopted("state", places, layouts[0], old, layouts[1], new)
+        for anchor, value in zip(new, values, strict=True):
+            anchor.assign(value)
 
     def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
         """Whether any of these is a weight's component on the first device."""
@@ -221,6 +225,11 @@ class Synchronizer(OverlappedSteps):
             self.was_set(variable[0])
         if self._variables.moments:
             self._averaging.restart_moments()
+            counts = [[tf.cast(c, tf.float64) for c in count] for count in self._variables.counts]
+            table = self._report_collectives.all_gather(
+                tf.transpose(tf.stack(counts)), f"{self._name}/counts"
+            )
+            self._replicas.write_counts(tf.reduce_max(table, [0, 1]))
 
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Copies of the weights and the state of a local replica."""
@@ -255,6 +264,7 @@ class Synchronizer(OverlappedSteps):
     def moved_by_training(self) -> Iterator[tf.Variable]:
         """What training changes beside the replicas' own variables, but for what it counts."""
         yield from (cell.variable for cell in self.global_state.cells())
+        yield self.global_state.is_new
         yield from (v for name, v in self.counters().items() if f"_{name}" not in _COUNTED)
         yield from (v for _, _, v in (*self.of_wire(), *self.of_replicas()))
         yield from self.of_open_block().values()
@@ -298,3 +308,28 @@ class Synchronizer(OverlappedSteps):
         is_open = [any(p[f] > 0 for p in pending_samples) for f in range(self._fragments)]
         runs = self._layout.variables
         return [o for o, run in zip(is_open, runs, strict=True) for _ in range(run.start, run.stop)]
+
+
+def _adopted(
+    kind: str,
+    places: Sequence[tuple[str, int]],
+    their_layout: Layout,
+    theirs: Buckets,
+    my_layout: Layout,
+    mine: Buckets,
+) -> list[tf.Tensor]:
+    """Buckets of `my_layout` with the values of another synchronizer, where that has them.
+
+    Args:
+        kind: "weight" or "state".
+        places: for each of my variables the kind and the index that the other knows it by.
+        their_layout, theirs: of the other synchronizer.
+        my_layout, mine: of the variables, with the values of those that the other has not.
+    """
+    old, new = their_layout.unpack(theirs), my_layout.unpack(mine)
+    return my_layout.pack(
+        [
+            old[index] if of == kind else value
+            for (of, index), value in zip(places, new, strict=True)
+        ]
+    )

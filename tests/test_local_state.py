@@ -1,0 +1,350 @@
+"""What goes with weights, slots and steps where a sync, Python or a new compilation writes them.
+
+The references are NumPy, plain Keras models trained alone, and runs that were left alone.
+"""
+
+import keras
+import numpy as np
+import pytest
+import simulation
+from replicas_here import TAU, data_of, make, network, of_replicas
+
+import tfpara
+from tfpara.settings import warn_of_outlasting_momentum
+
+EVEN = [[4] * 8] * 2
+UNEVEN = [[4] * 8, [4, 2]]  # the second replica's data end in the first block
+
+
+def loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def built(strategy, optimizer):
+    model = network(strategy)
+    with strategy.scope():
+        model.compile(optimizer(), loss())
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def by_hand(initial, minibatches, optimizer, at_sync, epochs=2):
+    """Plain Keras models, averaged by samples; `at_sync(models, shares)` sees to the slots."""
+    models = []
+    for _ in minibatches:
+        layers = [keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(5)]
+        models.append(keras.Sequential([keras.Input((6,)), *layers]))
+        models[-1].compile(optimizer(), loss())
+        models[-1].set_weights(initial)
+        models[-1].optimizer.build(models[-1].trainable_variables)
+    for _ in range(epochs):
+        for start in range(0, len(minibatches[0]), TAU):
+            samples = np.zeros(len(models))
+            for replica, model in enumerate(models):
+                for step, size in list(enumerate(minibatches[replica]))[start : start + TAU]:
+                    model.train_on_batch(*simulation.batch(replica, step, size))
+                    samples[replica] += size
+            shares = samples / samples.sum()
+            of_all = zip(*(m.get_weights() for m in models), strict=True)
+            means = [np.average(ws, 0, shares) for ws in of_all]
+            for model in models:
+                model.set_weights(means)
+            at_sync(models, shares)
+    return simulation.flat(models[0].get_weights())
+
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.1, initial_accumulator_value=0.3),
+    "sgd": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.9), momentum=0.9
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "ftrl", "sgd"])
+def test_a_reset_optimizer_steps_like_a_new_one(name):
+    strategy = make(tfpara.BSP(), local_state="reset")
+    model = built(strategy, OPTIMIZERS[name])
+    new = [v.numpy() for v in model.optimizer.variables]
+
+    def renew(models, shares):
+        for m in models:
+            for variable, value in zip(m.optimizer.variables, new, strict=True):
+                if name != "sgd" or "momentum" in variable.path:  # its schedule goes on
+                    variable.assign(value)
+
+    initial = model.get_weights()
+    model.fit(data_of(strategy, EVEN), epochs=2, verbose=0)
+    want = by_hand(initial, EVEN, OPTIMIZERS[name], renew)
+    for got in of_replicas(strategy, model):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_replicas_with_the_same_averaged_moments_count_the_same_steps():
+    strategy = make(tfpara.BSP(), local_state="average")
+    model = built(strategy, OPTIMIZERS["adam"])
+
+    def average(models, shares):
+        slots = zip(*(list(m.optimizer.variables) for m in models), strict=True)
+        for own in slots:
+            count = "iteration" in own[0].path
+            values = [v.numpy() for v in own]
+            value = max(values) if count else np.average(values, 0, shares)
+            for variable in own:
+                variable.assign(value)
+
+    initial = model.get_weights()
+    model.fit(data_of(strategy, UNEVEN), epochs=2, verbose=0)
+    want = by_hand(initial, UNEVEN, OPTIMIZERS["adam"], average)
+    for got in of_replicas(strategy, model):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 9)),
+            "from which its learning-rate schedule counts too",
+        ),
+        (lambda: keras.optimizers.ScheduleFreeAdamW(0.1), "keeps a second copy of the weights"),
+    ],
+)
+def test_a_reset_that_would_break_the_optimizer_is_refused(optimizer, message):
+    strategy = make(tfpara.BSP(), local_state="reset")
+    model = built(strategy, optimizer)
+    with pytest.raises(ValueError, match=message):
+        model.fit(data_of(strategy, EVEN), verbose=0)
+
+
+def test_gradients_under_way_stay_through_a_reset():
+    """Two minibatches make a step of the optimizer, and three a block."""
+    strategy = make(tfpara.BSP(), local_state="reset", replicas=1)
+    model = built(strategy, lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
+    seen = []
+    steps = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(int(model.optimizer._iterations.numpy()))
+    )
+    model.fit(data_of(strategy, EVEN[:1]), verbose=0, callbacks=[steps])
+    assert seen == [1, 2, 1, 2, 3, 0, 1, 2]
+
+
+def test_adams_beta_is_not_taken_for_momentum(recwarn):
+    rule = tfpara.BMUF(0.9, nesterov=False)
+    settings = make(rule).extended.settings
+    warn_of_outlasting_momentum(settings, keras.optimizers.Adam(0.1))
+    assert not [w for w in recwarn if "remembers" in str(w.message)]
+
+
+class BmufAdam:
+    """Nesterov's block momentum with filtered moments, and the local Adams, in NumPy.
+
+    ζ = 1; the equations of Chen, Ding & Huo (2020), with the corrected moments that Keras' single
+    counter asks for.
+    """
+
+    betas = (0.9, 0.999)
+
+    def __init__(self, start, replicas, eta, rate):
+        self.eta, self.rate = eta, rate
+        self.local = [start.copy() for _ in range(replicas)]
+        self.moments = [[np.zeros_like(start), np.zeros_like(start)] for _ in range(replicas)]
+        self.steps = [0] * replicas
+        self.begin(start)
+
+    def begin(self, start):
+        """All replicas and the global model are at `start`; moments are averaged."""
+        for own in self.local:
+            own[:] = start
+        self.w, self.delta, self.rho = start.copy(), np.zeros_like(start), 0.0
+        self.share([np.mean(kind, 0) for kind in zip(*self.moments, strict=True)])
+
+    def share(self, moments):
+        self.of_block = moments
+        self.moments = [[m.copy() for m in moments] for _ in self.local]
+        self.steps = [max(self.steps)] * len(self.steps)
+
+    def step(self, replica, gradient):
+        self.steps[replica] += 1
+        m, v = self.moments[replica]
+        m += 0.1 * (gradient - m)
+        v += 0.001 * (gradient**2 - v)
+        b1, b2 = (1 - beta ** self.steps[replica] for beta in self.betas)
+        self.local[replica] -= self.rate * (m / b1) / (np.sqrt(v / b2) + 1e-7 / np.sqrt(b2))
+
+    def sync(self, samples, tau):
+        shares = np.array(samples) / np.sum(samples)
+        moved = shares @ np.array(self.local) - (self.w + self.eta * self.delta)
+        self.delta = self.eta * self.delta + moved
+        self.w = self.w + self.delta
+        self.rho = self.eta * self.rho + tau
+        ahead, count, after = self.eta * self.rho, max(self.steps), []
+        for beta, start, *ends in zip(self.betas, self.of_block, *self.moments, strict=True):
+            mean = shares @ np.array(ends)
+            gradient = (mean - beta**tau * start) / (1 - beta**tau)
+            on = beta**ahead * mean + (1 - beta**ahead) * gradient
+            after.append(on * (1 - beta**count) / (1 - beta ** (count + ahead)))
+        self.share(after)
+        for own in self.local:
+            own[:] = self.w + self.eta * self.delta
+
+    def epoch(self, minibatches, like, syncs=True):
+        for start in range(0, len(minibatches[0]), TAU):
+            samples = [0] * len(minibatches)
+            for replica, sizes in enumerate(minibatches):
+                for step, size in list(enumerate(sizes))[start : start + TAU]:
+                    weights = simulation.unflat(self.local[replica], like)
+                    _, gradients = simulation.gradients(
+                        weights, *simulation.batch(replica, step, size)
+                    )
+                    self.step(replica, simulation.flat(gradients))
+                    samples[replica] += size
+            if syncs:
+                self.sync(samples, min(TAU, len(minibatches[0]) - start))
+
+
+@pytest.mark.parametrize(
+    ("between", "aggregation"),
+    [("warm", "sharded"), ("set", "replicated"), ("set", "sharded"), ("nothing", "replicated")],
+)
+def test_bmuf_adam_knows_how_old_the_moments_are(between, aggregation):
+    """After an epoch of replicas alone, after weights were set, where one replica has few data."""
+    strategy = make(tfpara.BMUFAdam(0.6), aggregation=aggregation)
+    model = built(strategy, OPTIMIZERS["adam"])
+    initial = model.get_weights()
+    start = simulation.flat(initial).astype("float64")
+    reference = BmufAdam(start, 2, 0.6, 0.01)
+    warm = between == "warm"
+    if warm:
+        strategy.set_sync_period(None)
+    epochs = 20 if warm else 2
+    model.fit(data_of(strategy, UNEVEN), epochs=epochs, verbose=0)
+    for _ in range(epochs):
+        reference.epoch(UNEVEN, initial, syncs=not warm)
+    if warm:
+        strategy.broadcast_replica(model, 1)
+        strategy.set_sync_period(TAU)
+        reference.begin(reference.local[1])
+    if between == "set":
+        model.set_weights(initial)
+        reference.begin(start)
+    model.fit(data_of(strategy, UNEVEN), epochs=2, verbose=0)
+    for _ in range(2):
+        reference.epoch(UNEVEN, initial)
+    for got, want in zip(of_replicas(strategy, model), reference.local, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+ADOPTED = {
+    "bmuf_adam": (tfpara.BMUFAdam(0.6), {}),
+    "outer": (tfpara.Outer(lambda: keras.optimizers.Adam(0.1)), {"fragments": 2}),
+    "easgd-int8": (tfpara.EASGD(0.3), {"compression": "int8", "overlap": True}),
+}
+
+
+@pytest.mark.parametrize("name", ADOPTED)
+def test_compiling_with_the_same_optimizer_changes_nothing(name):
+    ends = []
+    for again in (False, True):
+        rule, options = ADOPTED[name]
+        averages = {"ema": tfpara.EMA(0.9, num_updates=True), "ma": tfpara.MA()}
+        strategy = make(rule, averages=averages, **options)
+        model = built(strategy, OPTIMIZERS["adam"])
+        for _ in range(3):
+            model.fit(data_of(strategy, UNEVEN), verbose=0)
+            if again:
+                with strategy.scope():
+                    model.compile(model.optimizer, loss())
+                strategy.extended.make_synchronizer(model)
+        ends.append(of_replicas(strategy, model))
+        for which in averages:
+            with strategy.weights(model, which):
+                ends[-1] += of_replicas(strategy, model)
+    for left_alone, compiled_again in zip(*ends, strict=True):
+        np.testing.assert_array_equal(compiled_again, left_alone)
+
+
+def test_freezing_keeps_what_rounding_has_left_out():
+    strategy = make(tfpara.BMUF(0.6), compression="int8")
+    model = network(strategy)
+    model.fit(data_of(strategy, EVEN), verbose=0)
+
+    def left_out(synchronizer):
+        """Of the last layer's weights, on each replica."""
+        errors = synchronizer._compressed._errors
+        sizes = [int(p.shape[0]) for p in synchronizer._compressed.points]
+        rows = [[e[:n] for e, n in zip(own, sizes, strict=True)] for own in errors]
+        return [[t.numpy() for t in synchronizer._layout.unpack(row)[-2:]] for row in rows]
+
+    before = left_out(strategy.extended.synchronizer_of(model))
+    assert np.abs(before[0][0]).max() > 0
+    model.layers[0].trainable = False
+    after = left_out(strategy.extended.synchronizer_of(model))
+    for own, kept in zip(before, after, strict=True):
+        for a, b in zip(own, kept, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("layers", [slice(None), slice(0, 1)])
+def test_an_outer_optimizer_starts_again_where_weights_are_set(layers):
+    """As in a new run from these weights; with plain SGD the replicas have nothing else."""
+    rule, options = ADOPTED["outer"]
+    ends, weights = [], None
+    for former_epochs in (2, 0):
+        strategy = make(rule, **options)
+        model = network(strategy)
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(0.1), loss())
+        if former_epochs:
+            model.fit(data_of(strategy, EVEN), epochs=former_epochs, verbose=0)
+            for layer in model.layers[layers]:
+                layer.set_weights([w + 0.1 for w in layer.get_weights()])
+            weights = model.get_weights()
+        else:
+            model.set_weights(weights)
+        model.fit(data_of(strategy, EVEN), epochs=2, verbose=0)
+        ends.append(of_replicas(strategy, model)[0])
+    np.testing.assert_allclose(*ends, atol=1e-6)
+
+
+def test_devices_are_not_averaged_while_replicas_are_independent():
+    strategy = make(tfpara.BSP(), device_sync_period=1)
+    model = network(strategy)
+    initial = model.get_weights()
+    strategy.set_sync_period(None)
+    model.fit(data_of(strategy, EVEN), epochs=2, verbose=0)
+    alone = [
+        simulation.simulate(
+            "bsp", initial, [[], []][:replica] + [EVEN[replica]], TAU, sgd, epochs=2
+        )
+        for replica in range(2)
+    ]
+    for got, (local, _, _) in zip(of_replicas(strategy, model), alone, strict=True):
+        np.testing.assert_allclose(got, local[-1], atol=1e-5)
+
+
+def sgd():
+    return simulation.Momentum(0.2, 0.9)
+
+
+def test_a_replica_is_broadcast_as_the_closing_sync_leaves_it():
+    """Under BSP that is the mean of the replicas, also of their statistics."""
+    strategy = make(tfpara.BSP(), sync_period=4)
+    model = network(strategy, norm=True)
+    seen = []
+
+    def broadcast(batch, logs):
+        if batch == 4:  # a step after a sync
+            seen.append(of_replicas(strategy, model, model.weights))
+            strategy.broadcast_replica(model, 1)
+            seen.append(of_replicas(strategy, model, model.weights))
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=broadcast)
+    model.fit(data_of(strategy, EVEN), verbose=0, callbacks=[callback])
+    before, after = seen
+    assert np.abs(before[0] - before[1]).min() > 0
+    for own in after:
+        np.testing.assert_allclose(own, np.mean(before, 0), atol=1e-6)
