@@ -168,6 +168,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.states: dict[str, Any] = {}
         self._trained: dict[int, _Trained] = {}  # by the model's id
         self._synchronizers_made = 0
+        self._undivided = False  # whether each worker gets all of the data that are distributed
         self._created = 0
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         super().__init__(
@@ -436,7 +437,29 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         dataset.extended, dataset.built_for = self, (self.position.epoch, self.position.first)
         return dataset
 
+    @contextlib.contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Datasets that are distributed meanwhile go whole to this worker's replicas."""
+        self._undivided = True
+        try:
+            yield
+        finally:
+            self._undivided = False
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Divides data as if there were no other workers."""
+        place = self._num_workers, self._id_in_cluster
+        self._num_workers, self._id_in_cluster = 1, 0
+        try:
+            yield
+        finally:
+            self._num_workers, self._id_in_cluster = place
+
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if self._undivided:
+            with self._alone():
+                return super()._experimental_distribute_dataset(without_tuner(dataset), options)
         distributed = super()._experimental_distribute_dataset(without_tuner(dataset), options)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset

@@ -65,6 +65,11 @@ def foreign_entries(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in _OF_A_MODEL)
 
 
+def holds_a_model_alone(folder: Path) -> bool:
+    """Whether a folder can be replaced by another model: no mount, and nothing else in it."""
+    return any(folder.iterdir()) and not foreign_entries(folder) and not os.path.ismount(folder)
+
+
 def sync_to_disk(path: Path) -> None:
     """Has the system write a file, or the names in a folder, to the disk now."""
     handle = os.open(path, os.O_RDONLY)

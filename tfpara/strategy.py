@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara import cluster, failures, horovod_group, scope, startup
+from tfpara import cluster, failures, horovod_group, keras_hooks, scope, startup
 from tfpara.collectives.choice import choose
 from tfpara.extended import PeriodicSyncExtended
 from tfpara.reports import Request
@@ -148,6 +148,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             failures.explain_uncaught(found, timeout_seconds)
         extended.start()
         scope.watch(self)
+        keras_hooks.install()
         if self.is_chief:
             # So that it shows where TF_CONFIG is not what was meant.
             print(f"tfpara: {self}", file=sys.stderr, flush=True)
