@@ -1,4 +1,4 @@
-"""Texts that all workers tell each other."""
+"""Texts and tensors that all workers tell each other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.collectives import Collectives
+
+# What the collectives carry, and in what they carry other dtypes without loss.
+_CARRIED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
+    (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
+)
 
 
 def everyones(value: Any, collectives: Collectives, name: str) -> list[Any]:
@@ -28,3 +34,36 @@ def everyones(value: Any, collectives: Collectives, name: str) -> list[Any]:
         json.loads(bytes(row[:length].astype(np.uint8)))
         for row, length in zip(table, lengths, strict=True)
     ]
+
+
+def joined(tensor: tf.Tensor, axis: int, collectives: Collectives, name: str) -> tf.Tensor:
+    """The workers' tensors, one after the other along an axis, by rank.
+
+    Args:
+        tensor: this worker's; of all but its size along `axis` the same on each worker.
+        axis: along which they are joined.
+        collectives: between the workers; every worker must call this with the same `name`.
+        name: of the exchange.
+
+    Raises:
+        ValueError: on every worker, if they cannot be joined or sent.
+    """
+    axis = int(axis) % max(1, len(tensor.shape))
+    sizes = list(tensor.shape)
+    others = [size for k, size in enumerate(sizes) if k != axis]
+    facts = everyones([tensor.dtype.name, others, sizes[axis]], collectives, name)
+    if any(fact[:2] != facts[0][:2] for fact in facts):
+        told = "; ".join(f"worker {r}: {d} {o}" for r, (d, o, _) in enumerate(facts))
+        raise ValueError(f"tensors that differ beside axis {axis} cannot be gathered: {told}.")
+    dtype = _CARRIED_AS.get(tensor.dtype, tensor.dtype)
+    if dtype not in _CARRIED:
+        raise ValueError(f"{dtype.name} cannot be gathered. Send numbers.")
+    lengths = [length for _, _, length in facts]
+    missing = max(lengths) - sizes[axis]
+    padding = [[0, missing if k == axis else 0] for k in range(len(sizes))]
+    rows = collectives.all_gather(tf.pad(tf.cast(tensor, dtype), padding), f"{name}/rows")
+    parts = [
+        tf.gather(row, tf.range(length), axis=axis)
+        for row, length in zip(tf.unstack(rows), lengths, strict=True)
+    ]
+    return tf.cast(tf.concat(parts, axis), tensor.dtype)

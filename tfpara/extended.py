@@ -26,6 +26,7 @@ from tfpara import cluster
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
 from tfpara.epochs import Position
+from tfpara.exchange import joined
 from tfpara.fingerprint import agree
 from tfpara.model_variables import optimizers, replica_variables
 from tfpara.settings import (
@@ -412,6 +413,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return total / len(parts) if mean else total
 
         return tf.nest.map_structure(reduce, value)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: Any, options: Any
+    ) -> tf.Tensor:
+        # The parent's waits without end for a silent worker, and knows no workers of Horovod.
+        if not tf.executing_eagerly():
+            if self.settings.collectives == "horovod" and self._num_workers > 1:
+                raise NotImplementedError(
+                    "strategy.gather inside a tf.function does not work with Horovod. Call it from "
+                    "Python, outside of the function."
+                )
+            return super()._gather_to_implementation(value, destinations, axis, options)
+        parts = self._container_strategy().experimental_local_results(value)
+        mine = tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
+        return joined(mine, axis, self.control, "gather") if self._num_workers > 1 else mine
 
     def _reduce_over_all(self, variable: Any, mean: bool) -> tf.Tensor:
         if tf.executing_eagerly():

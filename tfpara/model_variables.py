@@ -16,8 +16,10 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
 
     A model may be put together outside of the scope from layers of a trained one.
     """
-    of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in model.weights)
-    return next(filter(None, of_weights), None) or model.distribute_strategy
+    weights = getattr(model, "weights", [])  # Keras saves what is no model, too
+    of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
+    own = getattr(model, "distribute_strategy", None)
+    return next(filter(None, of_weights), None) or own or tf.distribute.get_strategy()
 
 
 def replica_variables(

@@ -45,14 +45,14 @@ def ran(tmp_path_factory):
     options = [
         {
             "folder": str(place / "files"),
+            "scratch": str(place / "scratch"),
             "rounds": ROUNDS,
             "url": f"http://127.0.0.1:{server.server_port}",
             "out": str(place / f"{rank}.npz"),
         }
         for rank in range(2)
     ]
-    own = [{"TMPDIR": str(place / "scratch")}] * 2
-    results = run_all_well("write_files.py", options, environ=own, timeout=500)
+    results = run_all_well("write_files.py", options, timeout=500)
     server.shutdown()
     return Ran(
         place / "files",

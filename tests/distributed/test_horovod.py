@@ -26,6 +26,13 @@ def test_operations(tmp_path, start, size):
         waited = [found.pop(f"waited/{number}") for number in range(2)]
         if rank == 0:
             assert min(waited) > 1.0  # for worker 1, which comes two seconds later
+        gathered = {k: found.pop(k) for k in list(found) if k.startswith("gathered/")}
+        rows = [np.arange(3 * r).reshape(3, r) % 2 + r for r in range(size)]
+        for dtype in ("float32", "bfloat16", "int8", "int64"):
+            np.testing.assert_array_equal(gathered[f"gathered/{dtype}"], np.concatenate(rows, 1))
+        assert gathered["gathered/bool"].all()
+        assert "worker 1: float32 [4]" in str(gathered["gathered/shape"])
+        assert "string cannot be gathered" in str(gathered["gathered/string"])
         for key, value in found.items():
             operation, dtype, *_, number = key.split("/")
             if operation in ("all_reduce", "reduce_scatter"):

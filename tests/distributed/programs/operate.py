@@ -68,7 +68,23 @@ def main():
         began = time.monotonic()
         barrier(f"after {number}")
         results[f"waited/{number}"] = time.monotonic() - began
+    results |= gathered(strategy)
     np.savez(options["out"], **results)
+
+
+def gathered(strategy):
+    """`strategy.gather` of tensors that are longer on the later workers, and what it says."""
+    rank = strategy.worker_index
+    found = {}
+    for dtype in ("float32", "bfloat16", "bool", "int8", "int64"):
+        value = tf.cast(tf.reshape(tf.range(3 * rank), [3, rank]) % 2 + rank, dtype)
+        found[dtype] = strategy.gather(value, axis=1).numpy().astype("float64")
+    for name, value in (("shape", tf.zeros([2, 3 + rank])), ("string", tf.constant(["a"]))):
+        try:
+            strategy.gather(value, axis=0)
+        except ValueError as error:
+            found[name] = str(error)
+    return {f"gathered/{name}": value for name, value in found.items()}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """A worker that calls everything of Keras that writes, as scripts do that know of one worker only.
 
 Options (JSON): folder (of the files), rounds (of saves in a row), url (that RemoteMonitor posts
-to), out (npz path of what this worker has seen).
+to), scratch (where temporary files go), out (npz path of what this worker has seen).
 """
 
 import json
-import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -108,6 +108,7 @@ def predicted(strategy, model):
 def main():
     options = json.loads(sys.argv[1])
     folder, seen = Path(options["folder"]), {}
+    tempfile.tempdir = options["scratch"]
     strategy = tfpara.PeriodicSyncStrategy(
         tfpara.BMUF(), sync_period=2, averages={"ema": tfpara.EMA(0.5)}, timeout_seconds=120
     )
@@ -179,5 +180,4 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ["KERAS_BACKEND"] = "tensorflow"
     main()
