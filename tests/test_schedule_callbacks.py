@@ -607,6 +607,10 @@ def test_bad_values_are_refused(make, message):
             ),
             "cannot train alone",
         ),
+        (
+            lambda: WarmStart().set_model(make_model(tfpara.simulate_async(2, tfpara.ASGD()))),
+            "AsyncStrategy, whose replicas cannot train alone",
+        ),
         (lambda: fit(make_model(), [SearchRate([1, 2])]), "sample is a list"),
     ],
 )

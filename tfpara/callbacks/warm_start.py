@@ -37,7 +37,8 @@ class WarmStart(Schedule):
         verbose: 1: the chief prints a line when it ends; 0: none.
 
     Raises:
-        TypeError: the model has several replicas, but its strategy is not a `PeriodicSyncStrategy`.
+        TypeError: the model has several replicas, or asynchronous workers, but its strategy is not
+            a `PeriodicSyncStrategy`.
         ValueError: `epochs` below 0.
     """
 
@@ -88,7 +89,8 @@ class WarmStart(Schedule):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         strategy = model.distribute_strategy
-        if strategy.num_replicas_in_sync > 1 and not hasattr(strategy, "broadcast_replica"):
+        several = max(strategy.num_replicas_in_sync, getattr(strategy, "num_workers", 1)) > 1
+        if several and not hasattr(strategy, "broadcast_replica"):
             raise TypeError(
                 f"WarmStart: the model's strategy is {type(strategy).__name__}, whose replicas "
                 "cannot train alone. Make and compile the model in the scope of a "
