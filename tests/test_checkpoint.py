@@ -143,6 +143,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, rule, a
     assert (1, list(range(12, 16))) in log
 
 
+def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
+    """Epochs of 8 minibatches in blocks of 3, and of 6 for each of two fragments."""
+    options = {"every_syncs": 1, "rule": tfpara.BMUF(0.5), "sync_period": 3, "fragments": 2}
+    whole, _, _ = run(tmp_path / "whole", **options)
+    assert run(tmp_path / "broken", stop=(0, 4), **options) is None
+    assert run(tmp_path / "broken", stop=(1, 7), **options) is None
+    resumed, _, _ = run(tmp_path / "broken", **options)
+    assert_same(resumed, whole)
+
+
 @pytest.mark.parametrize(
     ("first", "second"), [("sharded", "replicated"), ("replicated", "sharded")]
 )

@@ -175,13 +175,18 @@ class BmufAdam:
         b1, b2 = (1 - beta ** self.steps[replica] for beta in self.betas)
         self.local[replica] -= self.rate * (m / b1) / (np.sqrt(v / b2) + 1e-7 / np.sqrt(b2))
 
-    def sync(self, samples, tau):
+    def sync(self, samples, tau, part):
         shares = np.array(samples) / np.sum(samples)
         moved = shares @ np.array(self.local) - (self.w + self.eta * self.delta)
-        self.delta = self.eta * self.delta + moved
-        self.w = self.w + self.delta
-        self.rho = self.eta * self.rho + tau
-        ahead, count, after = self.eta * self.rho, max(self.steps), []
+        # Part of the way that a block would have gone at this pace.
+        delta = self.eta * self.delta + moved / part
+        self.w = self.w + part * delta
+        self.delta = self.delta + part * (delta - self.delta)
+        rho, former = self.eta * self.rho + tau / part, self.rho
+        self.rho = former + part * (rho - former)
+        # From w̄, which is `tau` steps from where the replicas began: W + ηΔ.
+        ahead = part * rho + self.eta * self.rho - self.eta * former - tau
+        count, after = max(self.steps), []
         for beta, start, *ends in zip(self.betas, self.of_block, *self.moments, strict=True):
             mean = shares @ np.array(ends)
             gradient = (mean - beta**tau * start) / (1 - beta**tau)
@@ -203,7 +208,8 @@ class BmufAdam:
                     self.step(replica, simulation.flat(gradients))
                     samples[replica] += size
             if syncs:
-                self.sync(samples, min(TAU, len(minibatches[0]) - start))
+                steps = min(TAU, len(minibatches[0]) - start)
+                self.sync(samples, steps, steps / TAU)
 
 
 @pytest.mark.parametrize(

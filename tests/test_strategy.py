@@ -339,7 +339,8 @@ def test_bmuf_adam_filters_the_moments(aggregation):
                 [flat(getattr(m.optimizer, kind)) for m in models]
                 for kind in ("_momentums", "_velocities")
             ]
-            before, state = state, rule.update(state, mean, 2)
+            part = steps / TAU
+            before, state = state, rule.update(state, mean, 2, part)
             point = rule.broadcast(before, state)
             moments = rule.update_moments(
                 moments,
@@ -347,6 +348,7 @@ def test_bmuf_adam_filters_the_moments(aggregation):
                 steps=float(steps),
                 iterations=float(taken),
                 num_replicas=2,
+                share=part,
             )
             for model in models:
                 at = 0

@@ -24,11 +24,13 @@ class Shares(NamedTuple):
     """Of the local replicas in a mean over all.
 
     portions: n_i / Σ_j n_j, shape [local replicas]. divisor: N where all replicas, of all workers,
-    have equal shares, so that a sum need only be divided; else 1.
+    have equal shares, so that a sum need only be divided; else 1. of_block: the part of a whole
+    block that this one was, 0 < f ≤ 1.
     """
 
     portions: tf.Tensor
     divisor: tf.Tensor
+    of_block: tf.Tensor
 
 
 class Wire(Protocol):
@@ -115,7 +117,7 @@ class Averaging:
         with phase("reduce"):
             means, writes = self._wire.gather(local, shares, fragment)
         with phase("rule"):
-            update = self._global.update(means, buckets)
+            update = self._global.update(means, buckets, shares.of_block)
         with phase("reduce"):
             received, more = self._wire.spread(update.broadcasts, fragment)
         return Arrival(update, received, means, writes + more)
@@ -157,7 +159,11 @@ class Averaging:
         """
         first, second = self.mean_moments(shares.portions)
         kept = self._global.update_moments(
-            first, second, tf.cast(steps, tf.float32), tf.cast(iterations, tf.float32)
+            first,
+            second,
+            tf.cast(steps, tf.float32),
+            tf.cast(iterations, tf.float32),
+            shares.of_block,
         )
         spread = {
             field: self._aggregation.spread(

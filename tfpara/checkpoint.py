@@ -33,7 +33,7 @@ from tfpara.synchronizer import Synchronizer
 
 IF_DAMAGED = ("refuse", "start")
 # Checkpoints of older programs lack them; they begin at 0.
-_NEW_COUNTERS = ("bytes_sent",)
+_NEW_COUNTERS = ("bytes_sent", "block_steps")
 
 
 class Checkpoints:
@@ -153,6 +153,8 @@ class Checkpoints:
         if "open/state" in held:
             synchronizer.expect_flight()
         for name, variable in synchronizer.of_open_block().items():
+            if name in _NEW_COUNTERS and f"open/{name}" not in held:
+                continue
             variable.assign(held[f"open/{name}"])
         for name, replica, variable in synchronizer.of_replicas():
             variable.assign(held[f"replica-{ids[replica]}/sync/{name}"])

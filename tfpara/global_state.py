@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpara.aggregation import ALL, Aggregation, Part, Sharded, cut
+from tfpara.aggregation import Aggregation, Part, Sharded, cut
 from tfpara.algorithms.bmuf_adam import MomentState
 
 MakeVariable = Callable[[Any, str], tf.Variable]
@@ -113,6 +113,7 @@ class GlobalState:
         second: Sequence[Sequence[tf.Tensor]],
         steps: tf.Tensor,
         iterations: tf.Tensor,
+        share: tf.Tensor,
     ) -> list[list[Any]]:
         """The moments for the next block, for each holder; nothing is written.
 
@@ -120,6 +121,7 @@ class GlobalState:
             first, second: for each holder its parts of the mean of the local moments.
             steps: minibatches of the block, a float.
             iterations: steps that the local optimizer has counted, a float.
+            share: the part of a whole block that this one was.
         """
         updated = []
         for holder, device in enumerate(self.aggregation.holders):
@@ -136,6 +138,7 @@ class GlobalState:
                             steps=steps,
                             iterations=iterations,
                             num_replicas=self._num_replicas,
+                            share=share,
                         )
                     )
                 updated.append(new)
@@ -147,12 +150,15 @@ class GlobalState:
             for variables, values in zip(kept, new, strict=True):
                 _assign(variables, values)
 
-    def update(self, means: Sequence[Sequence[tf.Tensor]], buckets: slice = ALL) -> Update:
+    def update(
+        self, means: Sequence[Sequence[tf.Tensor]], buckets: slice, share: tf.Tensor
+    ) -> Update:
         """The global step and the averages' on every holder; nothing is written.
 
         Args:
             means: for each holder its parts of the mean of the local models.
             buckets: those that the means are of.
+            share: the part of a whole block that this one was.
         """
         update = Update(buckets, [], [], {label: [] for label in self._averages})
         for holder, device in enumerate(self.aggregation.holders):
@@ -165,7 +171,7 @@ class GlobalState:
                     )
                 ]
                 after = [
-                    self._rule.update(state, mean, self._num_replicas)
+                    self._step(state, mean, share)
                     for state, mean in zip(before, means[holder], strict=True)
                 ]
                 broadcasts = list(map(self._rule.broadcast, before, after))
@@ -175,11 +181,20 @@ class GlobalState:
                     states = self._average_states[label][holder][buckets]
                     update.average_states[label].append(
                         [
-                            average.update(_read(state, after=sent), new.global_model)
+                            average.update(_read(state, after=sent), new.global_model, share)
                             for state, new, sent in zip(states, after, broadcasts, strict=True)
                         ]
                     )
         return update
+
+    def _step(self, state: Any, mean: tf.Tensor, share: tf.Tensor) -> Any:
+        """The rule's step; that of a whole block, as most are, needs fewer passes."""
+        replicas = self._num_replicas
+        return tf.cond(
+            share < 1.0,
+            lambda: self._rule.update(state, mean, replicas, share),
+            lambda: self._rule.update(state, mean, replicas),
+        )
 
     def commit(self, update: Update) -> None:
         """Writes what `update` returned."""

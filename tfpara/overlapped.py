@@ -59,6 +59,7 @@ class OverlappedSteps(SyncSteps):
             pending.assign_add(tf.fill(pending.shape, counts[replica]))
         self._samples.assign_add(tf.reduce_sum(counts))
         self._steps.assign_add(1)
+        self._block_steps.assign_add(tf.ones_like(self._block_steps))
         steps = self._pending_steps.assign_add(1)
         if self._device_period is not None:
             self._device_samples.assign_add(counts)

@@ -2,10 +2,10 @@
 
 The reports of all replicas form a table, the same on every worker, one row per replica:
 1 while the replica has data left, else 0; index of the first weight with a NaN or Inf, or −1;
-signature of the weights that were set from outside; what its worker asks for (see `Request`);
-minibatches since the last sync; then samples since the last sync, of each part of the model that is
-averaged at times of its own; then the steps that each optimizer has counted whose slots all share
-after the sync.
+signature of the weights that were set from outside; what its worker asks for (see `Request`); then,
+for each part of the model that is averaged at times of its own, the samples and, after these, the
+minibatches since its last sync; then the steps that each optimizer has counted whose slots all
+share after the sync.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-RUNNING, NONFINITE, SIGNATURE, REQUEST, STEPS, SAMPLES = range(6)  # and what follows: samples
+RUNNING, NONFINITE, SIGNATURE, REQUEST, SAMPLES = range(5)  # and what follows: samples
 
 
 # Before a worker fails: by then the others have the table that says why. Its failure ends what they

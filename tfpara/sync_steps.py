@@ -17,7 +17,7 @@ from tfpara.collectives import Collectives
 from tfpara.compression import CompressedWire
 from tfpara.global_state import GlobalState
 from tfpara.replicas import Buckets, Replicas, ReplicaVariables
-from tfpara.reports import REQUEST, RUNNING, SAMPLES, STEPS, checks, signature_of
+from tfpara.reports import REQUEST, RUNNING, SAMPLES, checks, signature_of
 
 # The replicas' distance is measured at each of the first syncs, then at every such one: it needs a
 # pass over the weights.
@@ -126,7 +126,9 @@ class SyncSteps:
                 make_variable,
                 name,
             )
-        self._columns = SAMPLES + self._parts + len(self._replicas.shared_counts)
+        self._steps_from = SAMPLES + self._parts  # columns of a report
+        self._counts_from = self._steps_from + self._parts
+        self._columns = self._counts_from + len(self._replicas.shared_counts)
         with tf.device("CPU:0"):
             self._make_counters(make_variable, sync_period)
         # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
@@ -146,6 +148,7 @@ class SyncSteps:
         self._request = make(tf.zeros([], tf.float64), "request")
         self._agreed = make(tf.zeros([2], tf.float64), "agreed")  # request, replicas running
         self._pending_steps = make(tf.zeros([], tf.int64), "pending_steps")
+        self._block_steps = make(tf.zeros([self._parts], tf.float64), "block_steps")
         self._pending_samples = [
             make(tf.zeros([self._parts], tf.float64), f"pending_samples_{replica}")
             for replica in range(len(self._devices))
@@ -197,7 +200,7 @@ class SyncSteps:
         with tf.control_dependencies([after]), phase("check"):
             never = self._period >= NEVER
             request = self._request.read_value()
-            steps = tf.cast(self._pending_steps, tf.float64)
+            steps = self._block_steps.read_value()
             signature = tf.reduce_sum(self._signatures)
         rows = []
         running = tf.cast(running, tf.float64)
@@ -207,8 +210,8 @@ class SyncSteps:
                 samples = self._pending_samples[replica].read_value()
                 samples = tf.where(never, tf.zeros_like(samples), samples)
                 counts = [tf.cast(c[replica], tf.float64) for c in self._replicas.shared_counts]
-                flags = [running, bad, signature, request, steps]
-                rows.append(tf.concat([flags, samples, *(c[tf.newaxis] for c in counts)], 0))
+                flags = [running, bad, signature, request]
+                rows.append(tf.concat([flags, samples, steps, *(c[tf.newaxis] for c in counts)], 0))
             return tf.stack(rows)
 
     def _gathered(self, rows: tf.Tensor) -> tf.Tensor:
@@ -229,7 +232,7 @@ class SyncSteps:
         self._turn.assign(tf.where(is_last, 0, (done + 1) % self._fragments))
         self._pending_steps.assign(0)
         kept = 1.0 - tf.one_hot(done, self._parts, dtype=tf.float64)
-        for pending in self._pending_samples:
+        for pending in (self._block_steps, *self._pending_samples):
             pending.assign(tf.where(is_last | self._whole, tf.zeros_like(pending), kept * pending))
 
     def _of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
@@ -262,7 +265,14 @@ class SyncSteps:
         local = samples[self._first_replica :][: len(self._devices)]
         portions = tf.cast(local / tf.reduce_sum(samples), tf.float32)
         alike = tf.reduce_all(samples == samples[0])
-        return Shares(portions, tf.where(alike, float(self._num_replicas), 1.0))
+        # A fragment's block is as many sync periods long as there are fragments.
+        whole = tf.cast(self._period, tf.float64) * float(self._fragments)
+        of_block = tf.cast(tf.minimum(self._longest(part, reports) / whole, 1.0), tf.float32)
+        return Shares(portions, tf.where(alike, float(self._num_replicas), 1.0), of_block)
+
+    def _longest(self, part: int, reports: tf.Tensor) -> tf.Tensor:
+        """Minibatches of the block, of the replica with the most."""
+        return tf.reduce_max(reports[:, self._steps_from + part])
 
     def _commit(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1."""
@@ -277,7 +287,7 @@ class SyncSteps:
         moments = None
         if self._variables.moments:
             # At least 1: a block of none has no mean gradient.
-            steps = tf.maximum(tf.reduce_max(reports[:, STEPS]), 1.0)
+            steps = tf.maximum(self._longest(fragment, reports), 1.0)
             (counted,) = tf.unstack(self._furthest(reports), num=1)
             moments = self._averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
@@ -297,7 +307,7 @@ class SyncSteps:
 
     def _furthest(self, reports: tf.Tensor) -> tf.Tensor:
         """The largest of each of the optimizers' shared counts over all replicas."""
-        return tf.reduce_max(reports[:, SAMPLES + self._parts :], 0)
+        return tf.reduce_max(reports[:, self._counts_from :], 0)
 
     def _commit_others(self, reports: tf.Tensor) -> tf.Tensor:
         """Averages the state that no rule works on; returns 0: no sync of its own."""

@@ -285,7 +285,7 @@ class Synchronizer(OverlappedSteps):
 
     def of_open_block(self) -> dict[str, tf.Variable]:
         """What else it keeps where not all blocks are closed, the same on all workers."""
-        found = {} if self._whole else {"turn": self._turn}
+        found = {} if self._whole else {"turn": self._turn, "block_steps": self._block_steps}
         if self._flight is None or int(self._flight.state) != LANDED:
             return found
         return found | self._flight.variables()

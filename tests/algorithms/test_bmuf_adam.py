@@ -70,8 +70,14 @@ def test_published_coefficients():
         assert state.equivalent_steps == rho
 
 
-@given(st.floats(-5, 5), st.floats(0.0, 0.95), st.floats(0.2, 2.0), st.booleans())
-def test_moments_of_a_constant_gradient_stay_unbiased(gradient, eta, zeta, nesterov):
+@given(
+    st.floats(-5, 5),
+    st.floats(0.0, 0.95),
+    st.floats(0.2, 2.0),
+    st.booleans(),
+    st.sampled_from([1.0, 0.3]),
+)
+def test_moments_of_a_constant_gradient_stay_unbiased(gradient, eta, zeta, nesterov, share):
     """Keras' corrected moments are the gradient and its square, after syncs of any length."""
     rule, done = BMUFAdam(eta, zeta, nesterov), 0
     state = rule.init_moments(0.0, 0.0)
@@ -84,9 +90,28 @@ def test_moments_of_a_constant_gradient_stay_unbiased(gradient, eta, zeta, neste
             steps=tau,
             iterations=done,
             num_replicas=2,
+            share=share,
         )
         np.testing.assert_allclose(state.momentum / (1 - 0.9**done), gradient, atol=1e-9)
         np.testing.assert_allclose(state.velocity / (1 - 0.999**done), gradient**2, atol=1e-7)
+
+
+@given(st.floats(0.0, 0.95), st.floats(0.5, 2.0), st.booleans())
+def test_the_moments_go_on_as_far_as_the_weights(eta, zeta, nesterov):
+    """Replicas that move by 1 in each step: Δ is ρ, and B − w̄ the steps from w̄ to B."""
+    rule, tau, beta = BMUFAdam(eta, zeta, nesterov, beta_1=0.9), 10, 0.9
+    weights, moments = rule.init(0.0), rule.init_moments(0.3, 0.0)
+    for steps in (10, 4, 10, 1):
+        average = rule.broadcast(None, weights) + steps
+        weights = rule.update(weights, average, 2, steps / tau)
+        ahead = rule.broadcast(None, weights) - average
+        end = adam_steps(beta, moments.momentum, 0.7, steps)
+        moments = rule.update_moments(
+            moments, end, 0.0, steps=steps, iterations=10**6, num_replicas=2, share=steps / tau
+        )
+        np.testing.assert_allclose(moments.equivalent_steps, weights.delta, rtol=1e-9)
+        expected = beta**ahead * end + (1 - beta**ahead) * 0.7
+        np.testing.assert_allclose(moments.momentum, expected, rtol=1e-9)
 
 
 @given(numbers, squares, numbers, squares, st.integers(1, 100), st.booleans())

@@ -48,12 +48,12 @@ def rule_of(name):
     return Outer(OPTIMIZERS[name]())
 
 
-def follow(rule, start, averages):
-    """The points that a rule broadcasts for these averages."""
+def follow(rule, start, averages, parts=None):
+    """The points that a rule broadcasts for these averages, of blocks or parts of a block."""
     rule = rule.resolve(2)
     state, points = rule.init(start), []
-    for average in averages:
-        before, state = state, rule.update(state, average, 2)
+    for average, part in zip(averages, parts or [1.0] * len(averages), strict=False):
+        before, state = state, rule.update(state, average, 2, part)
         points.append(rule.restart(average, rule.broadcast(before, state)))
     return points
 
@@ -110,6 +110,27 @@ def test_diloco_is_torchs_recurrence_and_nesterov_bmuf(start, averages, lr, mome
     scale = 1e-5 * (10 + np.abs(by_hand).max())
     np.testing.assert_allclose(got, by_hand, atol=scale)
     np.testing.assert_allclose(got, follow(BMUF(momentum, lr), start, averages), atol=scale)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_parts_of_blocks_are_to_sgd_what_they_are_to_bmuf(nesterov):
+    (start, averages), parts = data(), [1.0, 0.5, 0.125, 1.0, 0.875]
+    outer = (DiLoCo if nesterov else SlowMo)(0.75, 0.9)
+    want = follow(BMUF(0.9, 0.75, nesterov), np.float64(start), averages, parts)
+    np.testing.assert_allclose(follow(outer, start, averages, parts), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_part_of_a_block_is_that_part_of_the_step_that_it_would_have_been(name):
+    start, averages = data(syncs=2)
+    variable, optimizer = keras.Variable(start), OPTIMIZERS[name]()
+    optimizer.build([variable])
+    optimizer.apply([variable - averages[0]])
+    before = variable.numpy()
+    optimizer.apply([(variable - averages[1]) / 0.25])
+    want = before + 0.25 * (variable.numpy() - before)
+    got = follow(rule_of(name), start, averages, [1.0, 0.25])[1]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @given(models, trajectories, st.floats(0.125, 1.5), st.floats(0.0, 0.9375))

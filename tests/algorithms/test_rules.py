@@ -18,15 +18,17 @@ from tfpara.algorithms import BMUF, BSP, EASGD, EMA, MA, BMUFAdam
 models = hnp.arrays(np.float64, 5, elements=st.floats(-10, 10, width=32))
 trajectories = st.lists(models, min_size=2, max_size=6)
 etas = st.floats(0.0, 0.95)
+shares = st.lists(st.floats(0.05, 1.0), min_size=6, max_size=6)
 
 
-def follow(rule, start, averages, num_replicas=2):
-    """The global models and broadcast points of a rule that sees these averages."""
+def follow(rule, start, averages, num_replicas=2, parts=None):
+    """The global models and broadcast points of a rule that sees these averages, at the ends of
+    blocks or of parts of a block."""
     rule = rule.resolve(num_replicas)
     state = rule.init(start)
     out = []
-    for average in averages:
-        before, state = state, rule.update(state, average, num_replicas)
+    for average, part in zip(averages, parts or [1.0] * len(averages), strict=False):
+        before, state = state, rule.update(state, average, num_replicas, part)
         out.append((state.global_model, rule.restart(average, rule.broadcast(before, state))))
     return out
 
@@ -57,6 +59,58 @@ def test_cntk_and_fairseq_by_hand():
     # fairseq without look-ahead: Δ = 1, W = 1; Δ = ½ + 2, W = 3.5.
     got = follow(BMUF(0.5, compat="fairseq", nesterov=False), 0.0, [1.0, 3.0], num_replicas=4)
     assert got == [(1.0, 1.0), (3.5, 3.5)]
+
+
+def test_half_a_block_by_hand():
+    # Δ = 1, W = 1. At its pace the block would have brought G = 2: Δ = ½ + 2, W = 3.5. Half of the
+    # way: Δ = 1.75, W = 2.25; Nesterov's B = W + Δ/2. A whole block follows: Δ = 0.875 + 1.
+    parts = [1.0, 0.5, 1.0]
+    got = follow(BMUF(0.5, nesterov=False), 0.0, [1.0, 2.0, 3.25], parts=parts)
+    assert got == [(1.0, 1.0), (2.25, 2.25), (4.125, 4.125)]
+    got = follow(BMUF(0.5), 0.0, [1.0, 2.5, 4.125], parts=parts)
+    assert got == [(1.0, 1.5), (2.25, 3.125), (4.125, 5.0625)]
+    # CNTK, N = 2, without look-ahead: the same with Σ_i (w_i − W)/2.
+    got = follow(BMUF(0.5, compat="cntk", nesterov=False), 0.0, [1.0, 2.0, 3.25], parts=parts)
+    assert got == [(1.0, 1.0), (2.25, 2.25), (4.125, 4.125)]
+    # EMA(½) of 8 and half of 4, from 0: 4; a quarter of the way to 4. MA: (8 + ½·4)/1.5.
+    for average, wanted in ((EMA(0.5), 4.0), (MA(), 20 / 3)):
+        state = average.update(average.init(0.0), 8.0)
+        assert average.value(average.update(state, 4.0, 0.5)) == pytest.approx(wanted)
+
+
+@given(models, trajectories, etas, st.floats(0.1, 2.0), shares, st.booleans())
+def test_however_blocks_are_cut_what_was_learned_counts_alike(
+    start, updates, eta, zeta, parts, nesterov
+):
+    """Each update G moves the model by ζG/(1 − η) in the end."""
+    rule = BMUF(eta, zeta, nesterov)
+    state = rule.init(start)
+    for update, part in [*zip(updates, parts, strict=False), *[(0.0, 1.0)] * 600]:
+        state = rule.update(state, rule.broadcast(None, state) + update, 2, part)
+    np.testing.assert_allclose(
+        state.global_model, start + zeta / (1 - eta) * np.sum(updates, 0), atol=1e-6
+    )
+
+
+@given(models, trajectories, shares, st.booleans())
+def test_parts_of_blocks_are_whole_ones_to_model_averaging(start, averages, parts, nesterov):
+    got = follow(BMUF(0.0, nesterov=nesterov), start, averages, parts=parts)
+    np.testing.assert_allclose(got, [(a, a) for a in averages], atol=1e-9)
+    assert str(follow(BSP(), start, averages, parts=parts)) == str([(a, a) for a in averages])
+
+
+@given(trajectories, st.floats(0.05, 0.99), shares)
+def test_averages_weigh_models_by_their_part_of_a_block(averages, decay, parts):
+    parts = parts[: len(averages)]
+    ma, ema = MA(), EMA(decay, zero_debias=True)
+    of_ma, of_ema = ma.init(np.full(5, 123.0)), ema.init(np.full(5, 123.0))
+    weights = []
+    for model, part in zip(averages, parts, strict=True):
+        of_ma, of_ema = ma.update(of_ma, model, part), ema.update(of_ema, model, part)
+        new = part * (1 - decay)
+        weights = [w * (1 - new) for w in weights] + [new]
+    np.testing.assert_allclose(ma.value(of_ma), np.average(averages, 0, parts), atol=1e-8)
+    np.testing.assert_allclose(ema.value(of_ema), np.average(averages, 0, weights), atol=1e-8)
 
 
 def test_easgd_by_hand():

@@ -54,13 +54,30 @@ class Global:
         self.kind, self.settings, self.n = kind, settings, replicas
         self.w, self.delta = start.copy(), np.zeros_like(start)
         self.anchor = start.copy()
-        self.history = [start.copy()]
+        self.history, self.parts = [start.copy()], []
 
-    def sync(self, local, shares):
+    def sync(self, local, shares, part=1.0):
+        """`part`: of a whole block."""
         mean = sum(s * w for s, w in zip(shares, local, strict=True))
-        new = getattr(self, self.kind)(local, mean, **self.settings)
+        new = self.step(local, mean, part)
         self.history.append(self.w.copy())
+        self.parts.append(part)
         return new
+
+    def step(self, local, mean, part):
+        """Part of a block: that part of the step of the block, had it gone on at its pace."""
+        whole = getattr(self, self.kind)
+        if part == 1.0 or self.kind in ("bsp", "elastic"):
+            return whole(local, mean, **self.settings)
+        start = self.anchor if self.kind == "nesterov" else self.w
+        before = self.w, self.delta
+        whole(local, start + (mean - start) / part, **self.settings)
+        self.w, self.delta = (
+            old + part * (new - old) for old, new in zip(before, (self.w, self.delta), strict=True)
+        )
+        ahead = self.settings["eta"] * self.delta if self.kind == "nesterov" else 0.0
+        self.anchor = self.w + ahead
+        return [self.anchor.copy() for _ in local]
 
     def bsp(self, local, mean):
         self.w = mean
@@ -129,7 +146,8 @@ def simulate(
             if not sum(samples):
                 continue
             shares = [s / sum(samples) for s in samples]
-            new = center.sync([flat(w) for w in local], shares)
+            steps = min(sync_period, max(map(len, minibatches)) - start)
+            new = center.sync([flat(w) for w in local], shares, steps / sync_period)
             local = [unflat(w, initial) for w in new]
             if local_state == "reset":
                 for o, w in zip(optimizers, local, strict=True):

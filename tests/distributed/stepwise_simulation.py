@@ -52,16 +52,18 @@ def simulate(
                 local[own] = shares @ local[own]
         samples[:] = 0
 
-    def exchanged(number, samples):
-        """What each replica would go on from, at once."""
+    def exchanged(number, samples, steps):
+        """What each replica would go on from, at once, after so many steps."""
         shares = samples / samples.sum()
+        part = steps / (sync_period * len(pieces))
         if rounded:
-            return wires[number].exchanged(local[:, pieces[number]], shares)
-        return np.array(centers[number].sync(list(local[:, pieces[number]]), shares))
+            return wires[number].exchanged(local[:, pieces[number]], shares, part)
+        return np.array(centers[number].sync(list(local[:, pieces[number]]), shares, part))
 
     for _ in range(epochs):
         losses, sizes_seen = [], []
         samples = np.zeros((len(pieces), replicas))
+        steps = np.zeros(len(pieces))
         of_devices = np.zeros(replicas)
         flight = None
         syncs = 0
@@ -76,6 +78,7 @@ def simulate(
                     local[r] = flat(optimizers[r].step(weights, grads))
                     samples[:, r] += size
                     of_devices[r] += size
+            steps += 1
             if device_period and (step + 1) % device_period == 0:
                 average_devices(of_devices)
             if flight is not None and step + 1 == flight[0] + delay:
@@ -83,8 +86,8 @@ def simulate(
             if (step + 1) % sync_period == 0:
                 number = syncs % len(pieces)
                 syncs += 1
-                result = exchanged(number, samples[number])
-                samples[number] = 0
+                result = exchanged(number, samples[number], steps[number])
+                samples[number], steps[number] = 0, 0
                 flight = (step + 1, pieces[number], local[:, pieces[number]].copy(), result)
                 if not delay:
                     flight = merge(local, flight)
@@ -94,7 +97,7 @@ def simulate(
             merge(local, flight)
         for number, piece in enumerate(pieces):
             if samples[number].sum():
-                local[:, piece] = exchanged(number, samples[number])
+                local[:, piece] = exchanged(number, samples[number], steps[number])
     points = [np.concatenate([getattr(c, of) for c in centers]) for of in ("w", "anchor")]
     return list(local), points, np.average(losses, weights=sizes_seen)
 
@@ -121,7 +124,7 @@ class Wire:
             : len(vector)
         ]
 
-    def exchanged(self, local, shares):
+    def exchanged(self, local, shares, part):
         center = self.center
         sent = shares[:, None] * (local - self.point) + self.errors
         arrived = np.array([self.by_parts(x) for x in sent])
@@ -133,7 +136,7 @@ class Wire:
         # measured from what they had received.
         start = center.anchor if center.kind == "nesterov" else center.w
         mean = (self.point if elastic else start) + arrived.sum(0)
-        new = getattr(center, center.kind)(list(local), mean, **center.settings)
+        new = center.step(list(local), mean, part)
         self.point = self.point + self.by_parts((former if elastic else new[0]) - self.point)
         if elastic:
             return local - center.settings["alpha"] * (local - self.point)

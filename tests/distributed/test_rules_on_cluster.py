@@ -168,21 +168,22 @@ def test_it_is_what_numpy_computes(trained, name, backend):
         w = center.w
         assert results["syncs"] == len(center.history) - 1
         if "averages" in options:
-            check_averages(results, center.history)
+            check_averages(results, center.history, center.parts)
     for replica, expected in enumerate(local):
         np.testing.assert_allclose(model(results, f"replica{replica}"), expected, atol=1e-5)
     np.testing.assert_allclose(model(results, "global"), w, atol=1e-5)
     np.testing.assert_allclose(results["loss"], loss, rtol=1e-5)
 
 
-def check_averages(results, history):
-    """The averages of the global models: the initial one, and that after each sync."""
-    ema = np.zeros_like(history[0])
-    for w in history[1:]:
-        ema = 0.8 * ema + 0.2 * w
-    ema /= 1 - 0.8 ** (len(history) - 1)
-    np.testing.assert_allclose(model(results, "ema"), ema, atol=1e-5)
-    np.testing.assert_allclose(model(results, "ma"), np.mean(history[1:], 0), atol=1e-5)
+def check_averages(results, history, parts):
+    """Of the initial model and those after each sync, of blocks or parts of a block."""
+    ema, weight = np.zeros_like(history[0]), 0.0
+    for w, part in zip(history[1:], parts, strict=True):
+        ema += part * 0.2 * (w - ema)
+        weight += part * 0.2 * (1 - weight)
+    np.testing.assert_allclose(model(results, "ema"), ema / weight, atol=1e-5)
+    mean = np.average(history[1:], 0, parts)
+    np.testing.assert_allclose(model(results, "ma"), mean, atol=1e-5)
 
 
 @needs_horovod

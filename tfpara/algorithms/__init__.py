@@ -4,8 +4,8 @@ Every rule is a frozen dataclass with pure methods, written with plain arithmeti
 that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow tensors (clusters):
 
 * ``init(weights) -> state``: the state (a NamedTuple of arrays) of a run that starts at `weights`;
-* ``update(state, average, num_replicas) -> state``: the global step, given the sample-weighted
-  mean of the local models;
+* ``update(state, average, num_replicas, share=1.0) -> state``: the global step, given the
+  sample-weighted mean of the local models; `share` is the part of a whole block that this one was;
 * ``broadcast(before, after) -> array``: what the replicas need to go on, given the state before and
   after the global step; all of them receive the same;
 * ``restart(local, broadcast) -> weights``: the weights a replica goes on from;
@@ -18,6 +18,15 @@ that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow te
   form, and its syncs cannot overlap training.
 
 All of it works element by element, so a rule may be applied to any part of the weights.
+
+A block that is closed before its time (an epoch ends) is a share f < 1 of a whole one, and takes
+that share of the step which the block, gone on at the same pace, would have taken. With s the state
+and B the point that the replicas started from,
+
+    s ← s + f (step of s with the average B + (w̄ − B)/f − s)
+
+A whole block is f = 1. So w̄ − B moves the model in the end as far as it would in a whole block,
+momentum lasts as many minibatches, and averages weigh a global model by its f.
 
 ``resolve(num_replicas)`` fills in defaults that depend on the number of replicas and refuses
 hyper-parameters that are unstable for it.

@@ -12,7 +12,7 @@ def _minimum(a: Any, b: Any) -> Any:
 
 
 class AverageState(NamedTuple):
-    """`average`: the running value. `count`: syncs seen (float). `bias`: weight still on zero."""
+    """`average`: the running value. `count`: blocks seen (float). `bias`: weight still on zero."""
 
     average: Any
     count: Any
@@ -25,7 +25,8 @@ class EMA:
 
         Ŵ_t = β_t Ŵ_{t−1} + (1 − β_t) W_t,   Ŵ_0 = W_0
 
-    Equal to the shadow variables of `tf.train.ExponentialMovingAverage` updated once a sync.
+    Equal to the shadow variables of `tf.train.ExponentialMovingAverage` updated once a sync. After
+    a block that was a share f of a whole one the step is that share, f(1 − β_t).
 
     Args:
         decay: β, 0 < β < 1.
@@ -61,16 +62,16 @@ class EMA:
         start = weights * 0.0 if self.zero_debias else weights
         return AverageState(average=start, count=0.0, bias=1.0)
 
-    def update(self, state: AverageState, global_model: Any) -> AverageState:
-        """Takes in the global model after a sync."""
+    def update(self, state: AverageState, global_model: Any, share: Any = 1.0) -> AverageState:
+        """Takes in the global model after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
         decay = self.decay
         if self.num_updates:
             warm = (1.0 + state.count) / (10.0 + state.count)
             decay = _minimum(decay, warm)
         return AverageState(
-            average=state.average + (1.0 - decay) * (global_model - state.average),
-            count=state.count + 1.0,
-            bias=state.bias * decay,
+            average=state.average + share * (1.0 - decay) * (global_model - state.average),
+            count=state.count + share,
+            bias=state.bias * (decay + (1.0 - share) * (1.0 - decay)),
         )
 
     def value(self, state: AverageState) -> Any:
@@ -86,7 +87,8 @@ class MA:
 
         W̄_t = (1/t) Σ_{k=1..t} W_k
 
-    Before the first sync it is the initial model. Source: paper 000, section 2.2.
+    After a block that was a share f of a whole one W_k counts with weight f, here and in t. Before
+    the first sync it is the initial model. Source: paper 000, section 2.2.
 
     Example:
         >>> ma = MA()
@@ -98,11 +100,11 @@ class MA:
         """State before the first sync of a run that starts at the flat vector `weights`."""
         return AverageState(average=weights, count=0.0, bias=1.0)
 
-    def update(self, state: AverageState, global_model: Any) -> AverageState:
-        """Takes in the global model after a sync."""
-        count = state.count + 1.0
+    def update(self, state: AverageState, global_model: Any, share: Any = 1.0) -> AverageState:
+        """Takes in the global model after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
+        count = state.count + share
         return AverageState(
-            average=state.average + (global_model - state.average) / count,
+            average=state.average + (global_model - state.average) / (count / share),
             count=count,
             bias=state.bias * 0.0,
         )

@@ -37,6 +37,13 @@ class BMUF:
       measure the next update from that sum, which raises the steady gain by (1+η). For moving
       runs over from those toolkits.
 
+    A block that is closed after a share f of its minibatches takes that share of the step, with
+    the update that a whole block would have had at its pace, G/f:
+
+        Δ' = Δ + f(ηΔ + ζG/f − Δ) = (1 − f(1−η))Δ + ζG;  W ← W + f(ηΔ + ζG/f) = W + fηΔ + ζG
+
+    so every G moves the model by ζG/(1−η) in the end, as in a whole block, and η = 0, ζ = 1 is BSP.
+
     Args:
         block_momentum: η, 0 ≤ η < 1. None: 1 − 1/N for N replicas (with ζ = 1 that is C = 1 in
             ζ / (N(1−η)) = C).
@@ -86,17 +93,21 @@ class BMUF:
         """State of a run that starts at the flat vector `weights`."""
         return BMUFState(global_model=weights, delta=weights * 0.0)
 
-    def update(self, state: BMUFState, average: Any, num_replicas: int) -> BMUFState:
-        """The global step, from the mean of the local models."""
+    def update(
+        self, state: BMUFState, average: Any, num_replicas: int, share: Any = 1.0
+    ) -> BMUFState:
+        """The global step, from the mean of the local models; `share`: f, 0 < f ≤ 1."""
         eta = self._momentum(num_replicas)
         update = average - self._anchor(state, eta)
         gain = self.block_learning_rate
         if self.compat == "cntk":
             gain *= (1.0 - eta) * num_replicas
-        delta = eta * state.delta + gain * update
-        global_model = state.global_model + delta
+        rest = 1.0 - share
+        delta = (eta + rest * (1.0 - eta)) * state.delta + gain * update
+        step = delta - rest * state.delta
+        global_model = state.global_model + step
         if self.compat and self.nesterov:
-            global_model = global_model + eta * delta
+            global_model = global_model + eta * step
         return BMUFState(global_model=global_model, delta=delta)
 
     def broadcast(self, before: BMUFState | None, after: BMUFState) -> Any:

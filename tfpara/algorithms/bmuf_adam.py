@@ -43,7 +43,9 @@ class BMUFAdam(BMUF):
     and the new moment is multiplied by (1 − β^t) / (1 − β^(t+a)) instead: the corrected moments
     are the same, then and unbiased in all later steps.
 
-    With η = 0 and ζ = 1 the moments are simply averaged.
+    With η = 0 and ζ = 1 the moments are simply averaged. In a block that is a share f of a whole
+    one, ρ follows Δ of `tfpara.BMUF`, ρ' = (1 − f(1−η))ρ + ζτ, and so do the steps from w̄ to the
+    broadcast point, a = ηρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ − (1−f)ρ (classical).
 
     Args:
         block_momentum: η, as in `tfpara.BMUF`.
@@ -125,6 +127,7 @@ class BMUFAdam(BMUF):
         steps: Any,
         iterations: Any,
         num_replicas: int,
+        share: Any = 1.0,
     ) -> MomentState:
         """The moments for the next block, at the point that `broadcast` gives.
 
@@ -137,15 +140,20 @@ class BMUFAdam(BMUF):
             iterations: t ≥ τ, minibatches since the moments were zero: what the local optimizer
                 counts.
             num_replicas: N.
+            share: f, the part of a whole block that these steps are.
 
         Returns:
             The new state, whose `momentum` and `velocity` all replicas go on with. The second
             moment is never negative.
         """
         eta, zeta = self._momentum(num_replicas), self.block_learning_rate
-        equivalent = eta * state.equivalent_steps + zeta * steps
+        rest = (1.0 - share) * state.equivalent_steps
+        equivalent = eta * state.equivalent_steps + (1.0 - eta) * rest + zeta * steps
         # Of B = W + ηΔ and of W, measured from w̄.
-        ahead = eta * equivalent + (zeta - 1.0) * steps if self.nesterov else equivalent - steps
+        if self.nesterov:
+            ahead = eta * (equivalent - rest) + (zeta - 1.0) * steps
+        else:
+            ahead = equivalent - rest - steps
         gradient = _block_mean(self.beta_1, state.momentum, momentum, steps)
         next_momentum = _go_on(self.beta_1, momentum, gradient, ahead, iterations)
         # At least 0 but for rounding, as v̄ holds at least β^τ v.

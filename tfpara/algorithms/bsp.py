@@ -39,9 +39,11 @@ class BSP:
         """State of a run that starts at the flat vector `weights`."""
         return BSPState(global_model=weights)
 
-    def update(self, state: BSPState, average: Any, num_replicas: int) -> BSPState:
-        """The global step: the average becomes the global model."""
-        del state, num_replicas
+    def update(
+        self, state: BSPState, average: Any, num_replicas: int, share: Any = 1.0
+    ) -> BSPState:
+        """The global step: the average becomes the global model, whatever the block's `share`."""
+        del state, num_replicas, share
         return BSPState(global_model=average)
 
     def broadcast(self, before: BSPState | None, after: BSPState) -> Any:

@@ -68,8 +68,11 @@ class EASGD:
         """State of a run that starts at the flat vector `weights`."""
         return EASGDState(global_model=weights)
 
-    def update(self, state: EASGDState, average: Any, num_replicas: int) -> EASGDState:
-        """The centre's step."""
+    def update(
+        self, state: EASGDState, average: Any, num_replicas: int, share: Any = 1.0
+    ) -> EASGDState:
+        """The centre's step: the whole pull, whatever the block's `share`; nothing of it lasts."""
+        del share
         gain = self._alpha(num_replicas) * num_replicas
         return EASGDState(state.global_model + gain * (average - state.global_model))
 

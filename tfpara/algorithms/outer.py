@@ -44,6 +44,10 @@ class Outer:
     Keras' SGD with Nesterov momentum, m ← ηm − ζG, W ← W + ηm − ζG, is torch's b ← ηb + G,
     W ← W − ζ(G + ηb), by m = −ζb.
 
+    A block that is closed after a share f of its minibatches takes that share of the step with the
+    gradient G/f: weights, slots and count go f of the way (see `tfpara.algorithms`). So SGD does
+    what BMUF does.
+
     A LearningRateSchedule counts syncs. `weight_decay` pulls all weights, biases among them, to 0
     at each sync.
 
@@ -109,14 +113,18 @@ class Outer:
         ]
         return step.State(weights, *slots, 0.0)
 
-    def update(self, state: Any, average: Any, num_replicas: int) -> Any:
-        """The global step, from the mean of the local models."""
+    def update(self, state: Any, average: Any, num_replicas: int, share: Any = 1.0) -> Any:
+        """The global step, from the mean of the local models; `share`: f, 0 < f ≤ 1."""
         del num_replicas
         step = self._step
-        if tf.is_tensor(average) or tf.is_tensor(state.global_model):
-            return step(state, state.global_model - average)
-        gradient = tf.convert_to_tensor(np.asarray(state.global_model) - average)
-        return step.State(*(np.asarray(v)[()] for v in step(state, gradient)))
+        in_numpy = not (tf.is_tensor(average) or tf.is_tensor(state.global_model))
+        gradient = (np.asarray(state.global_model) if in_numpy else state.global_model) - average
+        whole = isinstance(share, float) and share == 1.0
+        after = step(state, tf.convert_to_tensor(gradient if whole else gradient / share))
+        if not whole:
+            pairs = zip(state, after, strict=True)
+            after = step.State(*(old + share * (new - old) for old, new in pairs))
+        return step.State(*(np.asarray(v)[()] for v in after)) if in_numpy else after
 
     def broadcast(self, before: Any, after: Any) -> Any:
         """What the replicas need: the point they go on from, W."""
