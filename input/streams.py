@@ -4,9 +4,10 @@ Papers 000 and 003 train recurrent models so: 100 streams, steps of 20 frames. W
 is decided by `input.stream_plan`. Memory holds the unspliced frames of one utterance for each
 stream of this worker, whatever the size of the corpus.
 
-Keras' mean loss divides by all S * T frames of a minibatch, padding included, so that every frame
-of an epoch has the same weight in training. Scores are to be had from `weighted_metrics`, which
-count the real frames alone.
+Keras' mean loss divides by all S * T frames of a minibatch, padding included, and in the mean of
+the replicas each counts by the same number, so that every frame of an epoch has the same weight in
+training. (With reduction="mean_with_sample_weight" both count the real frames alone.) Scores are to
+be had from `weighted_metrics`, which count the real frames alone.
 """
 
 from collections.abc import Iterator, Sequence

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import simulation
+import tensorflow as tf
 from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
@@ -354,3 +355,96 @@ def test_a_replica_is_broadcast_as_the_closing_sync_leaves_it():
     assert np.abs(before[0] - before[1]).min() > 0
     for own in after:
         np.testing.assert_allclose(own, np.mean(before, 0), atol=1e-6)
+
+
+def mean_of_all(minibatches, loss, rate, initial):
+    """A plain model that takes one step on all replicas' minibatches together."""
+    model = keras.Sequential([keras.Input((None, 6)), keras.layers.Dense(5)])
+    model.compile(keras.optimizers.SGD(rate), loss)
+    model.set_weights(initial)
+    for step in minibatches:
+        longest = max(w.shape[1] for _, _, w in step)
+        padded = [
+            [np.pad(a, [(0, 0), (0, longest - a.shape[1])] + [(0, 0)] * (a.ndim - 2)) for a in one]
+            for one in step
+        ]
+        model.train_on_batch(*(np.concatenate(part) for part in zip(*padded, strict=True)))
+    return model.get_weights()
+
+
+def of_sequences(loss_of_frames):
+    strategy = make(tfpara.BSP(), sync_period=1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((None, 6)), keras.layers.Dense(5)])
+        model.compile(keras.optimizers.SGD(0.5), loss_of_frames)
+    return strategy, model
+
+
+def sequence_data(strategy, minibatches):
+    of_frames = [tf.TensorSpec([None, None], kind) for kind in ("int32", "float32")]
+    spec = (tf.TensorSpec([None, None, 6]), *of_frames)
+    return strategy.distribute_datasets_from_function(
+        lambda _: tf.data.Dataset.from_generator(
+            lambda: (one for step in minibatches for one in step), output_signature=spec
+        )
+    )
+
+
+def sequences(rng, rows, frames, real):
+    """Rows of frames with labels and weights, of which `real` frames count."""
+    weights = np.zeros(rows * frames, "float32")
+    weights[rng.permutation(rows * frames)[:real]] = 1.0
+    x = rng.normal(size=(rows, frames, 6)).astype("float32")
+    y = rng.integers(0, 5, (rows, frames)).astype("int32")
+    return x, y, weights.reshape(rows, frames)
+
+
+PADDED, SHORTER = [(4, 6, 20), (4, 6, 3)], [(4, 6, 20), (2, 2, 3)]  # rows, frames, real frames
+# How the loss reduces, and what both losses together are divided by (None: as Keras does).
+WEIGHTED = {
+    "padding": ("sum_over_batch_size", PADDED, None),
+    "shorter": ("sum_over_batch_size", SHORTER, 24 + 4),
+    "real frames": ("mean_with_sample_weight", SHORTER, None),
+    "sum": ("sum", SHORTER, 2),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_every_frame_has_the_same_say_whichever_replica_it_came_to(name):
+    """Model averaging at every step is plain SGD on all minibatches together."""
+    reduction, kinds, divisor = WEIGHTED[name]
+    rng = np.random.default_rng(0)
+    minibatches = [[sequences(rng, *kind) for kind in kinds] for _ in range(4)]
+    loss_of_frames = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction
+    )
+    strategy, model = of_sequences(loss_of_frames)
+    initial = model.get_weights()
+    model.fit(sequence_data(strategy, minibatches), verbose=0)
+    rate = 0.5
+    if divisor:
+        rows, longest = sum(r for r, _, _ in kinds), max(t for _, t, _ in kinds)
+        rate *= (1 if reduction == "sum" else rows * longest) / divisor
+    want = mean_of_all(minibatches, loss_of_frames, rate, initial)
+    for got, value in zip(model.get_weights(), want, strict=True):
+        np.testing.assert_allclose(got, value, atol=1e-6)
+
+
+def test_a_minibatch_counts_what_the_user_says():
+    """The real frames, where the loss divides by all: those of a replica count more."""
+    rng = np.random.default_rng(0)
+    minibatches = [[sequences(rng, *kind) for kind in PADDED] for _ in range(4)]
+    loss_of_frames = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    strategy, model = of_sequences(loss_of_frames)
+    strategy.weigh_minibatches(lambda minibatch: tf.reduce_sum(minibatch[2]))
+    initial = model.get_weights()
+    model.fit(sequence_data(strategy, minibatches), verbose=0)
+    with pytest.raises(ValueError, match="right after the strategy is made"):
+        strategy.weigh_minibatches(len)
+    says = np.float32([2 * 20 / 23, 2 * 3 / 23])
+    said = [
+        [(x, y, w * say) for (x, y, w), say in zip(step, says, strict=True)] for step in minibatches
+    ]
+    want = mean_of_all(said, loss_of_frames, 0.5, initial)
+    for got, value in zip(model.get_weights(), want, strict=True):
+        np.testing.assert_allclose(got, value, atol=1e-6)

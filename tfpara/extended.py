@@ -34,7 +34,7 @@ from tfpara.settings import (
     check_sendable,
     warn_of_outlasting_momentum,
 )
-from tfpara.steps import with_open_batches, without_tuner
+from tfpara.steps import batch_size, weight_of, with_open_batches, without_tuner
 from tfpara.synchronizer import Synchronizer
 from tfpara.watchdog import Watchdog
 
@@ -162,6 +162,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.optimizer_stepped = False
         self.tracked: keras.Model | None = None
         self.shown: str | None = None  # of which weights the models have the values for a while
+        self.minibatch_weight: Callable[..., Any] | None = None  # None: by the compiled loss
         self.sync_period: int | None = settings.sync_period
         self.position = Position()
         self.blocks_closed = 0  # by Python code, on all workers alike
@@ -244,6 +245,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # Keras hands its bound train_step or test_step to run().
         owner = getattr(fn, "__self__", None)
         return owner if isinstance(owner, keras.Model) else self.tracked
+
+    def weight_of(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """What a replica's minibatch counts in the mean of the replicas."""
+        if self.minibatch_weight is not None:
+            return self.minibatch_weight(*args, **kwargs)
+        samples = batch_size((args, kwargs))
+        model = getattr(fn, "__self__", None)
+        if samples is None or not isinstance(model, keras.Model):
+            return 1 if samples is None else samples
+        return weight_of(args[0], samples, model.loss)
 
     def make_synchronizer(self, model: keras.Model | None) -> Synchronizer:
         """Makes the sync state of a model from its present weights."""

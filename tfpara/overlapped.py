@@ -48,16 +48,17 @@ class OverlappedSteps(SyncSteps):
         self._merge = not_inlined(self._merge_step)
         self._start = not_inlined(self._start_step)
 
-    def after_step(self, samples: Sequence[tf.Tensor]) -> None:
+    def after_step(self, samples: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> None:
         """Counts a minibatch of each local replica and syncs at the end of a block.
 
         Args:
             samples: how many samples each local replica has just processed.
+            weights: what these count in the mean of the replicas.
         """
-        counts = tf.stack([tf.cast(n, tf.float64) for n in samples])
+        counts = tf.stack([tf.cast(n, tf.float64) for n in weights])
         for replica, pending in enumerate(self._pending_samples):
             pending.assign_add(tf.fill(pending.shape, counts[replica]))
-        self._samples.assign_add(tf.reduce_sum(counts))
+        self._samples.assign_add(tf.add_n([tf.cast(n, tf.float64) for n in samples]))
         self._steps.assign_add(1)
         self._block_steps.assign_add(tf.ones_like(self._block_steps))
         steps = self._pending_steps.assign_add(1)

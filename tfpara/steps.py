@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 
@@ -63,6 +64,33 @@ def batch_size(structure: Any) -> int | tf.Tensor | None:
             static = leaf.shape[0] if leaf.shape.rank is not None else None
             return static if static is not None else tf.shape(leaf)[0]
     return None
+
+
+def weight_of(minibatch: Any, samples: int | tf.Tensor, loss: Any) -> int | tf.Tensor:
+    """What a minibatch counts in the mean of the replicas: the number that its loss is divided by.
+
+    So every frame has the same say in the model, whichever replica it came to: model averaging with
+    plain SGD after every minibatch is one step on all replicas' minibatches together. By Keras'
+    reductions the number is the sum of the sample weights ("mean_with_sample_weight"), how many
+    there are, those of padding among them ("sum_over_batch_size", "mean"), or 1 ("sum").
+
+    Args:
+        minibatch: what `train_step` is given, (x, y, sample weights) if it has weights.
+        samples: in it; what it counts without sample weights.
+        loss: what the model was compiled with.
+    """
+    reductions = {
+        getattr(one, "reduction", "sum_over_batch_size") for one in keras.tree.flatten(loss)
+    }
+    if reductions == {"sum"}:
+        return tf.cast(tf.convert_to_tensor(samples) > 0, tf.int32)
+    weights = minibatch[2] if isinstance(minibatch, tuple) and len(minibatch) == 3 else None
+    weights = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights) if w is not None]
+    if not weights:
+        return samples
+    if reductions == {"mean_with_sample_weight"}:
+        return tf.add_n([tf.reduce_sum(tf.cast(w, tf.float64)) for w in weights])
+    return sum(tf.size(w) for w in weights)
 
 
 def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:

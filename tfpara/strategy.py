@@ -285,7 +285,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             locals_ = self.experimental_local_results((args, kwargs or {}))
             samples = [batch_size(values) for values in locals_]
             with after(locals_):
-                synchronizer.after_step([1 if n is None else n for n in samples])
+                synchronizer.after_step(
+                    [1 if n is None else n for n in samples],
+                    [extended.weight_of(fn, *values) for values in locals_],
+                )
             return outputs
 
     def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
@@ -328,6 +331,29 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Forgets what was asked for and agreed on; every worker calls it at the same sync."""
         for synchronizer in self.extended.synchronizers:
             synchronizer.answered()
+
+    def weigh_minibatches(self, weight: Callable[..., Any]) -> None:
+        """Says what a minibatch counts in the mean of the replicas, before the first step.
+
+        By default that is the number by which Keras divides the compiled loss of a minibatch: its
+        samples; with sample weights their number, those of padding among them, or their sum if the
+        loss has reduction="mean_with_sample_weight". A loss of a custom loop, or one with Keras'
+        masks, may divide by another number, and every frame has the same say in the model only if
+        that is given here.
+
+        Args:
+            weight: called with what a replica's step is given (Keras gives it one argument, the
+                minibatch); returns a number or a scalar tensor. The same on every worker.
+
+        Raises:
+            ValueError: a model was trained already, by steps that count otherwise.
+        """
+        if self.has_trained:
+            raise ValueError(
+                "weigh_minibatches() after a model was trained: its compiled step counts "
+                "otherwise. Call it right after the strategy is made."
+            )
+        self.extended.minibatch_weight = weight
 
     def track(self, model: keras.Model) -> None:
         """Names the model that a custom loop trains through `run`; Keras' `fit` needs no call."""
