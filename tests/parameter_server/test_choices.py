@@ -111,6 +111,28 @@ def test_the_mean_starts_once_the_average_is_better(rule, averages):
         assert model.evaluate(held_out, verbose=0) < mine
 
 
+def test_the_mean_starts_again_where_the_average_does():
+    """In a second fit with the same callback, after weights that are set in between."""
+    noisy = X @ TRUE + np.random.default_rng(3).normal(size=(128, 1)).astype("float32")
+    strategy, model = made(0.12, tfpara.AveragedASGD(running_rate=0.2), workers=2)
+    start = tfpara.StartMean(tf.data.Dataset.from_tensors((X, X @ TRUE)), verbose=0)
+    options = {"batch_size": 2, "chunks": 4, "verbose": 0, "callbacks": [start]}
+
+    def means():
+        state = strategy._servers[model][0].shards[0].averages["average"][0]
+        return float(state.mean), float(state.weight)
+
+    for _ in range(2):
+        strategy.fit(model, X, noisy, epochs=3, **options)
+        mean, weight = means()
+        # The n-th model of the mean counts 1/n; of the running average, always 0.2.
+        assert mean == 1.0 and weight < 0.05
+        model.set_weights([np.zeros((4, 1))])
+        with strategy.weights(model, "average"):
+            np.testing.assert_array_equal(model.get_weights()[0], 0.0)
+        assert means() == (0.0, pytest.approx(0.2))
+
+
 def test_start_mean_needs_averaged_asgd():
     strategy, model = made(0.1, tfpara.ASGD())
     with pytest.raises(ValueError, match="AveragedASGD"):

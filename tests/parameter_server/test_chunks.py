@@ -58,10 +58,116 @@ def test_a_datasets_minibatches_are_used_once(size, batch, count):
 
 def test_epochs_are_permuted_differently_and_repeatably():
     x, y = numbered(50)
-    chunks = [as_chunks(x, y, batch_size=7, count=3, seed=seed) for seed in (1, 1, 2)]
+    chunks = [as_chunks(x, y, batch_size=7, count=3, order=[k]) for k in (1, 1, 2)]
     orders = [tuple(ids(c, epoch)) for c in chunks for epoch in (0, 1)]
     assert orders[:2] == orders[2:4]
     assert len(set(orders)) == 4
+
+
+def kept(dataset):
+    """Rows like those of `numbered`, of which the first column is the number."""
+    return dataset.map(lambda k: (tf.cast(k, tf.float32)[..., None], k))
+
+
+def unordered(dataset):
+    options = tf.data.Options()
+    options.deterministic = False
+    return dataset.with_options(options)
+
+
+def per_file(file):
+    return tf.data.Dataset.range(file * 10, file * 10 + 10).shuffle(10)
+
+
+def files(**options):
+    return tf.data.Dataset.range(4).shuffle(4).interleave(per_file, cycle_length=3, **options)
+
+
+def noisy(x, k):
+    return x + 0.0 * tf.random.uniform(tf.shape(x)), k
+
+
+def forty():
+    return tf.data.Dataset.range(40)
+
+
+def mixed():
+    halves = [tf.data.Dataset.range(20), tf.data.Dataset.range(20, 40)]
+    return tf.data.Dataset.sample_from_datasets(halves, rerandomize_each_iteration=True)
+
+
+SHUFFLED = {
+    "before the batches": lambda: kept(forty().shuffle(40)).batch(3),
+    "in a small buffer": lambda: kept(forty().shuffle(7)).batch(3, drop_remainder=False),
+    "with a seed": lambda: kept(forty().shuffle(40, seed=5)).batch(3),
+    "after the batches": lambda: kept(forty()).batch(3).shuffle(9),
+    "twice": lambda: kept(forty().shuffle(40)).batch(3).shuffle(9).prefetch(2),
+    "then repeated": lambda: kept(forty().shuffle(40).repeat(2)).batch(3),
+    "then cached": lambda: kept(forty().shuffle(40).cache()).batch(3),
+    "files in turn": lambda: kept(files()).batch(3),
+    "files at once": lambda: kept(
+        files(num_parallel_calls=3, deterministic=False).shuffle(5)
+    ).batch(3),
+    "flat": lambda: kept(tf.data.Dataset.range(4).flat_map(per_file)).batch(3),
+    "without order": lambda: unordered(kept(forty().shuffle(40)).map(noisy, 4).batch(3)),
+    "filtered, then noisy": lambda: (
+        kept(tf.data.Dataset.range(60).shuffle(60).filter(lambda k: k < 40)).map(noisy).batch(3)
+    ),
+    "noisy files": lambda: (
+        tf.data.Dataset.range(4).interleave(lambda file: kept(per_file(file)).map(noisy)).batch(3)
+    ),
+    "mixed": lambda: kept(mixed()).batch(3),
+}
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_a_shuffled_datasets_samples_are_used_once_in_new_orders(name):
+    dataset = SHUFFLED[name]()
+    times = 2 if "repeated" in name else 1
+    chunks = as_chunks(dataset, count=3, order=[1, 0])
+    orders = [ids(chunks, epoch) for epoch in range(3)]
+    for used in orders:
+        assert sorted(used) == sorted([*range(40)] * times)
+    assert len({tuple(order) for order in orders}) == 3
+    assert ids(chunks, 1) == orders[1]  # of a worker that takes over
+    assert ids(as_chunks(SHUFFLED[name](), count=3, order=[1, 0]), 1) == orders[1]  # resumed
+    assert ids(as_chunks(dataset, count=3, order=[1, 1]), 1) != orders[1]  # of the next fit
+    assert sum(len(chunk) for chunk in read(chunks)) == -(-40 * times // 3)
+    assert chunks.num_minibatches in (None, -(-40 * times // 3))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_dataset_that_is_shuffled_once_keeps_its_order(seed):
+    dataset = kept(forty().shuffle(40, seed=seed, reshuffle_each_iteration=False)).batch(3)
+    chunks = as_chunks(dataset, count=1, order=[1, 0])
+    first = ids(chunks, 0)
+    assert sorted(first) == list(range(40)) and first != sorted(first)
+    assert ids(chunks, 1) == first
+    if seed is not None:  # TensorFlow's own
+        assert first == [int(k) for batch in dataset for k in batch[1]]
+
+
+def test_each_worker_of_a_simulation_reads_what_is_its_share_at_once():
+    """The copies that are read at the same time do not disturb each other."""
+    chunks = as_chunks(SHUFFLED["then cached"](), count=3)
+    zero = tf.zeros([], tf.int64)
+    iterators = [
+        iter(chunks.dataset(zero, tf.constant(k, tf.int64), *chunks.arguments(0, k)))
+        for k in range(3)
+    ]
+    used = [
+        int(k) for _ in range(5) for it in iterators for b in [next(it, None)] if b for k in b[1]
+    ]
+    assert sorted(used) == list(range(40))
+
+
+def test_shares_that_are_of_several_datasets_are_noticed():
+    chunks = as_chunks(kept(forty()).batch(3), count=3)
+    chunks.check(0, [5, 5, 4])
+    with pytest.raises(ValueError, match=r"in epoch 2 its 3 chunks had \[4, 6, 4\] .*\[5, 5, 4\]"):
+        chunks.check(2, [4, 6, 4])
+    Chunks(3, lambda e, c: None).check(0, [4, 6, 4])
+    as_chunks(X, Y, batch_size=1, count=4).check(0, [1, 2, 1, 2])
 
 
 def test_a_dataset_is_read_inside_graphs():
@@ -70,11 +176,12 @@ def test_a_dataset_is_read_inside_graphs():
     chunks = as_chunks(dataset, count=2)
 
     @tf.function
-    def total(chunk):
-        part = chunks.dataset(tf.zeros([], tf.int64), chunk)
+    def total(chunk, *arguments):
+        part = chunks.dataset(tf.zeros([], tf.int64), chunk, *arguments)
         return part.reduce(0.0, lambda s, data: s + tf.reduce_sum(data[0]))
 
-    assert [float(total(tf.constant(k, tf.int64))) for k in (0, 1)] == [40.0, 60.0]
+    sums = [float(total(tf.constant(k, tf.int64), *chunks.arguments(0, k))) for k in (0, 1)]
+    assert sums == [40.0, 60.0]
     tf.nest.assert_same_structure(chunks.element_spec, dataset.element_spec)
 
 
@@ -114,11 +221,56 @@ def generated():
 X, Y = numbered(6)
 
 
+def in_chunks(make):
+    return as_chunks(Chunks(2, lambda epoch, chunk: make(epoch)))
+
+
+def by_chance(k):
+    return tf.random.uniform([]) < 0.5
+
+
+def with_noise(k):
+    return tf.cast(k, tf.float32) + tf.random.normal([])
+
+
+def noisy_file(file):
+    return tf.data.Dataset.range(file).map(with_noise)
+
+
+def rejecting():
+    labels = tf.data.Dataset.range(40).map(lambda k: tf.cast(k % 2, tf.int32))
+    return labels.rejection_resample(lambda k: k, [0.5, 0.5], [0.2, 0.8])
+
+
+def some_of_each(k):
+    count = tf.random.uniform([], maxval=3, dtype=tf.int64)
+    return tf.data.Dataset.range(count)
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (lambda: as_chunks(python_data()), "a Python function in it"),
         (lambda: as_chunks(generated()), "a Python function in it"),
+        (lambda: in_chunks(lambda e: python_data()), "chunk has a Python function"),
+        (
+            lambda: as_chunks(forty().filter(by_chance)),
+            "a FilterDataset that may depend on chance .*Uni",
+        ),
+        (lambda: as_chunks(rejecting()), "a FilterDataset that may depend on chance"),
+        (lambda: as_chunks(forty().flat_map(some_of_each)), "a FlatMapDataset that may depend on"),
+        (lambda: in_chunks(lambda e: forty().filter(by_chance)), "dataset of a chunk .* on chance"),
+        (lambda: as_chunks(forty().map(with_noise).filter(lambda x: x < 9.0)), "Filter.*Normal"),
+        (lambda: as_chunks(forty().flat_map(noisy_file).filter(lambda x: x < 9.0)), "Filter.*Norm"),
+        (lambda: in_chunks(lambda e: forty().shuffle(9)), "ShuffleDatasetV3 without .*seed=epoch"),
+        (
+            lambda: in_chunks(lambda e: forty().flat_map(per_file)),
+            "ShuffleDatasetV3 without a seed",
+        ),
+        (
+            lambda: in_chunks(lambda e: forty().map(lambda k: k, 2, deterministic=False)),
+            "deterministic=False in a ParallelMap.*Leave it out",
+        ),
         (lambda: as_chunks(tf.data.Dataset.range(3).repeat()), "infinite.*take"),
         (lambda: as_chunks(tf.data.Dataset.range(3), Y), "y does not go with x of the type"),
         (lambda: as_chunks(tf.data.Dataset.range(3), batch_size=3), "batch_size does not go"),
@@ -141,6 +293,31 @@ X, Y = numbered(6)
 def test_data_that_does_not_fit_is_refused(make, told):
     with pytest.raises(ValueError, match=told):
         make()
+
+
+@pytest.fixture
+def global_seed():
+    tf.random.set_seed(3)
+    yield
+    tf.random.set_seed(None)
+
+
+@pytest.mark.usefixtures("global_seed")
+def test_a_global_seed_is_none_of_a_shuffles():
+    chunks = as_chunks(SHUFFLED["before the batches"](), count=3)
+    assert len({tuple(ids(chunks, epoch)) for epoch in range(3)}) == 3
+    with pytest.raises(ValueError, match="without a seed"):
+        in_chunks(lambda epoch: forty().shuffle(9))
+
+
+def test_chunks_may_shuffle_with_the_epoch_as_a_seed():
+    def part(epoch, chunk):
+        return kept(tf.data.Dataset.range(chunk * 20, chunk * 20 + 20).shuffle(20, epoch)).batch(3)
+
+    chunks = as_chunks(Chunks(2, part))
+    orders = [ids(chunks, epoch) for epoch in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    assert [sorted(order) for order in orders] == [list(range(40))] * 3
 
 
 @pytest.mark.parametrize("x", [None, "file", 3, iter([1])])

@@ -78,6 +78,91 @@ def test_datasets_train_like_arrays():
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.fixture
+def every_push(monkeypatch):
+    """The main thread looks as often as it can."""
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+
+
+class Tally(keras.layers.Layer):
+    """Has a weight for each sample, whose sum over a minibatch it gives."""
+
+    def build(self, shape):
+        self.times = self.add_weight(shape=(40,), initializer="zeros", name="times")
+
+    def call(self, numbers):
+        return tf.gather(self.times, numbers)
+
+
+def tallied(workers, servers=1, **options):
+    """A strategy, and a model whose weights are how often each of 40 samples was trained on."""
+    strategy = tfpara.simulate_async(workers, tfpara.ASGD(), **options)
+    strategy._processes.server_devices = tuple(f"CPU:{k}" for k in range(servers))
+    with strategy.scope():
+        x = keras.Input((), dtype="int64")
+        model = keras.Model(x, keras.layers.Add()([Tally()(x), Tally()(x)]))
+        model.compile(keras.optimizers.SGD(1.0), lambda y, out: -tf.reduce_sum(out))
+    return strategy, model
+
+
+def shuffled():
+    samples = tf.data.Dataset.range(40).map(lambda k: (k, tf.cast(k, tf.float32)))
+    return samples.shuffle(40).batch(3)
+
+
+def test_a_shuffled_dataset_trains_each_sample_once_in_each_epoch(every_push):
+    """Also where workers pause in the middle of an epoch, and read their chunks anew after it."""
+    strategy, model = tallied(3, servers=2)
+    seen, pauses = [], []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if 3 <= batch < 9:
+                with strategy.running.paused():
+                    pauses.append(batch)
+
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(model.get_weights())
+
+    for _ in range(2):
+        strategy.fit(model, shuffled(), epochs=2, verbose=0, callbacks=[Look()])
+    assert len(pauses) >= 4
+    for number, weights in enumerate(seen):
+        for weight in weights:
+            np.testing.assert_array_equal(weight, number + 1.0)
+
+
+def test_every_epoch_and_every_fit_has_an_order_of_its_own():
+    """One worker, from the same weights: only the order of the data can make a difference."""
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(len(X)).batch(BATCH)
+
+    def ends(data, **options):
+        strategy, model = made()
+        strategy.fit(model, *data, epochs=1, verbose=0, **options)
+        go_back = strategy.snapshot(model)
+        found = []
+        for first in (0, 1, 0):
+            strategy.fit(model, *data, initial_epoch=first, epochs=first + 1, verbose=0, **options)
+            found.append(model.get_weights()[0])
+            go_back()
+        return found
+
+    for data, options in (((rows,), {}), ((X, Y), {"batch_size": BATCH})):
+        once, again = ends(data, **options), ends(data, **options)
+        np.testing.assert_array_equal(once, again)
+        for k in range(3):
+            assert not np.array_equal(once[k], once[k - 1])
+
+
+def test_a_dataset_that_is_another_one_each_time_ends_the_run():
+    strategy, model = tallied(3)
+    now_and_then = lambda k, y: tf.math.floormod(tf.timestamp() * 1e6, 2.0) < 1.0  # noqa: E731
+    samples = tf.data.Dataset.range(400).map(lambda k: (k % 40, 0.0))
+    some = samples.filter(now_and_then).batch(1)
+    with pytest.raises(ValueError, match="not the same each time .* in epoch .* its 3 chunks had"):
+        strategy.fit(model, some, epochs=20, verbose=0)
+
+
 def test_lines_are_printed_as_by_keras(capsys):
     strategy, model = made(2)
     strategy.fit(model, X, Y, epochs=2, **settings(verbose=2))
@@ -88,12 +173,6 @@ def test_lines_are_printed_as_by_keras(capsys):
     assert "━" in capsys.readouterr().out
     strategy.fit(model, X, Y, **settings(verbose=0))
     assert capsys.readouterr().out == ""
-
-
-@pytest.fixture
-def every_push(monkeypatch):
-    """The main thread looks as often as it can."""
-    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
 
 
 class Once(keras.callbacks.Callback):

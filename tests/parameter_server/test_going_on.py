@@ -112,6 +112,38 @@ def test_within_an_epoch_every_minibatch_is_trained_once(tmp_path):
     assert again.statistics(resumed).samples == 2 * 96
 
 
+def test_a_shuffled_dataset_goes_on_in_the_order_that_it_had(tmp_path, monkeypatch):
+    """Where an epoch is resumed, though in a program with another seed."""
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    numbered = tf.data.Dataset.range(96).map(lambda k: (k, 0.0)).shuffle(96).batch(4)
+
+    class Tally(keras.layers.Layer):  # has a weight for each sample
+        def build(self, shape):
+            self.times = self.add_weight(shape=(96,), initializer="zeros")
+
+        def call(self, numbers):
+            return tf.gather(self.times, numbers)
+
+    def run(seed, *callbacks):
+        strategy = tfpara.simulate_async(3, tfpara.ASGD(), seed=seed)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((), dtype="int64"), Tally()])
+            # A step adds 1 to the weight of each of its samples.
+            model.compile(keras.optimizers.SGD(1.0), lambda y, out: -tf.reduce_sum(out))
+        checkpoint = tfpara.AsyncCheckpoint(tmp_path)
+        strategy.fit(model, numbered, epochs=2, verbose=0, callbacks=[*callbacks, checkpoint])
+        return model.get_weights()[0]
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(tfpara.callbacks.Preempted):
+        run(1, Kill())
+    np.testing.assert_array_equal(run(2), 2.0)
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     strategy, model = made()
     train(strategy, model, 1, [tfpara.AsyncCheckpoint(tmp_path)])

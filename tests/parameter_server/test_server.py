@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import random
 import subprocess
 import threading
 import time
@@ -72,13 +73,20 @@ def test_every_minibatch_is_in_once_though_workers_are_killed(rule, ps, sync_per
     assert got["kills"] >= 2
 
 
+def test_a_shuffled_dataset_is_read_once_though_a_worker_is_killed():
+    options = {"minibatches": 512, "batch": 1, "epochs": 2, "chunks": 3, "during": "kill"}
+    got = run("counting", workers=3, ps=2, shuffled=True, **options)
+    check_counts(got, 2 * 512 // 64, 2 * 512, 3)
+    assert got["kills"] == 1
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("bound", [0, 1])
-def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound):
+@pytest.mark.parametrize(("bound", "ps"), [(0, 1), (0, 2), (1, 2)])
+def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound, ps):
     got = run(
         "counting",
         workers=3,
-        ps=1,
+        ps=ps,
         minibatches=1024,
         batch=1,
         epochs=2,
@@ -139,15 +147,18 @@ def long(value):
     return tf.constant(value, tf.int64)
 
 
-def made(rule, devices=2, averages=None, **options):
-    """A model of two weights on servers of this process."""
+def made(rule, devices=2, averages=None, num_workers=3, chunks=2, **options):
+    """A model with a weight on each server, but at least two, on servers of this process."""
     x = keras.Input((2,))
-    parts = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(x) for _ in "ab"]
+    parts = [
+        keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(x)
+        for _ in range(max(2, devices))
+    ]
     model = keras.Model(x, keras.layers.Add()(parts))
     model.compile(keras.optimizers.SGD(1.0), "mse")
     names = [f"CPU:{k}" for k in range(devices)]
-    server = Server(model, [], rule, averages or {}, names, num_workers=3, **options)
-    server.divide(2)
+    server = Server(model, [], rule, averages or {}, names, num_workers=num_workers, **options)
+    server.divide(chunks)
     server.open_epoch(0, anew=True)
     return server
 
@@ -301,6 +312,89 @@ def test_turns_are_taken_where_staleness_is_bounded():
     assert bool(late.settled) and not late.included
     assert weights(server) == [[-2, -2]] * 2
     assert [tuple(line) for line in server.books.lines()] == [(1, 1, 0, 0), (1, 1, 1, 1)]
+
+
+class Late:
+    """A server's lock that takes its time: what is sent to the server comes late."""
+
+    def __init__(self, lock, seed):
+        self.lock, self.draw = lock, random.Random(seed)
+
+    def execute(self, inside):
+        time.sleep(self.draw.choice([0.0, 0.0, 0.001, 0.01]))
+        return self.lock.execute(inside)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_the_bound_holds_on_every_server(bound):
+    """Workers in threads, and two servers of which the second is slow at times."""
+    workers, pushes = 4, 25
+    server = made(ASGD(max_staleness=bound), 3, num_workers=workers, chunks=workers)
+    for seed, shard in enumerate(server.shards):
+        shard.lock = Late(shard.lock, seed)
+    ones = [[1, 1]] * 3
+    stale = [[] for _ in server.shards]
+    errors = []
+
+    def work(worker):
+        try:
+            server.begin(long(worker), long(worker))
+            for k in range(pushes):
+                pulled = server.pull(long(worker))
+                answer = pushed(
+                    server, pulled, ones, worker=worker, chunk=worker, start=k, waits=True
+                )
+                assert answer.included and answer.settled
+                for found, after, before in zip(
+                    stale, answer.versions, pulled.versions, strict=True
+                ):
+                    found.append(int(after) - 1 - int(before))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,), daemon=True) for k in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    assert [max(found) for found in stale] <= [bound] * 3
+    assert max(stale[0]) == bound  # it is made use of
+    assert weights(server) == [[-pushes * workers] * 2] * 3
+
+
+@pytest.mark.parametrize("how", ["lost", "given up"])
+@pytest.mark.parametrize("when", ["after its pull", "in the middle of its push"])
+def test_nobody_waits_for_a_worker_that_does_not_come_back(how, when):
+    server = made(ASGD(max_staleness=0), 2)
+    ones = [[1, 1], [1, 1]]
+    server.begin(long(0), long(0))
+    pulled = server.pull(long(0))
+    if when != "after its pull":
+        lock, server.first.lock = server.first.lock, Late(server.first.lock, 0)
+        calls = []
+
+        def dies(inside):  # after its turn has come, and the push is on the second server
+            calls.append(inside)
+            if len(calls) == 2:
+                raise ConnectionError
+            return lock.execute(inside)
+
+        server.first.lock.execute = dies
+        with pytest.raises(ConnectionError):
+            pushed(server, pulled, ones)
+        server.first.lock = lock
+        assert weights(server) == [[0, 0], [-1, -1]]
+    if how == "lost":
+        server.forget(0)
+    else:  # TensorFlow has given its call up, and another worker has its chunk
+        assert not server.ask_to_pull(long(1), waits=False)
+        server.begin(long(1), long(0))
+    assert int(server.done(long(0))) == 0
+    assert server.ask_to_pull(long(1), waits=False)
+    assert pushed(server, server.read(), ones, worker=1).included
+    assert weights(server) == [[-1, -1]] * 2
+    assert int(server.done(long(0))) == 1
 
 
 def test_no_record_is_told_of():

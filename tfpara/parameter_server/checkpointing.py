@@ -137,7 +137,12 @@ class AsyncCheckpoint(keras.callbacks.Callback):
             "run": self._of_a_run(),
             "versions": versions(),
             "workers": 1,  # of those who write
-            "position": {"epoch": epoch, "within": within, "finished": finished},
+            "position": {
+                "epoch": epoch,
+                "within": within,
+                "finished": finished,
+                "order": self._running.order,
+            },
             "learning_rate": self._rate(),
             "states": collected(self.model.distribute_strategy.states),
         }
@@ -204,7 +209,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         if manifest["learning_rate"] is not None:
             self.model.optimizer.learning_rate = manifest["learning_rate"]
         position = manifest["position"]
-        self._running.resume(position["epoch"], position["within"], position["finished"])
+        self._running.resume(**position)
         where = ", within it" if position["within"] else ""
         epochs = self.params.get("epochs", 1)
         print(taken_up(self._store.directory, number, position, where, epochs), flush=True)

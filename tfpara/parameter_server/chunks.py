@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfpara.parameter_server.repeatable import (
+    LARGEST_BYTES,
+    RepeatableProgram,
+    check_order,
+    check_seeds,
+)
 from tfpara.steps import without_tuner
-
-# Below what protocol buffers carry in one message, 2 GB.
-_LARGEST_BYTES = 1 << 30
 
 
 class Chunks:
@@ -25,14 +28,19 @@ class Chunks:
         dataset: called, while a graph is made, as `dataset(epoch, chunk, *arguments)` with int64
             tensors; returns the chunk's minibatches, (x, y) or (x, y, sample_weight). The same
             minibatches in the same order whenever it is called alike: a chunk that is taken up
-            again skips those that are done.
+            again skips those that are done. So a shuffle needs a seed, `shuffle(n, seed=epoch)`.
         arguments: called on the chief as `arguments(epoch, chunk)` with numbers; returns a tuple of
             arrays that go to the worker with the chunk. Of the same types and ranks for all chunks.
         num_minibatches: of an epoch, if known, for the progress bar.
 
+    Attributes:
+        shares: whether each chunk reads one dataset whole and keeps every `count`-th minibatch.
+
     Raises:
         ValueError: `count` is not a whole number of at least 1.
     """
+
+    shares = False
 
     def __init__(
         self,
@@ -48,7 +56,10 @@ class Chunks:
 
     def dataset(self, epoch: Any, chunk: Any, *arguments: Any) -> tf.data.Dataset:
         """The minibatches of a chunk."""
-        return without_tuner(self._dataset(epoch, chunk, *arguments))
+        in_order = tf.data.Options()
+        in_order.deterministic = True
+        dataset = self._dataset(epoch, chunk, *arguments)
+        return without_tuner(dataset.with_options(in_order))
 
     @property
     def element_spec(self) -> Any:
@@ -61,6 +72,26 @@ class Chunks:
         """The arrays that go with a chunk."""
         return () if self._arguments is None else tuple(self._arguments(epoch, chunk))
 
+    def check(self, epoch: int, done: Sequence[int]) -> None:
+        """Looks whether the chunks of an epoch were shares of one dataset, if they are to be.
+
+        Args:
+            epoch: that has been trained.
+            done: minibatches of each chunk.
+
+        Raises:
+            ValueError: they were not: minibatches have been left out or trained twice.
+        """
+        total = sum(done)
+        shares = [len(range(chunk, total, self.count)) for chunk in range(self.count)]
+        if self.shares and list(done) != shares:
+            raise ValueError(
+                f"the dataset is not the same each time that it is read: in epoch {epoch} its "
+                f"{self.count} chunks had {list(done)} minibatches, and of one dataset they would "
+                f"be {shares}. Let nothing random decide which elements come, as a filter after a "
+                "random map does; use tf.random.stateless_uniform with a seed from the data."
+            )
+
 
 def as_chunks(
     x: Any,
@@ -71,7 +102,7 @@ def as_chunks(
     shuffle: bool = True,
     class_weight: Mapping[int, float] | None = None,
     count: int | None = None,
-    seed: int = 0,
+    order: Sequence[int] = (0,),
 ) -> Chunks:
     """What `fit` is given, as chunks.
 
@@ -79,21 +110,24 @@ def as_chunks(
         x, y, sample_weight: arrays (or structures of arrays); or x alone, a `tf.data.Dataset` of
             minibatches or `Chunks`.
         batch_size: samples of a minibatch, for arrays; 32 if None.
-        shuffle: whether arrays are permuted anew in every epoch.
+        shuffle: whether arrays are permuted anew in every epoch. A dataset's own shuffles are.
         class_weight: weights by class, of integer labels.
         count: chunks of an epoch.
-        seed: of the permutations.
+        order: numbers that the order depends on, beside the epoch. Read where a chunk begins.
 
     Raises:
         TypeError: data of another kind.
         ValueError: arrays of different lengths, arguments that do not belong to such data, or a
-            dataset with a Python function in it.
+            dataset with a Python function in it, or whose order cannot be repeated.
     """
     if isinstance(x, Chunks | tf.data.Dataset):
         _refuse(type(x).__name__, y=y, sample_weight=sample_weight, batch_size=batch_size)
         if isinstance(x, Chunks):
             _refuse("Chunks", chunks=count)
-        chunks = x if isinstance(x, Chunks) else _of_dataset(x, _positive("chunks", count, 1))
+            _check(x)
+        chunks = (
+            x if isinstance(x, Chunks) else _of_dataset(x, _positive("chunks", count, 1), order)
+        )
     elif x is None or isinstance(x, str | bytes | int | float) or hasattr(x, "__next__"):
         raise TypeError(
             f"x is a {type(x).__name__}. The workers read the data without Python, so give arrays, "
@@ -104,8 +138,24 @@ def as_chunks(
     else:
         data = (x, y) if sample_weight is None else (x, y, sample_weight)
         size = _positive("batch_size", batch_size, 32)
-        chunks = _of_arrays(data, size, shuffle, _positive("chunks", count, 1), seed)
+        chunks = _of_arrays(data, size, shuffle, _positive("chunks", count, 1), order)
     return chunks if class_weight is None else _weighted(chunks, class_weight)
+
+
+def _check(chunks: Chunks) -> None:
+    """Refuses chunks that would be others when they are taken up again."""
+
+    @tf.function(autograph=False)
+    def read(*place_and_arguments: Any) -> tf.Tensor:
+        # The global seed would stand where shuffles have none of their own.
+        tf.compat.v1.get_default_graph().seed = None
+        return tf.data.experimental.to_variant(chunks.dataset(*place_and_arguments))
+
+    zero = tf.zeros([], tf.int64)
+    arguments = tf.nest.map_structure(tf.convert_to_tensor, chunks.arguments(0, 0))
+    graph = read.get_concrete_function(zero, zero, *arguments).graph.as_graph_def()
+    check_order(graph, "the dataset of a chunk")
+    check_seeds(graph)
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
@@ -122,49 +172,37 @@ def _refuse(kind: str, **given: Any) -> None:
             raise ValueError(f"{name} does not go with x of the type {kind}, which has it inside.")
 
 
-def _of_dataset(dataset: tf.data.Dataset, count: int) -> Chunks:
+def _of_dataset(dataset: tf.data.Dataset, count: int, order: Sequence[int]) -> Chunks:
     """Chunk k of n has minibatches k, k + n, k + 2n, …"""
     size = int(dataset.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             "the dataset is infinite, and an epoch must end. Give dataset.take(minibatches)."
         )
-    # As a program that any process can run; the dataset itself belongs to this one.
-    program = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        external_state_policy=0,
-        strip_device_assignment=True,
-    ).numpy()
-    if len(program) > _LARGEST_BYTES:
-        raise ValueError(
-            f"the dataset carries {len(program) / 2**30:.1f} GB of data inside, more than can be "
-            "sent to workers. Write them to files and read those in the dataset."
-        )
-    if b"PyFunc" in program:
-        raise ValueError(
-            "the dataset has a Python function in it (py_function, numpy_function or "
-            "from_generator), which exists in this process only. Write it with TensorFlow "
-            "operations, or the data to TFRecord files."
-        )
-    spec = dataset.element_spec
+    program = RepeatableProgram(dataset)
 
-    def part(epoch: Any, chunk: Any) -> tf.data.Dataset:
+    def seeds(epoch: int, chunk: int) -> tuple[tf.Tensor]:
+        del chunk
+        return (program.seeds(order, epoch),)
+
+    def part(epoch: Any, chunk: Any, seeds: Any) -> tf.data.Dataset:
         del epoch
-        # 0, but not to TensorFlow, which would make the dataset a constant and fail to.
-        zero = tf.minimum(chunk, tf.zeros([], tf.int64))
-        variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.gather([program], zero))
-        return tf.data.experimental.from_variant(variant, spec).shard(count, chunk)
+        return program.dataset(seeds).shard(count, chunk)
 
-    return Chunks(count, part, num_minibatches=size if size >= 0 else None)
+    chunks = Chunks(count, part, seeds, size if size >= 0 else None)
+    chunks.shares = True
+    return chunks
 
 
-def _of_arrays(data: Any, batch_size: int, shuffle: bool, count: int, seed: int) -> Chunks:
+def _of_arrays(
+    data: Any, batch_size: int, shuffle: bool, count: int, order: Sequence[int]
+) -> Chunks:
     data = tf.nest.map_structure(np.asarray, data)
     arrays = tf.nest.flatten(data)
     lengths = sorted({len(array) if array.ndim else 0 for array in arrays})
     if len(lengths) != 1 or lengths[0] == 0:
         raise ValueError(f"the arrays have {lengths} samples; they must be equally many, not 0.")
-    if sum(array.nbytes for array in arrays) > _LARGEST_BYTES:
+    if sum(array.nbytes for array in arrays) > LARGEST_BYTES:
         raise ValueError(
             "the arrays have more than 1 GB, which every worker would be sent. Write them to files "
             "and give a tf.data.Dataset that reads them, or tfpara.Chunks."
@@ -175,11 +213,11 @@ def _of_arrays(data: Any, batch_size: int, shuffle: bool, count: int, seed: int)
             f"chunks={count} is more than the {minibatches} minibatches of an epoch. Give fewer."
         )
 
-    def order(epoch: int, chunk: int) -> tuple[np.ndarray]:
+    def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:
         """The samples of a chunk: its minibatches, one after the other."""
         rows = np.arange(lengths[0])
         if shuffle:
-            rows = np.random.default_rng([seed, epoch]).permutation(rows)
+            rows = np.random.default_rng([*order, epoch]).permutation(rows)
         bounds = np.arange(count + 1) * minibatches // count * batch_size
         return (rows[bounds[chunk] : bounds[chunk + 1]],)
 
@@ -192,7 +230,7 @@ def _of_arrays(data: Any, batch_size: int, shuffle: bool, count: int, seed: int)
             .prefetch(2)
         )
 
-    return Chunks(count, part, order, minibatches)
+    return Chunks(count, part, samples, minibatches)
 
 
 def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
@@ -212,4 +250,6 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
     def part(*arguments: Any) -> tf.data.Dataset:
         return chunks.dataset(*arguments).map(weigh)
 
-    return Chunks(chunks.count, part, chunks.arguments, chunks.num_minibatches)
+    weighted = Chunks(chunks.count, part, chunks.arguments, chunks.num_minibatches)
+    weighted.shares = chunks.shares
+    return weighted

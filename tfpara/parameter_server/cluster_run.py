@@ -135,7 +135,7 @@ def chunk_function(
         worker = tf.cast(
             tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
         )
-        done = server.done(chunk)
+        done = server.begin(worker, chunk)
         halted = server.halted()
         dataset = chunks.dataset(epoch, chunk, *arguments).skip(done)
         rate = tf.constant(-1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,8 @@ class Fit:
 
     Attributes:
         epoch: the epoch that is trained, from 0.
+        order: numbers that the order of the data depends on, beside the epoch: the strategy's seed
+            and how many fits came before.
         within_epoch: whether workers train, or pause, in the middle of it.
         chunks_done: chunks of it that are in the model.
     """
@@ -39,6 +41,7 @@ class Fit:
         search_rate: Any,
     ) -> None:
         x, y, sample_weight = data
+        self.order = [strategy.seed, strategy.count_fit()]
         if chunks is None and not isinstance(x, Chunks):
             chunks = strategy.num_workers * (1 if isinstance(x, tf.data.Dataset) else 4)
             chunks = min(chunks, _minibatches(x, batch_size) or chunks)
@@ -50,7 +53,7 @@ class Fit:
             shuffle=shuffle,
             class_weight=class_weight,
             count=chunks,
-            seed=strategy.seed,
+            order=self.order,
         )
         _check_period(strategy.sync_period, self._chunks)
         self._strategy = strategy
@@ -98,6 +101,8 @@ class Fit:
             self._strategy.write(model)
             self.within_epoch = True
             self._train_epoch(callbacks)
+            if not model.stop_training:
+                self._chunks.check(self.epoch, self.server.books.progress.numpy().tolist())
             self._strategy.write(model)  # what was set in the epoch would be lost
             self.within_epoch = False
             self._strategy.read(model)
@@ -110,15 +115,17 @@ class Fit:
         self._strategy.write(model)
         return model.history
 
-    def resume(self, epoch: int, within: bool, finished: bool) -> None:
+    def resume(self, epoch: int, within: bool, finished: bool, order: Sequence[int]) -> None:
         """Goes on where a checkpoint was; in `on_train_begin`.
 
         Args:
             epoch: to go on with.
             within: whether some of it is in the model, as the servers' books say.
             finished: whether the run has stopped before.
+            order: of the data, as it was then.
         """
         self.epoch = epoch
+        self.order[:] = order
         self._resumed_epoch = epoch if within else None
         # The checkpoint has both rates; a search moves that of the servers alone.
         self.server.told_rate = self._chiefs_rate()

@@ -8,6 +8,7 @@ follow one another as if workers took turns. The first server keeps the books as
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,7 +88,8 @@ class Answer(NamedTuple):
         versions: the servers' pushes after it.
         moves: for each weight what the local model loses, of rules that have local models.
         settled: False: it must be offered again, for the sake of other workers' staleness.
-        included: whether its minibatches are in the model, by this push or by one before.
+        included: whether its minibatches are in the model, on all servers, by this push or by one
+            before.
     """
 
     versions: list[tf.Tensor]
@@ -160,13 +162,8 @@ class Server:
         """Gives all servers a learning rate; returns what must have run for it to be so."""
         done = []
         for shard, kept in self._rates():
-            with tf.device(shard.device):
-                value = tf.cast(rate, kept.dtype)
-                done.append(
-                    shard.lock.execute(
-                        lambda kept=kept, value=value: tf.identity(kept.assign(value))
-                    )
-                )
+            value = _sent(shard, tf.cast(rate, kept.dtype))
+            done.append(self._locked(shard, value, functools.partial(_assigned, kept, value)))
         return done
 
     def _rates(self) -> list[tuple[Shard, tf.Variable]]:
@@ -204,10 +201,12 @@ class Server:
         turns: Any = self.turns
         if turns is None:
             return tf.constant(True)
-        with tf.device(self.first.device):
-            return self.first.lock.execute(
-                lambda: turns.ask_to_pull(worker, tf.identity(self.first.version), waits)
-            )
+        worker = _sent(self.first, worker)
+        return self._locked(
+            self.first,
+            worker,
+            lambda: turns.ask_to_pull(worker, tf.identity(self.first.version), waits),
+        )
 
     def read(self) -> Pulled:
         """Reads the model."""
@@ -243,22 +242,28 @@ class Server:
             waits: whether to wait where the rule bounds the staleness; if not, what is returned may
                 not be `settled`.
         """
-        parts = [self._part(shard, push) for shard in self.shards]
+        first, *parts = [self._part(shard, push) for shard in self.shards]
         settled = accepted = tf.constant(True)
-        answers = []
-        if self.turns is not None:  # the others wait for the first server's word
-            settled, *answer = self._in_turn(parts[0], pulled, waits)
-            accepted = answer[0]
-            answers.append(answer)
-        for shard, part in list(zip(self.shards, parts, strict=True))[len(answers) :]:
-            answers.append(self._locked(shard, part, self._taker(shard, part, pulled, accepted)))
+        if self.turns is not None:
+            settled, accepted = self._turn(first, pulled, waits)
+        others = [
+            self._apply(shard, part, pulled, accepted)
+            for shard, part in zip(self.shards[1:], parts, strict=True)
+        ]
+        if self.turns is None:
+            own = self._apply(self.first, first, pulled, accepted)
+        else:  # the first server comes last, and gives the turn to others
+            everywhere = tf.reduce_all(tf.stack([accepted, *(there for there, *_ in others)]))
+            own = self._end_turn(first, pulled, accepted, everywhere)
+        answers = [own, *others]
         moves: list[Any] = [None] * len(self.names)
         for shard, (_, _, *own) in zip(self.shards, answers, strict=True):
             for index, move in zip(shard.indices, own, strict=False):
                 moves[index] = move
         if not self.rule.local_models:
             moves = []
-        return Answer([version for _, version, *_ in answers], moves, settled, answers[0][0])
+        included = tf.reduce_all(tf.stack([there for there, *_ in answers]))
+        return Answer([version for _, version, *_ in answers], moves, settled, included)
 
     def _part(self, shard: Shard, push: Push) -> Push:
         """What of a push is a server's, sent to it."""
@@ -269,21 +274,22 @@ class Server:
             state=list(push.state) if first else [],
             metrics=list(push.metrics) if first else [],
         )
-        with tf.device(shard.device):
-            return tf.nest.map_structure(tf.identity, push)
+        return _sent(shard, push)
 
-    def _locked(self, shard: Shard, part: Push, inside: Callable[[], Any]) -> Any:
-        """Runs what is to be inside the lock, when all that was sent has arrived."""
+    def _locked(self, shard: Shard, sent: Any, inside: Callable[[], Any]) -> Any:
+        """Runs what is to be inside the lock, when all that was `_sent` for it has arrived."""
         with (
             tf.device(shard.device),
-            tf.control_dependencies(tf.nest.flatten(part)),
+            tf.control_dependencies(tf.nest.flatten(sent)),
         ):
             return shard.lock.execute(inside)
 
-    def _taker(
-        self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
-    ) -> Callable[[], list[tf.Tensor]]:
-        return lambda: self._take(shard, part, pulled, accepted)
+    def _apply(self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor) -> Any:
+        """Takes the lock for `_take`."""
+        accepted = _sent(shard, accepted)
+        return self._locked(
+            shard, (part, accepted), lambda: self._take(shard, part, pulled, accepted)
+        )
 
     def _take(
         self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
@@ -315,7 +321,7 @@ class Server:
             moves = [tf.zeros_like(v) for v in part.values] if self.rule.local_models else []
             return [tf.identity(shard.version), *moves]
 
-        fresh = tf.logical_and(accepted, shard.progress.next_is(part))
+        fresh = tf.logical_and(accepted, shard.takes(part, pulled))
 
         def here(branch: Callable[[], list[tf.Tensor]]) -> Callable[[], list[tf.Tensor]]:
             def placed() -> list[tf.Tensor]:
@@ -328,8 +334,11 @@ class Server:
         with tf.control_dependencies(result):
             return [shard.progress.includes(part), *result]
 
-    def _in_turn(self, part: Push, pulled: Pulled, waits: bool) -> list[tf.Tensor]:
-        """A push to the first server, in its turn: whether it is settled, then as `_take`."""
+    def _turn(self, part: Push, pulled: Pulled, waits: bool) -> tuple[tf.Tensor, tf.Tensor]:
+        """Waits for a push's turn on the first server.
+
+        Returns whether what becomes of it is settled, and whether it is made.
+        """
         turns: Any = self.turns
         first = self.first
 
@@ -339,24 +348,51 @@ class Server:
                 turns.verdict(part.worker, pulled.versions[0], tf.identity(first.version)),
                 DROP,
             )
-            included, version = self._take(first, part, pulled, tf.equal(verdict, GO))
-            with tf.control_dependencies([included, version]):
-                settled = turns.settle(part.worker, verdict, waits)
-            return [settled, included, version]
+            return [turns.settle(part.worker, verdict, waits), tf.equal(verdict, GO)]
 
         if not waits:
-            return self._locked(first, part, inside)
+            return tuple(self._locked(first, part, inside))
         with tf.device(first.device):
 
-            def again(_: tf.Tensor, *__: tf.Tensor) -> tuple[tf.Tensor, ...]:
-                settled, included, version = self._locked(first, part, inside)
+            def again(_: tf.Tensor, __: tf.Tensor) -> tuple[tf.Tensor, ...]:
+                settled, goes = self._locked(first, part, inside)
                 token = tf.cond(settled, lambda: True, lambda: turns.wait(part.worker))
                 with tf.control_dependencies([token]):
-                    return tf.identity(settled), included, version
+                    return tf.identity(settled), goes
 
             no = tf.constant(False)
-            zero = tf.zeros([], tf.int64)
-            return list(tf.while_loop(lambda done, *_: ~done, again, (no, no, zero)))
+            return tuple(tf.while_loop(lambda settled, _: ~settled, again, (no, no)))
+
+    def _end_turn(
+        self, part: Push, pulled: Pulled, goes: tf.Tensor, everywhere: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """The push on the first server, if it is on all others, and the end of its turn."""
+        turns: Any = self.turns
+        goes, everywhere = _sent(self.first, (goes, everywhere))
+
+        def inside() -> list[tf.Tensor]:
+            answer = self._take(self.first, part, pulled, everywhere)
+            with tf.control_dependencies(answer):
+                left = turns.leave(part.worker, goes)
+            with tf.control_dependencies([left]):
+                return [tf.identity(tensor) for tensor in answer]
+
+        return self._locked(self.first, (part, goes, everywhere), inside)
+
+    def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
+        """Has nobody wait for whoever had a chunk before; returns minibatches of it that are in.
+
+        Args:
+            worker: who trains it from here on.
+            chunk: its number.
+        """
+        turns = self.turns
+        if turns is None:
+            return self.done(chunk)
+        worker, chunk = _sent(self.first, (worker, chunk))
+        begun = self._locked(self.first, (worker, chunk), lambda: turns.begin(worker, chunk))
+        with tf.control_dependencies([begun]):
+            return self.done(chunk)
 
     def halted(self) -> tf.Tensor:
         """Whether workers are asked to stop."""
@@ -373,12 +409,14 @@ class Server:
 
     def finish(self, epoch: tf.Tensor, chunk: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """Enters whether all minibatches of a chunk have been pushed; returns `ended`."""
-        with tf.device(self.first.device):
-            return self.first.lock.execute(
-                lambda: self.books.finish(
-                    chunk, tf.logical_and(ended, self.first.progress.is_of(epoch)), ended
-                )
-            )
+        epoch, chunk, ended = _sent(self.first, (epoch, chunk, ended))
+        return self._locked(
+            self.first,
+            (epoch, chunk, ended),
+            lambda: self.books.finish(
+                chunk, tf.logical_and(ended, self.first.progress.is_of(epoch)), ended
+            ),
+        )
 
     # What the chief does with it.
 
@@ -415,7 +453,7 @@ class Server:
         turns = self.turns
         if turns is not None:
             with tf.device(self.first.device):
-                self.first.lock.execute(lambda: turns.forget(tf.constant(worker, tf.int64)))
+                self.first.lock.execute(lambda: turns.leave(tf.constant(worker, tf.int64)))
 
     def global_weights(self) -> list[tf.Tensor]:
         """The weights, in the model's order."""
@@ -489,6 +527,11 @@ class Server:
         for shard in self.shards:
             shard.start_mean(name)
 
+    def mean_started(self, name: str) -> bool:
+        """Whether the running average `name` goes on as a mean, on all servers."""
+        held = [shard.averages[name] for shard in self.shards if shard.averages[name]]
+        return all(bool(states[0].mean) for states in held)
+
     @property
     def learning_rate(self) -> float | None:
         """That the servers have; None where it is a schedule."""
@@ -510,6 +553,16 @@ class Server:
         if self._local_rate is not None:
             found["local_rate"] = self._local_rate
         return found
+
+
+def _assigned(kept: tf.Variable, value: tf.Tensor) -> tf.Tensor:
+    return tf.identity(kept.assign(value))
+
+
+def _sent(shard: Shard, values: Any) -> Any:
+    """Tensors on a server. What holds its lock must use these, and wait for nothing from afar."""
+    with tf.device(shard.device):
+        return tf.nest.map_structure(tf.identity, values)
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:

@@ -79,6 +79,15 @@ class Shard:
         with tf.device(self.device):
             self.progress = Progress(num_chunks)
 
+    def takes(self, push: Any, pulled: Any) -> tf.Tensor:
+        """Whether a push has the next minibatches, and is not too stale; inside the lock."""
+        next_is = self.progress.next_is(push)
+        bound = getattr(self._rule, "max_staleness", None)
+        if bound is None:
+            return next_is
+        staleness = tf.identity(self.version) - pulled.versions[self.number]
+        return tf.logical_and(next_is, staleness <= bound)
+
     def changes(self, push: Any, pulled: Any) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
         """What a push changes; inside the lock.
 

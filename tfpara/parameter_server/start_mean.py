@@ -39,13 +39,12 @@ class StartMean(keras.callbacks.Callback):
         self._every = every_chunks
         self._verbose = verbose
         self._scored = 0  # chunks, over all epochs, at the last comparison
-        self._started = False
 
     def get_state(self) -> dict[str, Any]:
-        return {"scored": self._scored, "started": self._started}
+        return {"scored": self._scored}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._scored, self._started = state["scored"], state["started"]
+        self._scored = state["scored"]
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -69,20 +68,20 @@ class StartMean(keras.callbacks.Callback):
         running = self.model.distribute_strategy.running
         self._compare((epoch + 1) * running.num_chunks)
         if logs is not None:
-            logs["mean_started"] = float(self._started)
+            started = self.model.distribute_strategy.mean_started(self.model)
+            logs["mean_started"] = float(started)
 
     def _compare(self, chunks: int) -> None:
-        if self._started or chunks - self._scored < self._every:
+        strategy = self.model.distribute_strategy
+        if chunks - self._scored < self._every or strategy.mean_started(self.model):
             return
         self._scored = chunks
         losses = {}
-        strategy = self.model.distribute_strategy
         for which in ("global", "average"):
             with strategy.weights(self.model, which):
                 losses[which] = evaluate(self.model, self._dataset)["loss"]
         if losses["average"] < losses["global"]:
             strategy.start_mean(self.model)
-            self._started = True
             if self._verbose:
                 print(
                     f"The running average scores better than the model ({losses['average']:.4f} "

@@ -68,7 +68,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             take in the model after every push; they never touch training. Beside EMA and MA there
             is `tfpara.RunningThenMean(...)`; under the name "average" `tfpara.StartMean` starts its
             mean.
-        seed: of the order of arrays, and of simulated workers.
+        seed: ≥ 0, of the order of arrays and of shuffled datasets, and of simulated workers.
         record: whether the first parameter server keeps a line for each push, for `record`.
         timeout_seconds: a parameter server that is silent for so long is given up.
         startup_timeout_seconds: longest wait for all processes to appear.
@@ -112,6 +112,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         self._states: dict[str, Any] = {}
         self._servers: dict[keras.Model, tuple[Server, Work]] = {}
         self._copies: dict[keras.Model, ChiefModel] = {}
+        self._fits = 0
         self.running: Fit | None = None
 
     rule = property(lambda self: self._rule, doc="The rule, with defaults filled in.")
@@ -164,7 +165,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         Args:
             model: built and compiled in the scope.
             x, y, batch_size, shuffle, class_weight, sample_weight: arrays, or a `tf.data.Dataset`
-                of minibatches without Python functions in it, or `tfpara.Chunks`.
+                of minibatches without Python functions in it, or `tfpara.Chunks`. Arrays, and what
+                the dataset shuffles, have a new order in every epoch.
             epochs, initial_epoch, verbose, callbacks, validation_data, validation_batch_size,
                 validation_freq: as in Keras.
             chunks: chunks of an epoch, for arrays and datasets; None: four for each worker from
@@ -326,6 +328,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         """Has the average "average", a `RunningThenMean`, go on as the mean of the models."""
         self._servers[model][0].start_mean("average")
 
+    def mean_started(self, model: keras.Model) -> bool:
+        """Whether the average "average" is a mean by now; it is none where it starts anew."""
+        return self._servers[model][0].mean_started("average")
+
     @property
     def asked_to_end(self) -> str | None:
         """A sentence, if a parameter server waits for the run to end in good order."""
@@ -353,6 +359,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     def states(self) -> dict[str, Any]:
         """The objects of `keep_state`."""
         return dict(self._states)
+
+    def count_fit(self) -> int:
+        """Fits that have begun before; counts one more. Each has its own order of the data."""
+        self._fits += 1
+        return self._fits - 1
 
     def server_of(self, model: keras.Model, spec: Any) -> tuple[Server, Work]:
         """The model on the servers, made from the chief's where there is none yet.

@@ -44,6 +44,10 @@ def may_push(
     return tf.reduce_all(turns - pulls <= bound)  # negative for those that have no pull
 
 
+def _nobody() -> tf.Tensor:
+    return tf.constant(_NONE, tf.int64)
+
+
 def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
     """The outstanding pulls but the worker's; `_NEVER` where there is none."""
     workers = tf.range(tf.size(outstanding, tf.int64), dtype=tf.int64)
@@ -52,7 +56,11 @@ def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
 
 
 class Turns:
-    """Pulls under way and workers that wait; used inside the first server's lock.
+    """Pulls and pushes under way, and workers that wait; used inside the first server's lock.
+
+    One worker at a time pushes: from its `GO` until the push is on all servers. The first server
+    gets it last. So whoever has asked to pull reads, on each server, at least as many pushes as the
+    first had then; and whoever may push finds, on each, as many as on the first.
 
     A worker that has to wait takes a token from its own queue, which needs no thread, and asks
     again. Whatever may let it go on puts a token into the queues of all that wait.
@@ -66,9 +74,9 @@ class Turns:
 
     def __init__(self, num_workers: int, bound: int) -> None:
         self._bound = bound
-        self._outstanding = tf.Variable(
-            tf.fill([num_workers], tf.constant(_NONE, tf.int64)), trainable=False
-        )
+        self._outstanding = tf.Variable(tf.fill([num_workers], _nobody()), trainable=False)
+        self._chunks = tf.Variable(tf.fill([num_workers], _nobody()), trainable=False)
+        self._pushing = tf.Variable(_NONE, dtype=tf.int64, trainable=False)
         self._waiting = tf.Variable(tf.zeros([num_workers], tf.bool), trainable=False)
         self._queues = [
             tf.queue.FIFOQueue(1024, [tf.bool], shapes=[[]]) for _ in range(num_workers)
@@ -84,7 +92,7 @@ class Turns:
         """
         before = self._outstanding.read_value()
         may = may_pull(before, worker, self._bound)
-        now = tf.tensor_scatter_nd_update(before, [[worker]], [tf.where(may, version, _NONE)])
+        now = tf.tensor_scatter_nd_update(before, [[worker]], [tf.where(may, version, _nobody())])
         given_up = tf.logical_and(tf.gather(before, worker) >= 0, tf.logical_not(may))
         done = [self._outstanding.assign(now), *self._wake(given_up)]
         with tf.control_dependencies(done):
@@ -94,33 +102,68 @@ class Turns:
 
     def verdict(self, worker: tf.Tensor, pulled: tf.Tensor, version: tf.Tensor) -> tf.Tensor:
         """`GO`, `WAIT`, or `DROP`: of a worker that was given up and has been overtaken since."""
+        pushing = self._pushing.read_value()
+        free = tf.logical_or(tf.equal(pushing, _NONE), tf.equal(pushing, worker))
         allowed = may_push(self._outstanding.read_value(), worker, version, self._bound)
         fresh = version - pulled <= self._bound
-        return tf.where(fresh, tf.where(allowed, GO, WAIT), DROP)
+        return tf.where(fresh, tf.where(tf.logical_and(allowed, free), GO, WAIT), DROP)
 
     def settle(self, worker: tf.Tensor, verdict: tf.Tensor, waits: bool) -> tf.Tensor:
-        """Enters what became of a push; returns whether it is settled."""
+        """Enters what becomes of a push; returns whether it is settled.
+
+        Args:
+            worker: whose push it is. With `GO` it pushes until `leave` is called.
+            verdict: on it.
+            waits: whether it will wait for a token, if it must `WAIT`.
+        """
         settled = tf.not_equal(verdict, WAIT)
-        before = self._outstanding.read_value()
-        own = tf.where(settled, tf.constant(_NONE, tf.int64), tf.gather(before, worker))
-        now = tf.tensor_scatter_nd_update(before, [[worker]], [own])
-        done = [self._outstanding.assign(now), *self._wake(settled)]
+        pushing = self._pushing.read_value()
+        goes = self._pushing.assign(tf.where(tf.equal(verdict, GO), worker, pushing))
+        with tf.control_dependencies([goes]):
+            done = self._leave(tf.logical_and(self._is(worker), tf.equal(verdict, DROP)))
         with tf.control_dependencies(done):
             done += self._announce(worker, tf.logical_not(settled), waits)
         with tf.control_dependencies(done):
             return tf.identity(settled)
 
-    def forget(self, worker: tf.Tensor) -> tf.Tensor:
-        """Nobody waits for a worker any more."""
-        return self.settle(worker, tf.constant(DROP), waits=False)
+    def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
+        """A worker begins a chunk: nobody waits for one that had it, or for the worker's own past.
+
+        A chunk begins anew where TensorFlow has given up the call of the worker that had it.
+        """
+        chunks = self._chunks.read_value()
+        former = tf.logical_or(tf.equal(chunks, chunk), self._is(worker))
+        now = tf.where(self._is(worker), chunk, tf.where(former, _nobody(), chunks))
+        with tf.control_dependencies([*self._leave(former), self._chunks.assign(now)]):
+            return tf.identity(chunk)
+
+    def leave(self, worker: tf.Tensor, condition: Any = True) -> tf.Tensor:
+        """A push is on all servers, or its worker is lost: nobody waits for it any more."""
+        with tf.control_dependencies(self._leave(tf.logical_and(self._is(worker), condition))):
+            return tf.identity(worker)
 
     def clear(self) -> None:
-        """No pull is under way; outside graphs."""
-        self._outstanding.assign(tf.fill(self._outstanding.shape, tf.constant(_NONE, tf.int64)))
+        """No pull and no push is under way; outside graphs."""
+        self._outstanding.assign(tf.fill(self._outstanding.shape, _nobody()))
+        self._pushing.assign(_NONE)
 
     def wait(self, worker: tf.Tensor) -> tf.Tensor:
         """Waits for a token; outside the lock."""
         return tf.switch_case(tf.cast(worker, tf.int32), [q.dequeue for q in self._queues])
+
+    def _is(self, worker: tf.Tensor) -> tf.Tensor:
+        """bool [workers]: true for the worker."""
+        return tf.equal(tf.range(len(self._queues), dtype=tf.int64), worker)
+
+    def _leave(self, leaving: tf.Tensor) -> list[Any]:
+        """These, bool [workers], have no pull and no push under way."""
+        pushing = self._pushing.read_value()
+        ends = tf.reduce_any(tf.logical_and(leaving, self._is(pushing)))
+        return [
+            self._outstanding.assign(tf.where(leaving, _nobody(), self._outstanding.read_value())),
+            self._pushing.assign(tf.where(ends, _nobody(), pushing)),
+            *self._wake(tf.reduce_any(leaving)),
+        ]
 
     def _announce(self, worker: tf.Tensor, waiting: tf.Tensor, waits: bool) -> list[tf.Tensor]:
         if not waits:

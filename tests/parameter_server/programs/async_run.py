@@ -127,7 +127,9 @@ def counted(model, strategy):
 BATCH = 1
 
 
-def train_counting(servers, rule, *, minibatches, batch, epochs, chunks, during=None, **options):
+def train_counting(
+    servers, rule, *, minibatches, batch, epochs, chunks, during=None, shuffled=False, **options
+):
     """Trains the model that counts; `during` runs beside it in a thread."""
     global BATCH
     BATCH = batch
@@ -140,7 +142,10 @@ def train_counting(servers, rule, *, minibatches, batch, epochs, chunks, during=
     if thread:
         thread.start()
     begun = time.monotonic()
-    strategy.fit(model, x, y, batch_size=batch, epochs=epochs, verbose=0, chunks=chunks)
+    data = {"x": x, "y": y, "batch_size": batch}
+    if shuffled:
+        data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(batch)}
+    strategy.fit(model, epochs=epochs, verbose=0, chunks=chunks, **data)
     seconds = time.monotonic() - begun
     if thread:
         stop.set()
@@ -176,6 +181,14 @@ def kill_sometimes(servers, strategy, stop):
         servers.start("worker", index)
 
 
+def kill_a_worker(servers, strategy, stop):
+    """For good."""
+    global KILLS
+    if all_at_work(strategy, stop):
+        servers.kill(0)
+        KILLS += 1
+
+
 def pause_a_worker(servers, strategy, stop):
     """Stops a worker for a while: a slow one; then kills it for good."""
     global KILLS
@@ -186,9 +199,7 @@ def pause_a_worker(servers, strategy, stop):
         os.kill(process.pid, signal.SIGSTOP)
         stop.wait(1.0)
         os.kill(process.pid, signal.SIGCONT)
-    if all_at_work(strategy, stop):
-        servers.kill(0)
-        KILLS += 1
+    kill_a_worker(servers, strategy, stop)
 
 
 class Stop(keras.callbacks.Callback):
@@ -250,7 +261,8 @@ def scenario_slow(servers, options):
 
 def scenario_counting(servers, options):
     rule = RULES[options.pop("rule", "ASGD")](max_staleness=options.pop("bound", None))
-    during = {"kills": kill_sometimes, "pause": pause_a_worker}.get(options.pop("during", None))
+    known = {"kill": kill_a_worker, "kills": kill_sometimes, "pause": pause_a_worker}
+    during = known.get(options.pop("during", None))
     return train_counting(servers, rule, during=during, **options)
 
 
