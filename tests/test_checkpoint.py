@@ -74,12 +74,12 @@ class Stop(Exception):
     pass
 
 
-def stop_at(epoch, batch):
+def stop_at(epoch, batch, error=Stop):
     """Stands for a kill: nothing after it runs."""
 
     def check(number, logs):
         if stopper.model.stop_training is False and (stopper.epoch, number) == (epoch, batch):
-            raise Stop
+            raise error
 
     stopper = keras.callbacks.LambdaCallback(on_train_batch_end=check)
     stopper.epoch = 0
@@ -593,19 +593,16 @@ def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
     asking.on_test_begin = lambda logs=None: ask() if when == "validation" else None
     before = signal.getsignal(signal.SIGTERM)
     checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run")
-    try:
-        with pytest.raises(SystemExit) as left:
-            model.fit(
-                epoch_data(strategy),
-                epochs=2,
-                verbose=0,
-                callbacks=[asking, checkpoint],
-                validation_data=validation,
-            )
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    checkpoint._checkpoints.store.release()
+    with pytest.raises(SystemExit) as left:
+        model.fit(
+            epoch_data(strategy),
+            epochs=2,
+            verbose=0,
+            callbacks=[asking, checkpoint],
+            validation_data=validation,
+        )
     assert left.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) == before
     manifest = json.loads((max((tmp_path / "run").glob("c*")) / "manifest.json").read_text())
     position = (manifest["position"]["epoch"], manifest["position"]["steps"])
     assert position == ((0, 6) if when == "inside" else (1, 0))
@@ -624,8 +621,46 @@ def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
     with pytest.raises(tfpara.callbacks.Preempted):
         model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[ask, checkpoint])
     assert signal.getsignal(signal.SIGTERM) == before
-    checkpoint._checkpoints.store.release()
     assert run(tmp_path, epochs=1)[1] == {}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_fit_that_fails_leaves_nothing_behind_and_the_next_one_goes_on(tmp_path, overlap):
+    """In one process, each time with a callback of its own, as in a loop that tries again."""
+    whole = run(tmp_path / "whole", overlap=overlap, every_syncs=1)[0]
+    strategy, model = make(overlap=overlap)
+    data, received = epoch_data(strategy), []
+
+    def own(number, frame):
+        received.append(number)
+
+    def fit(*more):
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run", every_syncs=1)
+        model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[*more, checkpoint])
+
+    def assert_nothing_is_left():
+        assert signal.getsignal(signal.SIGTERM) is own
+        assert signal.set_wakeup_fd(-1) == -1
+        with (tmp_path / "run/lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    former = signal.signal(signal.SIGTERM, own)
+    try:
+        with pytest.raises(Stop):
+            fit(stop_at(0, 4))
+        assert_nothing_is_left()
+        try:
+            fit(stop_at(1, 2, KeyboardInterrupt))
+        except KeyboardInterrupt:
+            # The error holds the call of fit, which has ended all the same.
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == [signal.SIGTERM]
+        assert_nothing_is_left()
+        fit()
+        assert_nothing_is_left()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert_same(everything(strategy, model), whole)
 
 
 @pytest.mark.parametrize(

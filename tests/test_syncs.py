@@ -16,6 +16,7 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
 from tfpara import compression
+from tfpara.collectives import Loopback
 from tfpara.settings import check_sendable
 
 RULES = {
@@ -206,30 +207,108 @@ def test_the_period_is_not_set_to_less_than_the_delay():
         strategy.set_sync_period(4)
 
 
-def test_nan_stops_an_overlapped_run_with_the_usual_message():
-    strategy = make(tfpara.BSP(), 1, overlap=1)
-    model = network(strategy)
+def spoiling(model, replica, when):
+    """A callback that puts NaN into the weights of a replica after a minibatch."""
 
     def spoil(batch, logs):
-        if batch == 3:
-            model.layers[-1].kernel.value.values[0].assign(np.full((7, 5), np.nan, "float32"))
+        if batch == when:
+            model.layers[-1].kernel.value.values[replica].assign(np.full((7, 5), np.nan, "f4"))
 
-    callback = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="replica 0 .* has NaN or Inf"):
-        model.fit(data_of(strategy, EVEN[:1]), verbose=0, callbacks=[callback])
+    return keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
 
 
-def test_an_error_beside_the_training_is_raised_in_it(monkeypatch):
-    strategy = make(tfpara.BSP(), 1, overlap=1)
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("overlap", [False, 1])
+def test_nan_on_one_of_several_devices_is_named_and_a_second_fit_trains(overlap, fragments):
+    strategy = make(tfpara.BSP(), 4, overlap=overlap, fragments=fragments)
     model = network(strategy)
-    flight = strategy.extended.synchronizer_of(model)._flight
+    good = model.get_weights()
+    data = data_of(strategy, EVEN * 2)
+    nan = pytest.raises(tf.errors.InvalidArgumentError, match="replica 2 .* has NaN or Inf")
+    for _ in range(2):
+        with nan:
+            model.fit(data, verbose=0, callbacks=[spoiling(model, 2, 3)])
+    with nan, strategy.weights(model, "global"):
+        pass
+    model.set_weights(good)
+    for momentum in model.optimizer.momentums:
+        for component in momentum.value.values:
+            component.assign(tf.zeros_like(component))
+    strategy.synchronize()  # closes the block in which it failed
+    model.fit(data, verbose=0)
+    local, *_ = stepwise_simulation.simulate(
+        "bsp",
+        good,
+        EVEN * 2,
+        TAU,
+        lambda: simulation.Momentum(0.2, 0.9),
+        epochs=1,
+        delay=int(overlap),
+        runs=RUNS[fragments],
+    )
+    for got, want in zip(of_replicas(strategy, model), local, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
-    def fail():
-        raise MemoryError("no room")
 
-    monkeypatch.setattr(flight, "_fly", fail)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="MemoryError: no room"):
-        model.fit(data_of(strategy, EVEN[:1]), verbose=0)
+def fail():
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("_fly", "MemoryError: no room"), ("_launch", "the step failed that starts it")],
+)
+def test_an_error_beside_the_training_is_raised_in_it_and_wherever_it_is_asked(
+    part, message, monkeypatch
+):
+    strategy = make(tfpara.BSP(), overlap=1)
+    model = network(strategy)
+    monkeypatch.setattr(strategy.extended.synchronizer_of(model)._flight, part, fail)
+    with pytest.raises(tf.errors.OpError, match="MemoryError: no room"):
+        model.fit(data_of(strategy, EVEN), verbose=0)
+    for _ in range(2):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            strategy.synchronize()
+
+
+class Breakable(Loopback):
+    """Collectives of one worker that fail while they are broken."""
+
+    def __init__(self):
+        self.broken = tf.Variable(False)
+
+    def all_reduce(self, buffers, name):
+        tf.debugging.Assert(~self.broken, ["the collective is broken"])
+        return super().all_reduce(buffers, name)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_sync_that_fails_leaves_its_block_open(fragments):
+    strategy = make(tfpara.BSP(), fragments=fragments, aggregation="replicated")
+    strategy.extended.collectives = collectives = Breakable()
+    model = network(strategy)
+    synchronizer = strategy.extended.synchronizer_of(model)
+    data = data_of(strategy, [[4] * 6, [2] * 6])
+    collectives.broken.assign(True)
+    for _ in range(2):
+        with pytest.raises(tf.errors.OpError):
+            model.fit(data, verbose=0)
+        # The watchdog does not end a later sync for it.
+        assert synchronizer.waiting_since() > 0
+        next(iter(data))
+        assert synchronizer.waiting_since() == 0
+    with pytest.raises(tf.errors.InvalidArgumentError, match="broken"):
+        strategy.synchronize()
+    assert synchronizer.waiting_since() == 0
+    assert strategy.statistics().syncs == 0
+    first, second = of_replicas(strategy, model)
+    assert np.abs(first - second).max() > 1e-3
+    # The first minibatch of the second fit was the fourth of the block: it failed again at once.
+    shares = np.array([4 * 4, 4 * 2]) / 24
+    collectives.broken.assign(False)
+    strategy.synchronize()
+    for got in of_replicas(strategy, model):
+        np.testing.assert_allclose(got, shares @ [first, second], atol=1e-6)
 
 
 def test_weights_set_while_a_sync_is_in_the_air_stay():

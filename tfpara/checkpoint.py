@@ -255,6 +255,7 @@ class Checkpoints:
             ) from error
 
     def _take_over(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
+        self.synchronizer.give_up_block()
         held = {name: r for r in readers for name in r.get_variable_to_shape_map()}
         rank = self._strategy.worker_index
         own = readers[rank % len(readers)]

@@ -27,7 +27,8 @@ def everyones(value: Any, collectives: Collectives, name: str) -> list[Any]:
     """
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = collectives.all_gather(tf.constant([len(text)]), f"{name}/length").numpy()[:, 0]
-    padded = np.zeros(int(lengths.max()), np.int32)
+    # Of few lengths, for TensorFlow keeps something for every shape that was sent.
+    padded = np.zeros(1 << int(lengths.max()).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     table = collectives.all_gather(tf.constant(padded), f"{name}/text").numpy()
     return [

@@ -7,11 +7,11 @@ Each use says why.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import tensorflow as tf
 # would otherwise mirror it.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfpara import cluster
+from tfpara import cluster, failures
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
 from tfpara.epochs import Position
@@ -72,11 +72,13 @@ def _untuned() -> Iterator[None]:
         _multi_device._create_device_dataset = make
 
 
-def _resumed(begin: Callable[[], Any], position: Position) -> Any:
+def _resumed(begin: Callable[[], Any], extended: PeriodicSyncExtended) -> Any:
     """A pass over a dataset, behind the minibatches trained before the run was resumed."""
+    for synchronizer in extended.synchronizers:
+        synchronizer.step_is_over()
     with _untuned():
         iterator = begin()
-    for _ in range(position.take_steps()):
+    for _ in range(extended.position.take_steps()):
         next(iterator)
     return iterator
 
@@ -84,16 +86,15 @@ def _resumed(begin: Callable[[], Any], position: Position) -> Any:
 class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     """Datasets that a function has made for this worker."""
 
-    position: Position
+    extended: PeriodicSyncExtended
 
     def __iter__(self) -> Any:
-        return _resumed(super().__iter__, self.position)
+        return _resumed(super().__iter__, self.extended)
 
 
 class _EpochDatasets(_Datasets):
     """Makes its datasets anew where a pass over another epoch begins."""
 
-    extended: Any
     built_for: tuple[int, int]
 
     @property
@@ -128,10 +129,33 @@ def _forget_length(epoch_iterator: Any) -> None:
 class _Dataset(_input_lib.DistributedDataset):
     """A dataset that all workers share."""
 
-    position: Position
+    extended: PeriodicSyncExtended
 
     def __iter__(self) -> Any:
-        return _resumed(super().__iter__, self.position)
+        return _resumed(super().__iter__, self.extended)
+
+
+class _Metric(_values.SyncOnReadVariable):
+    """A variable of a metric, of which each replica has its part."""
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        # Set from Python, the parent's reads after it has written: the sum over all workers. Keras
+        # sets all metrics where an epoch begins, and has no use for it.
+        if not tf.executing_eagerly() or in_replica():
+            return super().assign(value, use_locking, name, read_value)
+        super().assign(value, use_locking, name, read_value=False)
+        return self
+
+
+def in_replica() -> bool:
+    """Whether this is part of a replica's step."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 class _Trained(NamedTuple):
@@ -190,8 +214,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.reports = self._collectives(1, host, "RING")
         self.control = self._collectives(2, host, "RING", settings.timeout_seconds)
         if self._num_workers > 1:
-            abort = _horovod.abort if horovod else _abort
-            self._watchdog = Watchdog(settings.timeout_seconds, self._waiting_since, abort)
+            self._abort = _horovod.abort if horovod else _abort
+            self._watchdog = Watchdog(settings.timeout_seconds, self._waiting_since, self._end_sync)
+
+    def _end_sync(self, message: str) -> None:
+        failures.note_silence()
+        self._abort(message)
 
     def _waiting_since(self) -> float:
         return max((s.waiting_since() for s in self.synchronizers), default=0.0)
@@ -351,6 +379,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         own = [first(v.value)[0] for v in model.trainable_variables]
         return any(s.has_any_of(own) for s in self.synchronizers)
 
+    def set_sync_period(self, sync_period: int | None) -> None:
+        """τ from here on, in whatever block the models are."""
+        self.sync_period = sync_period
+        for synchronizer in self.synchronizers:
+            synchronizer.set_sync_period(sync_period)
+
     def finish_blocks(self) -> None:
         self.blocks_closed += 1
         for synchronizer in self.synchronizers:
@@ -461,7 +495,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.position.move(0, self.steps_seen)
         dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
-        dataset.extended, dataset.built_for = self, (self.position.epoch, self.position.first)
+        dataset.built_for = (self.position.epoch, self.position.first)
         return dataset
 
     @contextlib.contextmanager
@@ -490,7 +524,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         distributed = super()._experimental_distribute_dataset(without_tuner(dataset), options)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset
-            distributed.position = self.position
+            distributed.extended = self
         return distributed
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
@@ -501,7 +535,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return without_tuner(dataset)
 
         dataset = super()._distribute_datasets_from_function(prepared, options)
-        dataset.__class__, dataset.position = _Datasets, self.position
+        dataset.__class__, dataset.extended = _Datasets, self
         return dataset
 
     # -- variables ---------------------------------------------------------------------------
@@ -510,7 +544,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # A replica writes its own component without asking the others.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
-        return super()._create_variable(next_creator, **kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        if type(variable) is _values.SyncOnReadVariable:
+            variable.__class__ = _Metric
+        return variable
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
@@ -552,7 +589,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         name = re.sub(r"_\d+(?=[/_]|$)", "", name)
         description = f"{name} {tuple(value.shape)} {value.dtype.name}"
         number = f"variable {self._created}"
-        mine = tf.constant([zlib.crc32(description.encode())], tf.int64)
+        digest = hashlib.blake2b(description.encode(), digest_size=8).digest()
+        mine = tf.constant([int.from_bytes(digest, "little", signed=True)], tf.int64)
         everyone = self.control.all_gather(mine, "variable/check")
         if not bool(tf.reduce_all(everyone == everyone[0])):
             agree({f"model, {number}": description}, self.control, "variable/difference")

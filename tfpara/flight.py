@@ -5,11 +5,16 @@ the next step writes to them), and a thread takes part in the exchange with thes
 when its results are there; training waits for it, where it has to, in a TensorFlow queue, which
 blocks no thread that the flight may need. Only then does the training thread look at what the
 flight has written.
+
+How a flight has ended stays known until the next one starts. The queue only wakes who waits, and
+whoever comes to wait puts the end into it again: where the training failed while it was told of the
+end, or because of it, the next one who asks is told the same, and does not wait for ever.
 """
 
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +28,7 @@ from tfpara.replicas import Buckets
 NONE, FLYING, LANDED = range(3)
 # At the end of the program: a peer that is gone ends a flight at once.
 _PATIENCE_SECONDS = 5.0
-# What a failed collective of any backend raises: others of the same group then fail alike.
+# What a failed collective of any backend raises, and says: others of its group then fail alike.
 _OF_COLLECTIVES = (
     tf.errors.UnavailableError,
     tf.errors.DeadlineExceededError,
@@ -32,6 +37,10 @@ _OF_COLLECTIVES = (
     tf.errors.InternalError,
     tf.errors.UnknownError,
 )
+_WORDS = re.compile("ollective|RecvBuf|Horovod has")
+# The error that ended a flight, "" if none did; and whether a collective raised it.
+_WELL = ("", False)
+_NOT_STARTED = ("a sync was to run beside the training, and the step failed that starts it", False)
 
 
 class Flight:
@@ -66,8 +75,9 @@ class Flight:
     ) -> None:
         self._fly = fly
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._end: tuple[str, bool] | None = _NOT_STARTED  # None while the thread is in the air
         with tf.device("CPU:0"), tf.init_scope():
-            # The error that ended a flight, empty if none; and whether a collective raised it.
             self._ends = tf.queue.FIFOQueue(1, [tf.string, tf.bool], [[], []])
         with tf.device("CPU:0"):
             self.state = make(tf.constant(NONE, tf.int64), "flight")
@@ -99,8 +109,9 @@ class Flight:
         Returns:
             A tensor that is there once the flight has started.
         """
-        copies = [self.rows.assign(rows), self.fragment.assign(fragment)]
-        copies.append(self.state.assign(FLYING))
+        with tf.control_dependencies([tf.numpy_function(self._prepare, [], tf.int64)]):
+            copies = [self.state.assign(FLYING), self.rows.assign(rows)]
+        copies.append(self.fragment.assign(fragment))
         for device, kept, values in zip(
             [s[0].device for s in self.snapshots], self.snapshots, local, strict=True
         ):
@@ -110,9 +121,16 @@ class Flight:
             return tf.numpy_function(self._launch, [], tf.int64)
 
     def landing(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The error that ended the flight, empty if none; and whether a collective raised it."""
-        message, of_collective = self._ends.dequeue()
+        """The error that ended the flight, "" if none; and whether a collective raised it."""
+        with tf.control_dependencies([tf.numpy_function(self._remind, [], tf.int64)]):
+            message, of_collective = self._ends.dequeue()
         return message, of_collective
+
+    def give_up(self) -> None:
+        """Waits for the end of a flight under way; neither it nor what it brought counts."""
+        if self._thread is not None:
+            self._thread.join()
+        self.state.assign(NONE)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
         """Weights were set since the flight began: they are to stay what they are."""
@@ -136,19 +154,38 @@ class Flight:
             for variable, value in zip(buckets, self.arrived[0], strict=True):
                 variable.assign(value)
 
+    def _prepare(self) -> int:
+        with self._lock:
+            self._end = _NOT_STARTED
+            while int(self._ends.size()):
+                self._ends.dequeue()
+        return 0
+
     def _launch(self) -> int:
+        self._end = None
         self._thread = threading.Thread(target=self._run, name="tfpara-flight", daemon=True)
         self._thread.start()
         return 0
 
     def _run(self) -> None:
-        message, of_collective = "", False
+        end = _WELL
         try:
             self._fly()
         except BaseException as error:  # whatever it is, training must hear of it
             message = f"the sync beside the training failed: {type(error).__name__}: {error}"
-            of_collective = isinstance(error, _OF_COLLECTIVES)
-        self._ends.enqueue((message, of_collective))
+            end = message, isinstance(error, _OF_COLLECTIVES) and bool(_WORDS.search(message))
+        with self._lock:
+            self._end = end
+            self._tell()
+
+    def _remind(self) -> int:
+        with self._lock:
+            self._tell()
+        return 0
+
+    def _tell(self) -> None:
+        if self._end is not None and not int(self._ends.size()):
+            self._ends.enqueue(self._end)
 
     def wait_a_little(self) -> None:
         """Waits for the thread, if there is one."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfpara.averaging import phase
 from tfpara.flight import FLYING, LANDED, NONE, Flight
 from tfpara.replicas import ReplicaVariables
-from tfpara.reports import is_bad
+from tfpara.reports import SAMPLES, is_bad, stop_if
 from tfpara.sync_steps import SyncSteps, not_inlined, now, where
 
 
@@ -36,8 +36,9 @@ class OverlappedSteps(SyncSteps):
         self._overlap = overlap
         self._flight: Flight | None = None
         if overlap:
+            self._flight_in_graph = tf.function(self._fly_step, autograph=False)
             self._flight = Flight(
-                tf.function(self._fly_step, autograph=False),
+                self._fly,
                 self._devices,
                 self._layout.bucket_sizes,
                 self._columns,
@@ -67,10 +68,10 @@ class OverlappedSteps(SyncSteps):
             of_devices = self._device_steps.assign_add(1)
             where(of_devices >= self._device_period, self._average_devices)
         if self._flight is None:
-            where(steps >= self._period, lambda: self._sync(tf.constant(True)))
+            where(steps >= self._period, lambda: self.sync(tf.constant(True)))
             return
         delay = self._period if self._overlap is True else tf.constant(self._overlap, tf.int64)
-        where((self._flight.state != NONE) & (steps >= delay), self._merge)
+        where((self._flight.state != NONE) & (steps >= delay), self.merge)
         where(steps >= self._period, self._start)
 
     def _start_step(self) -> None:
@@ -91,8 +92,20 @@ class OverlappedSteps(SyncSteps):
             self._next_turn(turn, tf.constant(False))
             self._seconds.assign_add(tf.stack([now() - began, 0.0]))
 
+    def _fly(self) -> None:
+        """The exchange of a flight; called in its thread."""
+        try:
+            self._flight_in_graph()
+        except BaseException:
+            self.forget_waiting()
+            raise
+
+    def forget_waiting(self) -> None:
+        """A sync has failed, so that nobody waits in it any more."""
+        self._sync_began.assign(0.0)
+
     def _fly_step(self) -> tf.Tensor:
-        """Both phases, from the flight's copies; called in its thread."""
+        """Both phases, from the flight's copies."""
         flight = self._in_the_air
         self._sync_began.assign(now())
         reports = self._gathered(flight.rows.read_value())
@@ -101,7 +114,7 @@ class OverlappedSteps(SyncSteps):
             flight.table.assign(reports)
         committed = tf.cond(
             is_bad(reports),
-            lambda: tf.constant(0, tf.int64),  # `_checks` raise where the flight lands
+            lambda: tf.constant(0, tf.int64),  # `_touch_down` says why
             lambda: self._of_fragment(
                 flight.fragment,
                 lambda f: self._if_any(f, reports, lambda: self._exchange_in_flight(f, reports)),
@@ -125,39 +138,86 @@ class OverlappedSteps(SyncSteps):
                     variable.assign(value)
         return tf.constant(1, tf.int64)
 
-    def _land_step(self) -> tf.Tensor:
+    def await_landing(self) -> None:
         """Waits until the flight has landed, if there is one, and takes what all know alike."""
-        return where(self._in_the_air.state == FLYING, self._wait)
+        self._stop_if(*self._land())
 
-    def _wait(self) -> None:
-        flight = self._in_the_air
-        began = now()
-        with tf.control_dependencies([began]), phase("wait"):
-            message, of_collective = flight.landing()
-        failure = where(message != "", lambda: self._fail(message, of_collective))
-        with tf.control_dependencies([failure]):
-            landed = now()
-            reports = flight.table.read_value()
-        with tf.control_dependencies(self._checks(reports)):
-            self._agree(reports)
-            committed = flight.committed.read_value()
-            self._syncs.assign_add(committed)
-            self._seconds.assign_add(tf.fill([2], landed - began))
-            flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
+    def merge(self) -> None:
+        """Replicas take in what the flight brought, if there is one."""
+        self._stop_if(*self._merge())
 
-    def _fail(self, message: tf.Tensor, of_collective: tf.Tensor) -> None:
+    def _stop_if(self, problem: tf.Tensor, of_collective: tf.Tensor) -> None:
         """Raises in the training thread what ended the flight.
 
         After a failed collective all others fail as it did: one more raises the same error here.
         """
-        again = where(of_collective, lambda: self._gathered(self._in_the_air.rows.read_value()))
-        with tf.control_dependencies([again]):
-            tf.debugging.Assert(False, [message])
 
-    def _merge_step(self) -> None:
-        """Replicas take in what the flight brought, if there is one."""
+        def again() -> None:
+            self._sync_began.assign(now())
+            self._gathered(self._in_the_air.rows.read_value())
+
+        with tf.control_dependencies([where(of_collective, again)]):
+            stop_if(problem)
+
+    def _land_step(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """What ended the flight before it landed, "" if nothing; and whether a collective did.
+
+        A flight that has failed does not land: whoever asks again is told the same. But where the
+        reports forbade the sync, on all workers alike, the flight is over and its block open.
+        """
+        return tf.cond(
+            self._in_the_air.state == FLYING,
+            self._wait,
+            lambda: (tf.constant(""), tf.constant(False)),
+        )
+
+    def _wait(self) -> tuple[tf.Tensor, tf.Tensor]:
         flight = self._in_the_air
-        with tf.control_dependencies([self._land_step()]):
+        began = now()
+        with tf.control_dependencies([began]), phase("wait"):
+            message, of_collective = flight.landing()
+        with tf.control_dependencies([message]):
+            waited = now() - began
+        problem = tf.cond(message == "", lambda: self._touch_down(waited), lambda: message)
+        return problem, of_collective
+
+    def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
+        flight = self._in_the_air
+        reports = flight.table.read_value()
+        problem = self._problem(reports)
+
+        def landed() -> None:
+            self._agree(reports)
+            committed = flight.committed.read_value()
+            self._syncs.assign_add(committed)
+            self._seconds.assign_add(tf.fill([2], waited))
+            flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
+
+        def forbidden() -> None:
+            self._reopen_block()
+            flight.state.assign(NONE)
+
+        where(problem == "", landed)
+        where(problem != "", forbidden)
+        return problem
+
+    def _reopen_block(self) -> None:
+        """The block with which the flight started has not been synced."""
+        flight = self._in_the_air
+        rows = flight.rows.read_value()
+        carried = tf.one_hot(flight.fragment, self._parts, dtype=tf.float64)
+        self._turn.assign(flight.fragment)
+        steps = rows[0, self._steps_from : self._counts_from]
+        # The part that was synced last has the steps since the last sync point.
+        self._pending_steps.assign_add(tf.cast(tf.reduce_min(steps), tf.int64))
+        self._block_steps.assign_add(carried * steps)
+        for replica, pending in enumerate(self._pending_samples):
+            pending.assign_add(carried * rows[replica, SAMPLES : self._steps_from])
+
+    def _merge_step(self) -> tuple[tf.Tensor, tf.Tensor]:
+        flight = self._in_the_air
+        problem, of_collective = self._land_step()
+        with tf.control_dependencies([problem]):
             began = now()
 
         def merge(fragment: int) -> tf.Tensor:
@@ -170,12 +230,15 @@ class OverlappedSteps(SyncSteps):
                 self._replicas.write_weights(merged, fragment)
             return tf.constant(0)
 
+        def merged() -> None:
+            with tf.control_dependencies([self._of_fragment(flight.fragment, merge)]):
+                flight.state.assign(NONE)
+
         with tf.control_dependencies([began]):
-            landed = flight.state == LANDED
-            done = where(landed, lambda: self._of_fragment(flight.fragment, merge))
-        flight.state.assign(NONE)
+            done = where(flight.state == LANDED, merged)
         with tf.control_dependencies([done]):
             self._seconds.assign_add(tf.stack([now() - began, 0.0]))
+        return problem, of_collective
 
     @property
     def _in_the_air(self) -> Flight:

@@ -60,10 +60,10 @@ def is_bad(reports: tf.Tensor) -> tf.Tensor:
     return ~tf.reduce_all((reports[:, NONFINITE] < 0.0) & equal)
 
 
-def checks(
+def problem_of(
     reports: tf.Tensor, weight_names: Sequence[str], replicas_per_worker: int
-) -> list[tf.Operation]:
-    """Operations that fail, on every worker alike, where the reports forbid a sync."""
+) -> tf.Tensor:
+    """The sentence that says why the reports forbid a sync, the same on every worker; or ""."""
     bad = reports[:, NONFINITE]
     replica = tf.argmax(bad, output_type=tf.int32)
     index = tf.cast(tf.maximum(bad[replica], 0.0), tf.int32)
@@ -83,10 +83,19 @@ def checks(
     equal = (signatures == signatures[0]) | tf.math.is_nan(signatures)
     several = reports.shape[0] > replicas_per_worker
     with tf.control_dependencies([_wait_if(is_bad(reports))] if several else []):
-        return [
-            tf.debugging.Assert(tf.reduce_all(bad < 0.0), [nonfinite]),
-            tf.debugging.Assert(tf.reduce_all(equal), [unequal]),
-        ]
+        problem = tf.where(tf.reduce_all(equal), "", unequal)
+        return tf.where(tf.reduce_all(bad < 0.0), problem, nonfinite)
+
+
+def stop_if(problem: tf.Tensor) -> tf.Operation | None:
+    """An operation that fails with the problem, if there is one: an empty text is none.
+
+    It belongs into the graph that calls a sync, not into the sync's own function. Where a function
+    spans several devices and calls another one, TensorFlow tells it of the other's failure only
+    after cancelling what it waits for, and it reports that it was cancelled.
+    """
+    with tf.device("CPU:0"):
+        return tf.raw_ops.Assert(condition=tf.equal(problem, ""), data=[problem])
 
 
 def _wait_if(condition: tf.Tensor) -> tf.Tensor:

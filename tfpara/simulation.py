@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfpara import cluster
 from tfpara.strategy import PeriodicSyncStrategy
+from tfpara.threads import check_threads
 
 
 def simulate(num_replicas: int, rule: Any, *, sync_period: int, **options: Any) -> Any:
@@ -62,10 +63,11 @@ def make_devices(count: int) -> None:
     """Divides the CPU into logical devices, at least `count`.
 
     Raises:
-        RuntimeError: TensorFlow has made fewer already.
+        RuntimeError: TensorFlow has made fewer already, or has one thread for more than 8.
     """
     cpu = tf.config.list_physical_devices("CPU")[0]
     there = tf.config.get_logical_device_configuration(cpu) or []
+    check_threads(count)
     if max(1, len(there)) >= count:
         return
     try:

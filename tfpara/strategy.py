@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfpara import cluster, failures, horovod_group, keras_hooks, scope, startup
 from tfpara.collectives.choice import choose
-from tfpara.extended import PeriodicSyncExtended
+from tfpara.extended import PeriodicSyncExtended, in_replica
 from tfpara.reports import Request
 from tfpara.settings import (
     Settings,
@@ -35,6 +35,7 @@ from tfpara.settings import (
 )
 from tfpara.statistics import SyncStatistics
 from tfpara.steps import after, batch_size, skip_empty
+from tfpara.threads import check_threads
 
 _log = logging.getLogger(__name__)
 
@@ -126,6 +127,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             device_sync_period=checked_device_period(device_sync_period, sync_period),
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
+        gpus = tf.config.list_physical_devices("GPU") if devices is None else []
+        check_threads(len(gpus or devices or []))
         found = cluster.read()
         chosen, why = choose(collectives, found)
         settings = dataclasses.replace(settings, collectives=chosen)
@@ -171,7 +174,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def num_replicas_in_sync(self) -> int:
         """N; inside a replica 1, since a local step is that of a replica on its own."""
         # Keras divides the loss, and clips, by this number inside a replica.
-        return 1 if _in_replica() else self.num_replicas
+        return 1 if in_replica() else self.num_replicas
 
     @property
     def num_replicas(self) -> int:
@@ -226,9 +229,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
                 "sync. Call it where an epoch begins, or after strategy.synchronize()."
             )
-        extended.sync_period = sync_period
-        for synchronizer in extended.synchronizers:
-            synchronizer.set_sync_period(sync_period)
+        extended.set_sync_period(sync_period)
 
     def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
         """All replicas go on from the weights of one; momentum and averages start again there.
@@ -469,7 +470,3 @@ def _is_train_step(fn: Any) -> bool:
         and getattr(fn, "__name__", "") == "train_step"
         and bool(model.trainable_variables)
     )
-
-
-def _in_replica() -> bool:
-    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfpara import aggregation as aggregations
@@ -17,7 +18,7 @@ from tfpara.collectives import Collectives
 from tfpara.compression import CompressedWire
 from tfpara.global_state import GlobalState
 from tfpara.replicas import Buckets, Replicas, ReplicaVariables
-from tfpara.reports import REQUEST, RUNNING, SAMPLES, checks, signature_of
+from tfpara.reports import REQUEST, RUNNING, SAMPLES, problem_of, signature_of, stop_if
 
 # The replicas' distance is measured at each of the first syncs, then at every such one: it needs a
 # pass over the weights.
@@ -166,8 +167,14 @@ class SyncSteps:
 
     # -- one sync ----------------------------------------------------------------------------
 
-    def _sync_step(self, running: tf.Tensor) -> tf.Tensor:
+    def sync(self, running: tf.Tensor) -> tf.Tensor:
         """One sync, in the training thread; returns whether no replica has data left."""
+        is_last, problem = self._sync(running)
+        with tf.control_dependencies([stop_if(problem)]):
+            return tf.identity(is_last)
+
+    def _sync_step(self, running: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether no replica has data left, and what forbids the sync, "" if nothing does."""
         began = now()
         self._sync_began.assign(began)
         reports = self._gathered(self._rows(running, began))
@@ -175,9 +182,15 @@ class SyncSteps:
             met = now()
             # What the checks stop is over: only a collective can be waited for.
             self._sync_began.assign(0.0)
-            self._agree(reports)
-        with tf.control_dependencies(self._checks(reports)):
-            is_last = tf.reduce_sum(reports[:, RUNNING]) == 0.0
+        is_last = tf.reduce_sum(reports[:, RUNNING]) == 0.0
+        problem = self._problem(reports)
+        where(problem == "", lambda: self._close_block(reports, is_last, began, met))
+        return is_last, problem
+
+    def _close_block(
+        self, reports: tf.Tensor, is_last: tf.Tensor, began: tf.Tensor, met: tf.Tensor
+    ) -> None:
+        """Commits what the reports allow; then counts it, so that a failure counts nothing."""
         if self._whole:
             committed = self._commit_if_any(0, reports)
         else:
@@ -190,10 +203,10 @@ class SyncSteps:
             )
         with tf.control_dependencies([committed]):
             ended = now()
-        self._syncs.assign_add(committed)
-        self._seconds.assign_add(tf.stack([ended - began, met - began]))
-        self._next_turn(self._turn.read_value(), is_last)
-        return is_last
+            self._agree(reports)
+            self._syncs.assign_add(committed)
+            self._seconds.assign_add(tf.stack([ended - began, met - began]))
+            self._next_turn(self._turn.read_value(), is_last)
 
     def _rows(self, running: tf.Tensor | bool, after: tf.Tensor) -> tf.Tensor:
         """This worker's reports, [replicas, columns]."""
@@ -224,8 +237,8 @@ class SyncSteps:
         running = tf.reduce_sum(reports[:, RUNNING])
         self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), running]))
 
-    def _checks(self, reports: tf.Tensor) -> list[tf.Operation]:
-        return checks(reports, self._replicas.averaged_names, len(self._devices))
+    def _problem(self, reports: tf.Tensor) -> tf.Tensor:
+        return problem_of(reports, self._replicas.averaged_names, len(self._devices))
 
     def _next_turn(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
         """After a sync of the fragment `done`, or of all."""
@@ -364,6 +377,6 @@ def not_inlined(function: Callable[..., Any]) -> Any:
 
 
 def now() -> tf.Tensor:
-    """Seconds since the epoch, float64. `tf.timestamp` is refused where operations must be
-    deterministic."""
-    return tf.numpy_function(time.time, [], tf.float64)
+    """Seconds on the monotonic clock, float64, whatever is done to the machine's time."""
+    # Called eagerly, it would make of Python's own number a float32.
+    return tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64)

@@ -13,6 +13,7 @@ in the air is merged first, and the last sync is one of all fragments, in the tr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,10 +50,25 @@ class Synchronizer(OverlappedSteps):
         """Takes part in syncs until every worker has come here; closes the open block."""
         if self._device_period is not None:
             self._average_devices()
+        with self._watched():
+            if self._flight is not None:
+                self.merge()
+            while not bool(self.sync(tf.constant(False))):
+                pass
+
+    def give_up_block(self) -> None:
+        """What was trained since the last sync counts no more: a checkpoint takes its place.
+
+        Every worker must call it, since it waits for a sync that is in the air.
+        """
         if self._flight is not None:
-            self._merge()
-        while not bool(self._sync(tf.constant(False))):
-            pass
+            self._flight.give_up()
+        self._pending_steps.assign(0)
+        for pending in (self._block_steps, *self._pending_samples):
+            pending.assign(tf.zeros_like(pending))
+        self._turn.assign(0)
+        self._device_steps.assign(0)
+        self._device_samples.assign(tf.zeros_like(self._device_samples))
 
     def land(self) -> Agreement:
         """Waits for the sync that is in the air, if one is; what all know alike then.
@@ -60,8 +76,23 @@ class Synchronizer(OverlappedSteps):
         Every worker must call it at the same step. The replicas' weights stay as they are.
         """
         if self._flight is not None:
-            self._land()
+            with self._watched():
+                self.await_landing()
         return self.agreement()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A sync that is called from Python, and may fail."""
+        try:
+            yield
+        except BaseException:
+            self.forget_waiting()
+            raise
+
+    def step_is_over(self) -> None:
+        """No training step runs: a sync that one waited in has failed."""
+        if self._flight is None or int(self._flight.state) != FLYING:
+            self.forget_waiting()
 
     def set_sync_period(self, sync_period: int | None) -> None:
         """τ from here on, None: no syncs; all workers must set it at the same sync."""
@@ -116,7 +147,7 @@ class Synchronizer(OverlappedSteps):
                 )
         if kind == "weight":
             if self._flight is not None:
-                self._land()
+                self.land()
             for bucket, at, piece in self._layout.places(index):
                 part = value[piece.start : piece.stop]
                 self.global_state.set_part(bucket, at, part)
@@ -180,7 +211,7 @@ class Synchronizer(OverlappedSteps):
         return any(id(component) in mine for component in components)
 
     def waiting_since(self) -> float:
-        """When the sync under way began, in seconds since the epoch; 0 if none is."""
+        """When the sync under way began, on the monotonic clock; 0 if none is."""
         return float(self._sync_began.numpy())
 
     def statistics(self) -> SyncStatistics:

@@ -13,7 +13,7 @@ class Watchdog:
 
     Args:
         timeout_seconds: the longest that a sync may last.
-        waiting_since: when the sync under way began, in seconds since the epoch; 0 if none is.
+        waiting_since: when the sync under way began, on the monotonic clock; 0 if none is.
         abort: makes the sync fail with a message.
     """
 
@@ -38,11 +38,12 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
+        ended = 0.0  # when that sync began which was ended last
         while not self._stop.wait(min(1.0, self._timeout / 10.0)):
             began = self._waiting_since()
-            if began and time.time() - began > self._timeout:
+            if began and began != ended and time.monotonic() - began > self._timeout:
+                ended = began
                 self._abort(
                     f"a sync lasted longer than timeout_seconds={self._timeout:g}; "
                     "another worker is silent"
                 )
-                return

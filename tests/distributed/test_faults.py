@@ -47,19 +47,20 @@ def test_a_worker_that_never_starts_is_named():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("nan", "replica 1 (worker 1) has NaN or Inf in weight "),
-        ("load", "replica 1 (worker 1) starts from other weights than replica 0"),
+        ("nan", "replica 2 (worker 1) has NaN or Inf in weight "),
+        ("load", "replica 2 (worker 1) starts from other weights than replica 0"),
     ],
 )
 def test_bad_weights_on_one_worker_stop_all(fault, message):
-    for result in both({}, {"fault": fault}):
+    for result in both({"local_devices": 2}, {"local_devices": 2, "fault": fault}):
         assert result.returncode != 0
         assert message in result.output
 
 
-@pytest.mark.parametrize("fault", ["kill", "leave"])
-def test_a_dead_peer_is_named(fault):
-    with Workers("faults.py", [{}, {"fault": fault}]) as workers:
+@pytest.mark.parametrize(("fault", "devices"), [("kill", 2), ("leave", 1)])
+def test_a_dead_peer_is_named(fault, devices):
+    options = {"local_devices": devices}
+    with Workers("faults.py", [options, {**options, "fault": fault}]) as workers:
         survivor, gone = workers.results()
     assert gone.returncode == (-signal.SIGKILL if fault == "kill" else 0)
     assert survivor.returncode != 0
@@ -68,7 +69,8 @@ def test_a_dead_peer_is_named(fault):
 
 
 def test_a_silent_peer_is_an_error_after_the_timeout():
-    with Workers("faults.py", [{}, {"fault": "stop"}]) as workers:
+    options = {"local_devices": 2}
+    with Workers("faults.py", [options, {**options, "fault": "stop"}]) as workers:
         try:
             output = workers.processes[0].communicate(timeout=120)[0]
         finally:

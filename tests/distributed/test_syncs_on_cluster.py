@@ -6,15 +6,17 @@ from resumable_runs import Run, assert_same
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"), [("nan", "replica 1 (worker 1) has NaN or Inf"), ("kill", "worker 1 (")]
+    ("fault", "message"), [("nan", "replica 2 (worker 1) has NaN or Inf"), ("kill", "worker 1 (")]
 )
 def test_faults_are_named_where_syncs_run_beside_the_training(fault, message):
-    with Workers("faults.py", [{"overlap": True}, {"overlap": True, "fault": fault}]) as workers:
+    """Also to who looks at the model afterwards, which is one more sync."""
+    options = {"overlap": True, "look": True, "local_devices": 2 if fault == "nan" else 1}
+    with Workers("faults.py", [options, {**options, "fault": fault}]) as workers:
         results = workers.results()
     for result in results[: 1 if fault == "kill" else 2]:
         assert result.returncode != 0
-        assert "trained" not in result.output
-        assert message in result.output
+        assert "trained" not in result.output and "global model seen" not in result.output
+        assert f"tfpara: {message}" in result.output or f"because {message}" in result.output
 
 
 @pytest.mark.long

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from typing import Any
 
 import keras
 
+from tfpara.callbacks.fit_call import FitCall
 from tfpara.callbacks.sync_watch import SyncWatch
+from tfpara.callbacks.termination import RESTART_EXIT_CODE, Termination
 from tfpara.checkpoint import IF_DAMAGED, Checkpoints, taken_up
 from tfpara.exchange import everyones
 from tfpara.reports import Request
 from tfpara.statistics import Agreement
 
-# EX_TEMPFAIL of sysexits.h: a failure that another attempt may mend.
-RESTART_EXIT_CODE = 75
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other
 
 
@@ -36,7 +34,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     On SIGTERM in any worker all workers agree on it at the next sync, write a checkpoint, and
     raise `Preempted`, which ends the program with exit code 75; start it again to go on. SIGTERM
-    again, which some schedulers send, changes nothing.
+    again, which some schedulers send, changes nothing. Where the training is stuck, so that a call
+    of TensorFlow does not return within the strategy's `timeout_seconds` after SIGTERM, the program
+    ends with the same code and without a checkpoint.
 
     A directory holds the checkpoints of one call of `fit`. Put the callback last in the list.
     Within an epoch, checkpoints are possible where a sync ends an execution of
@@ -98,9 +98,9 @@ class Checkpoint(keras.callbacks.Callback):
         self._first = 0  # minibatches of this epoch, over all replicas, of an earlier process
         self._steps_before = 0  # the same, of each replica
         self._steps = 0  # of this epoch, trained by each replica
-        self._terminated = False
+        self._termination = Termination()
+        self._call: FitCall | None = None
         self._asked = Request.NOTHING
-        self._former_handler: Any = None
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -111,9 +111,11 @@ class Checkpoint(keras.callbacks.Callback):
                 "Checkpoint needs a model of a tfpara.PeriodicSyncStrategy. Make and compile the "
                 "model in its scope, or use keras.callbacks.BackupAndRestore."
             )
+        self._stand_down()  # after a fit that has failed
+        self._call = call = FitCall(self._stand_down)
         if self._checkpoints is not None:
             self._checkpoints.lock()
-            self._listen()
+            self._listen(call)
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
         checkpoints.lock()
@@ -123,7 +125,7 @@ class Checkpoint(keras.callbacks.Callback):
             checkpoints.store.release()
             raise
         self._checkpoints = checkpoints
-        self._listen()
+        self._listen(call)
         if position is None:
             return
         self._resumed = position
@@ -180,7 +182,6 @@ class Checkpoint(keras.callbacks.Callback):
         self.model.__dict__.pop("_get_metrics_result_or_logs", None)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self.model._initial_epoch = None
         try:
             if self._in_epoch:
                 self._in_epoch = False
@@ -188,8 +189,19 @@ class Checkpoint(keras.callbacks.Callback):
                 self._steps_before = self._steps = 0
                 self._save_at_boundary(finished=bool(self.model.stop_training))
         finally:
-            self._stop_listening()
-            self._at_sync.store.release()
+            self._stand_down()
+
+    def _stand_down(self) -> None:
+        """Leaves nothing behind of a call of `fit`, which ends; may be called again."""
+        if self._call is not None:
+            self._call.close()
+        self._call = None
+        self._termination.stop()
+        if self._checkpoints is not None:
+            self._checkpoints.store.release()
+        self._asked, self._resumed, self._in_epoch = Request.NOTHING, None, False
+        self.model._initial_epoch = None
+        self.model.__dict__.pop("_get_metrics_result_or_logs", None)
 
     def _give_metrics_without_steps(self) -> None:
         """Gives an epoch the metrics with which it was resumed, if no steps of it are left.
@@ -241,7 +253,7 @@ class Checkpoint(keras.callbacks.Callback):
         minutes = (time.monotonic() - self._saved_at) / 60.0
         late = strategy.is_chief and minutes > (self._every_minutes or float("inf"))
         wish = Request.CHECKPOINT if late else Request.NOTHING
-        wish = Request.LEAVE if self._terminated else wish
+        wish = Request.LEAVE if self._termination.asked else wish
         if wish > self._asked:
             strategy.request(wish)
             self._asked = wish
@@ -257,22 +269,12 @@ class Checkpoint(keras.callbacks.Callback):
                     "Start the program again to go on.",
                     flush=True,
                 )
+            self._stand_down()
             raise Preempted(RESTART_EXIT_CODE)
 
-    # -- SIGTERM ---------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        if threading.current_thread() is threading.main_thread() and self._former_handler is None:
-            self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
-
-    def _stop_listening(self) -> None:
-        if self._former_handler is not None:
-            signal.signal(signal.SIGTERM, self._former_handler)
-            self._former_handler = None
-
-    def _terminate(self, number: int, frame: Any) -> None:
-        del number, frame
-        self._terminated = True
+    def _listen(self, call: FitCall) -> None:
+        settings = self.model.distribute_strategy.extended.settings
+        self._termination.start(call, settings.timeout_seconds)
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -287,6 +289,21 @@ class StopTogether(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._watch = SyncWatch()
+        self._call: FitCall | None = None
+        self._asked = False  # since the last answer
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._call = FitCall(self._withdraw)
+
+    def _withdraw(self) -> None:
+        """A `fit` has failed: the next one is not to stop for its sake."""
+        if self._asked:
+            self._asked = False
+            self.model.distribute_strategy.answered()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._call is not None:
+            self._call.close()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._watch.begin(self.model)
@@ -295,6 +312,7 @@ class StopTogether(keras.callbacks.Callback):
         if self.model.stop_training:
             self.model.stop_training = False
             self.model.distribute_strategy.request(Request.STOP)
+            self._asked = True
         if self._watch.after_batch(self.model, batch, lambda a: a.request == Request.STOP):
             self.model.stop_training = True
 
@@ -304,3 +322,4 @@ class StopTogether(keras.callbacks.Callback):
         wishes = everyones(bool(self.model.stop_training) or asked, extended.control, "stop")
         self.model.stop_training = any(wishes)
         self.model.distribute_strategy.answered()
+        self._asked = False

@@ -183,6 +183,9 @@ class SyncPeriod(Schedule):
                 "tfpara.PeriodicSyncStrategy."
             )
 
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        close_block(self.model)
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         strategy, period = self.model.distribute_strategy, self._periods(epoch)
         if period != strategy.sync_period:
@@ -192,6 +195,12 @@ class SyncPeriod(Schedule):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["sync_period"] = self._periods(epoch)
+
+
+def close_block(model: keras.Model) -> None:
+    """Closes a block that a `fit` that failed has left open; every worker must call it."""
+    if hasattr(model.distribute_strategy, "synchronize"):
+        model.distribute_strategy.synchronize()
 
 
 def learning_rate(model: keras.Model) -> float:

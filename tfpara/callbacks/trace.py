@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import traces
+from tfpara.callbacks.fit_call import FitCall
 from tfpara.exchange import everyones
 
 # Around the second sync: the first one compiles.
@@ -66,6 +67,7 @@ class Trace(keras.callbacks.Callback):
         self._first, self._last = self._steps or _around_the_second_sync(period)
         self._spans: list[traces.Span] | None = None
         self._before = self._done = 0
+        self._call = FitCall(self._give_up)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._before = self._done
@@ -89,7 +91,15 @@ class Trace(keras.callbacks.Callback):
         if self._recording and self._done > self._last:
             self._stop()
 
+    def _give_up(self) -> None:
+        """`fit` has failed: the profiler, of which a process has one, is free again."""
+        self._mark = None
+        if self._recording:
+            self._recording = False
+            tf.profiler.experimental.stop(save=False)
+
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._call.close()
         if self._recording:
             self._stop()
         if self._spans is None:

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.callbacks.schedule import Schedule
+from tfpara.callbacks.fit_call import FitCall
+from tfpara.callbacks.schedule import Schedule, close_block
 
 
 class WarmStart(Schedule):
@@ -96,6 +97,19 @@ class WarmStart(Schedule):
                 "cannot train alone. Make and compile the model in the scope of a "
                 "tfpara.PeriodicSyncStrategy."
             )
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._call = FitCall(self._give_up)
+        close_block(self.model)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._call.close()
+
+    def _give_up(self) -> None:
+        """`fit` has failed: the next one syncs, unless it says otherwise."""
+        if self._alone:
+            self._alone = False
+            self.model.distribute_strategy.extended.set_sync_period(self._period)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         strategy = self.model.distribute_strategy

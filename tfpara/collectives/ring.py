@@ -48,6 +48,7 @@ class TensorFlowCollectives:
         self._timeout = float(timeout_seconds)
         self._communication = communication.lower()
         self._group_key = _GROUP_KEY + group
+        self._names: dict[int, str] = {}  # of the operations so far, by their keys
         # TensorFlow runs operations with the same token one after the other, and so those that have
         # none. NCCL needs the same order on every worker, by a token that all share. On the ring
         # each has its own, so that buckets travel in parallel.
@@ -133,11 +134,26 @@ class TensorFlowCollectives:
         return {"ordering_token": [token], **self._keys(name, buffer)}
 
     def _keys(self, name: str, buffer: tf.Tensor) -> dict:
-        instance = f"{name}/{buffer.dtype.name}{buffer.shape}"
         return {
             "group_size": tf.constant(self.size),
             "group_key": tf.constant(self._group_key),
-            "instance_key": tf.constant(zlib.crc32(instance.encode()) & 0x7FFFFFFF),
+            "instance_key": tf.constant(self._key(f"{name}/{buffer.dtype.name}{buffer.shape}")),
             "communication_hint": self._communication,
             "timeout_seconds": self._timeout,
         }
+
+    def _key(self, name: str) -> int:
+        """The number that all workers have for an operation, in whatever order they make them.
+
+        Raises:
+            RuntimeError: another operation has it, and TensorFlow might mix up their data.
+        """
+        key = zlib.crc32(name.encode()) & 0x7FFFFFFF
+        other = self._names.setdefault(key, name)
+        if other != name:
+            raise RuntimeError(
+                f"the collectives {other!r} and {name!r} would share the key {key}, by which "
+                "TensorFlow tells them apart. Such a coincidence goes with the sizes that are in "
+                "the names: make a layer larger by one unit, or choose another number of fragments."
+            )
+        return key

@@ -1,9 +1,10 @@
 """A worker that trains a while and meets a fault of its own making.
 
 Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model),
-schedules (whether rates are searched and an epoch is given up), and fault: null, "nan" (weights
-become NaN), "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other weights than the
-chief's), "leave" (exits with 0 in the middle of training), "sleep" (longer than the others wait).
+local_devices, look (whether it looks at the global model after a failure as well), schedules
+(whether rates are searched and an epoch is given up), and fault: null, "nan" (weights become NaN),
+"kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other weights than the chief's),
+"leave" (exits with 0 in the middle of training), "sleep" (longer than the others wait).
 """
 
 import json
@@ -17,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
+from tfpara.simulation import make_devices
 
 
 class Fault(keras.callbacks.Callback):
@@ -64,9 +66,13 @@ def main():
     scheduled = options.pop("schedules", False)
     fault = options.pop("fault", None)
     units = options.pop("units", 7)
+    local, look = options.pop("local_devices", 1), options.pop("look", False)
+    make_devices(local)
     rule = eval(options.pop("rule", "tfpara.BSP()"))
     strategy = tfpara.PeriodicSyncStrategy(
-        rule, **{"sync_period": 3, "timeout_seconds": 5, "startup_timeout_seconds": 30, **options}
+        rule,
+        devices=[f"CPU:{device}" for device in range(local)],
+        **{"sync_period": 3, "timeout_seconds": 5, "startup_timeout_seconds": 30, **options},
     )
     with strategy.scope():
         model = keras.Sequential(
@@ -79,7 +85,12 @@ def main():
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :4])).batch(8)
     callbacks = [Fault(strategy, fault)] if fault not in (None, "load") else []
     callbacks += schedules(strategy) if scheduled else []
-    log = model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history
+    try:
+        log = model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history
+    finally:
+        if look:
+            with strategy.weights(model, "global"):
+                print("global model seen", flush=True)
     print("trained", log.get("learning_rate"), flush=True)
 
 

@@ -1,0 +1,140 @@
+"""What a `fit` that fails leaves to the next one in the same process: the model, and no more.
+
+Checkpoint has a test of its own in test_checkpoint.py.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+from tfpara.callbacks import StopTogether, SyncPeriod, Trace, WarmStart
+from tfpara.callbacks.fit_call import FitCall
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(96, 4)).astype("float32")
+STEPS, TAU = 12, 5  # minibatches of each replica; the last block of an epoch is not whole
+
+
+@pytest.fixture
+def made():
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BMUF(0.5), sync_period=TAU, devices=["CPU:0", "CPU:1"]
+    )
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return strategy, model
+
+
+def fit(model, *callbacks, epochs=1):
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, :3])).batch(8)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=list(callbacks))
+
+
+def failing(batch):
+    def fail(number, logs):
+        if number == batch:
+            raise ZeroDivisionError
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+
+
+def syncs(strategy):
+    return strategy.statistics().syncs
+
+
+@pytest.mark.parametrize("batch", [TAU - 1, TAU + 1])
+@pytest.mark.parametrize("again", [True, False])
+def test_after_a_warm_start_that_failed_replicas_sync(made, batch, again):
+    strategy, model = made
+    with pytest.raises(ZeroDivisionError):
+        fit(model, WarmStart(verbose=0), failing(batch))
+    assert syncs(strategy) == 0
+    assert strategy.sync_period == TAU
+    if again:
+        fit(model, WarmStart(verbose=0), epochs=2)
+    else:
+        fit(model)
+    assert strategy.sync_period == TAU
+    # The block that was open, then two whole ones and the rest of the epoch.
+    assert syncs(strategy) == 4 if again else syncs(strategy) >= 3
+
+
+def test_after_a_failure_inside_a_block_a_schedule_of_periods_begins_anew(made):
+    strategy, model = made
+    with pytest.raises(ZeroDivisionError):
+        fit(model, SyncPeriod({0: 4}, verbose=0), failing(5))
+    assert strategy.extended.synchronizer_of(model).agreement().block_open
+    before = syncs(strategy)
+    fit(model, SyncPeriod({0: 3}, verbose=0))
+    assert syncs(strategy) - before == 1 + STEPS // 3
+
+
+def test_a_wish_to_stop_is_not_that_of_the_next_fit(made):
+    strategy, model = made
+
+    def wish(batch, logs):
+        model.stop_training = True
+
+    wishing = keras.callbacks.LambdaCallback(on_train_batch_end=wish)
+    with pytest.raises(ZeroDivisionError):
+        fit(model, wishing, StopTogether(), failing(2))
+    before = strategy.statistics().steps
+    fit(model, StopTogether(), epochs=2)
+    assert strategy.statistics().steps - before == 2 * STEPS
+
+
+def test_the_profiler_is_free_again(made, tmp_path):
+    _, model = made
+    with pytest.raises(ZeroDivisionError):
+        fit(model, Trace(tmp_path, steps=(1, 8)), failing(4))
+    fit(model, Trace(tmp_path, steps=(1, 3)))
+    assert (tmp_path / "timeline.json").exists()
+
+
+class Calls(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.ended = 0
+
+    def end(self):
+        self.ended += 1
+
+    def on_train_begin(self, logs=None):
+        self.call = FitCall(self.end)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["on_train_begin", "on_epoch_begin", "on_train_batch_end", "on_test_end", "on_epoch_end"],
+)
+def test_the_end_of_a_call_is_noticed_wherever_it_fails(made, hook):
+    _, model = made
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    calls = Calls()
+    spoiling = keras.callbacks.LambdaCallback()
+    setattr(spoiling, hook, fail)
+    with pytest.raises(ZeroDivisionError):
+        model.fit(
+            X, X[:, :3], validation_data=(X, X[:, :3]), verbose=0, callbacks=[calls, spoiling]
+        )
+    assert calls.ended == 1
+
+
+def test_the_end_of_a_call_is_noticed_where_a_step_fails(made):
+    _, model = made
+
+    def spoilt(x, y):
+        return x, tf.debugging.check_numerics(y, "no number")
+
+    calls = Calls()
+    data = tf.data.Dataset.from_tensor_slices((X, np.log(X[:, :3]))).batch(8).map(spoilt)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no number"):
+        model.fit(data, verbose=0, callbacks=[calls])
+    assert calls.ended == 1

@@ -1,0 +1,114 @@
+"""SIGTERM while `fit` runs: a wish that callbacks grant, and an end where nothing can grant it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from tfpara.callbacks.fit_call import FitCall
+
+# EX_TEMPFAIL of sysexits.h: a failure that another attempt may mend.
+RESTART_EXIT_CODE = 75
+_LOOKS = 10  # into the main thread, in the time that a call may last
+
+
+class Termination:
+    """Listens to SIGTERM, between `start` and `stop`, for a callback.
+
+    It notes the wish for the callback, which grants it where all workers are at the same step. That
+    takes a main thread that moves. Where one call of TensorFlow does not return for
+    `patience_seconds` after SIGTERM, the program ends at once with exit code 75.
+
+    Attributes:
+        asked: whether SIGTERM has come.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._call: FitCall | None = None
+        self._former: Any = None
+        self._stopped = threading.Event()
+        self._stopped.set()
+
+    def start(self, call: FitCall, patience_seconds: float) -> None:
+        """Listens from here on; in the main thread, which alone is told of signals.
+
+        Args:
+            call: of `fit`, to which this belongs.
+            patience_seconds: how long one call of TensorFlow may last after SIGTERM.
+        """
+        self.stop()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._call = call
+        self._former = signal.signal(signal.SIGTERM, self._note)
+        # What is told to the main thread waits until that is back from TensorFlow; a byte in a
+        # socket does not.
+        reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._former_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._stopped = threading.Event()
+        threading.Thread(
+            target=self._watch,
+            args=(reader, self._stopped, patience_seconds),
+            name="tfpara-sigterm",
+            daemon=True,
+        ).start()
+
+    def stop(self) -> None:
+        """Puts back what was there before `start`; in the main thread. May be called again."""
+        if self._stopped.is_set() or threading.current_thread() is not threading.main_thread():
+            return
+        self._stopped.set()
+        if signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, self._former)
+        present = signal.set_wakeup_fd(self._former_fd)
+        if present != self._writer.fileno():  # somebody else's by now
+            signal.set_wakeup_fd(present)
+        self._writer.close()  # which ends the thread
+        self._call = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._call is not None and self._call.is_over(frame):
+            self.stop()
+            os.kill(os.getpid(), number)
+        else:
+            self.asked = True
+
+    def _watch(self, reader: socket.socket, stopped: threading.Event, patience: float) -> None:
+        """Waits for SIGTERM, then for the main thread to stand still."""
+        with reader:
+            while received := reader.recv(1):
+                if self._former_fd >= 0:
+                    with contextlib.suppress(OSError):
+                        os.write(self._former_fd, received)
+                if received[0] == signal.SIGTERM:
+                    _end_if_stuck(stopped, patience)
+
+
+def _end_if_stuck(stopped: threading.Event, patience: float) -> None:
+    """Ends the program as soon as the main thread stands still for so many seconds."""
+    seen: tuple[FrameType | None, int] | None = None
+    since = time.monotonic()
+    while not stopped.wait(min(1.0, patience / _LOOKS)):
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        # As long as `seen` holds a frame, no other call gets the same one.
+        place = frame, frame.f_lasti if frame else 0
+        if place != seen:
+            seen, since = place, time.monotonic()
+        elif time.monotonic() - since > patience:
+            print(
+                "tfpara: asked to end by SIGTERM, but a call of TensorFlow has not returned for "
+                f"timeout_seconds={patience:g}: ends without a checkpoint, exit code "
+                f"{RESTART_EXIT_CODE}. Start the program again to go on from the last one.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(RESTART_EXIT_CODE)
