@@ -167,6 +167,7 @@ def pushed(server, pulled, values, *, worker=0, epoch=0, chunk=0, start=0, waits
     push = Push(
         values=[tf.constant(v, tf.float32, shape=[2, 1]) for v in values],
         state=[],
+        kept=[],
         metrics=[tf.zeros_like(m) for m in server.metrics],
         worker=long(worker),
         place=Place(long(epoch), long(chunk), long(start)),
@@ -249,7 +250,7 @@ def test_a_rate_and_a_mean_that_are_set_while_workers_push_are_not_lost():
     @tf.function
     def push(start):
         values = Push(
-            zeros, [], [tf.zeros_like(m) for m in server.metrics], long(0),
+            zeros, [], [], [tf.zeros_like(m) for m in server.metrics], long(0),
             Place(long(0), long(0), start), long(1), long(5), tf.constant(-1.0),
         )  # fmt: skip
         return server.push(values, server.read()).versions[0]

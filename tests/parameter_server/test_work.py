@@ -129,8 +129,8 @@ def test_a_minibatch_is_that_of_keras(make, weighted):
     for gradient, old, new in zip(push.values, start, wanted.trainable_variables, strict=True):
         np.testing.assert_allclose(gradient, old - new.numpy(), **close)
     named = {v.path.split("/", 1)[-1]: v.numpy() for v in wanted.non_trainable_variables}
-    for variable, change in zip(work.state, push.state, strict=True):
-        after = variable.numpy() + change.numpy()
+    for variable, kept, added in zip(work.state, push.kept, push.state, strict=True):
+        after = kept.numpy() * variable.numpy() + added.numpy()
         np.testing.assert_allclose(after, named[variable.path.split("/", 1)[-1]], rtol=1e-5)
     assert len(push.state) == (2 if make is normed else 0)
     assert (int(push.samples), int(push.minibatches)) == (SAMPLES, 1)

@@ -59,7 +59,10 @@ class Push(NamedTuple):
     Attributes:
         values: for each weight the gradient (ASGD), how far it has come since the pull (Downpour),
             or the local weight (EASGD).
-        state: changes of the averaged state since the pull.
+        state: what the block adds to the averaged state, once it has left of it what is `kept`:
+            S ← D S + (s − D S_pulled), s being the worker's after the block. So moving statistics
+            are those of one worker that has all minibatches, however many were pushed meanwhile.
+        kept: D, of each element of the state: a product over the minibatches, such as ρ^τ.
         metrics: what the minibatches add to the metrics' variables.
         worker: its index.
         place: of the first minibatch.
@@ -72,6 +75,7 @@ class Push(NamedTuple):
 
     values: Sequence[tf.Tensor]
     state: Sequence[tf.Tensor]
+    kept: Sequence[tf.Tensor]
     metrics: Sequence[tf.Tensor]
     worker: tf.Tensor
     place: Place
@@ -272,6 +276,7 @@ class Server:
             values=[push.values[k] for k in shard.indices],
             squares=[push.squares[k] for k in shard.indices] if push.squares else [],
             state=list(push.state) if first else [],
+            kept=list(push.kept) if first else [],
             metrics=list(push.metrics) if first else [],
         )
         return _sent(shard, push)
@@ -301,7 +306,7 @@ class Server:
 
         def write() -> list[tf.Tensor]:
             # A statistic that is NaN once stays so. Those of other shards are an empty list.
-            deltas = [
+            added = [
                 tf.debugging.check_numerics(d, f"{NOT_FINITE} {name!r}")
                 for d, name in zip(part.state, self.state_names, strict=False)
             ]
@@ -309,7 +314,10 @@ class Server:
             if shard is not self.first:
                 written = commit(changes)
             else:
-                changes += [(v, v + d) for v, d in zip(self.state, deltas, strict=True)]
+                changes += [
+                    (v, v * kept + s)
+                    for v, kept, s in zip(self.state, part.kept, added, strict=True)
+                ]
                 changes += [(v, v + d) for v, d in zip(self.metrics, part.metrics, strict=True)]
                 changes += self.books.changes(part, staleness)
                 at = pulled.versions[0]

@@ -34,6 +34,7 @@ class Block(NamedTuple):
         optimizer: the local optimizer's state; empty for ASGD.
         before: minibatches in the model before the block, for a local optimizer's schedule.
         state: moving statistics that workers share.
+        kept: how much of each element of `state` was left since the pull, in [0, 1].
         own: what is a worker's own: random seeds and carried recurrent states.
         metrics: sums over the block's minibatches.
         minibatches, samples: of the block so far, int64.
@@ -45,6 +46,7 @@ class Block(NamedTuple):
     optimizer: list[tf.Tensor]
     before: tf.Tensor
     state: list[tf.Tensor]
+    kept: list[tf.Tensor]
     own: list[tf.Tensor]
     metrics: list[tf.Tensor]
     minibatches: tf.Tensor
@@ -148,6 +150,7 @@ class Work:
             optimizer=self._told(list(optimizer), pulled.rate, rate),
             before=zero if pulled.minibatches is None else tf.identity(pulled.minibatches),
             state=[tf.identity(s) for s in pulled.state],
+            kept=[tf.ones_like(s) for s in pulled.state],
             own=list(own),
             metrics=[tf.zeros_like(v.value) for v in self._metrics],
             minibatches=zero,
@@ -180,8 +183,10 @@ class Work:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         samples = tf.shape(tf.nest.flatten(x)[0])[0]
         scope = self._scope(block.weights, block.state, block.own, block.metrics)
-        with tf.GradientTape() as tape:
+        of_state = tf.GradientTape(watch_accessed_variables=False)
+        with tf.GradientTape() as tape, of_state:
             tape.watch(block.weights)
+            of_state.watch(block.state)
             with scope:
                 outputs = model(x, training=True)
                 loss = model.compute_loss(
@@ -200,6 +205,7 @@ class Work:
         def now(variables: Sequence[Any]) -> list[tf.Tensor]:
             return [tf.convert_to_tensor(_current(scope, v)) for v in variables]
 
+        state = now(self.state)
         weights, optimizer, squares = block.weights, block.optimizer, block.squares
         if self._steps is not None:
             weights, optimizer = self._step(block, gradients)
@@ -216,7 +222,8 @@ class Work:
             squares=squares,
             optimizer=optimizer,
             before=block.before,
-            state=now(self.state),
+            state=state,
+            kept=_left(of_state, block, state),
             own=now(self._own),
             metrics=now(self._metrics),
             minibatches=block.minibatches + 1,
@@ -282,7 +289,11 @@ class Work:
                 squares = [s / tf.cast(count, s.dtype) for s in squares]
         return Push(
             values=values,
-            state=[after - before for after, before in zip(block.state, pulled.state, strict=True)],
+            state=[
+                after - kept * before
+                for after, kept, before in zip(block.state, block.kept, pulled.state, strict=True)
+            ],
+            kept=block.kept,
             metrics=block.metrics,
             worker=worker,
             place=place,
@@ -321,6 +332,19 @@ def _build_metrics(model: keras.Model, spec: Any) -> None:
     model.compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
     model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
     model.reset_metrics()
+
+
+def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """How much of the state at the pull is left in `state`, after one minibatch more.
+
+    It is the derivative: ρ where S ← ρ S + (1 − ρ) x, and 1 where S stays or counts.
+    """
+    zero = tf.UnconnectedGradients.ZERO
+    slopes = tape.gradient(state, block.state, unconnected_gradients=zero) if state else []
+    return [
+        kept * tf.clip_by_value(tf.cast(slope, kept.dtype), 0.0, 1.0)
+        for kept, slope in zip(block.kept, slopes, strict=True)
+    ]
 
 
 def clipped(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:

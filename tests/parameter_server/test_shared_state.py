@@ -1,0 +1,69 @@
+"""What is not trained and workers share: moving statistics and counters, beside NumPy."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfpara
+
+BATCH, MINIBATCHES, CHUNKS, DECAY = 4, 192, 8, 0.9
+X = np.random.default_rng(0).normal(3.0, 2.0, size=(BATCH * MINIBATCHES, 3)).astype("float32")
+
+
+class Count(keras.layers.Layer):
+    """Counts the minibatches that it is called with."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.count.assign(self.count + 1.0)
+        return x
+
+
+def made(strategy):
+    with strategy.scope():
+        layers = [keras.layers.BatchNormalization(momentum=DECAY), Count(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+    return model
+
+
+def pushed_minibatches(strategy, model, period, epochs):
+    """All minibatches, in the order of their pushes."""
+    each = MINIBATCHES // CHUNKS
+    done = [0] * CHUNKS
+    for push in strategy.record(model):
+        for _ in range(period):
+            at = done[push.chunk] % each
+            yield X[(push.chunk * each + at) * BATCH :][:BATCH]
+            done[push.chunk] += 1
+    assert done == [epochs * each] * CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("rule", "period", "workers"),
+    [
+        (tfpara.ASGD(), 1, 8),
+        (tfpara.Downpour(), 8, 1),
+        (tfpara.Downpour(), 8, 8),
+        (tfpara.Downpour(), 24, 4),
+        (tfpara.AsyncEASGD(0.2), 24, 4),
+    ],
+    ids=str,
+)
+def test_they_are_those_of_one_worker_that_had_all_minibatches(rule, period, workers):
+    strategy = tfpara.simulate_async(workers, rule, sync_period=period)
+    model = made(strategy)
+    options = {"batch_size": BATCH, "shuffle": False, "chunks": CHUNKS, "verbose": 0}
+    strategy.fit(model, X, X[:, :1], epochs=2, **options)
+    mean, variance, count = np.zeros(3), np.ones(3), 0
+    for x in pushed_minibatches(strategy, model, period, epochs=2):
+        mean = DECAY * mean + (1 - DECAY) * x.mean(0)
+        variance = DECAY * variance + (1 - DECAY) * x.var(0)
+        count += 1
+    norm, counter, _ = model.layers
+    np.testing.assert_allclose(norm.moving_mean, mean, rtol=1e-4)
+    np.testing.assert_allclose(norm.moving_variance, variance, rtol=1e-4)
+    assert float(counter.count) == count == 2 * MINIBATCHES
