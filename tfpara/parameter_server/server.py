@@ -154,6 +154,9 @@ class Server:
             self.metrics = [variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
             self.books = Books(num_workers, record)
             self.turns = None if bound is None else Turns(num_workers, bound)
+        # In which all take the servers' locks: where two workers' orders differed, TensorFlow's
+        # order of a graph's operations could let each hold the lock that the other waits for.
+        self._order = self.shards if self.turns is None else [*self.shards[1:], self.first]
 
     # What workers run, in their graphs.
 
@@ -216,11 +219,12 @@ class Server:
         """Reads the model."""
         weights: list[Any] = [None] * len(self.names)
         state: list[tf.Tensor] = []
-        versions, halted = [], None
+        versions: list[Any] = [None] * len(self.shards)
+        halted = None
         told: list[tf.Tensor] = []  # to workers' optimizers
         to_tell = [self.books.minibatches] if self.rule.local_steps else []
         to_tell += [] if self._local_rate is None else [self._local_rate]
-        for shard in self.shards:
+        for shard in self._order:
             with tf.device(shard.device):
                 held = [*shard.weights, shard.version]
                 if shard is self.first:
@@ -229,7 +233,7 @@ class Server:
             for index, value in zip(shard.indices, values, strict=False):
                 weights[index] = value
             rest = values[len(shard.indices) :]
-            versions.append(rest[0])
+            versions[shard.number] = rest[0]
             if shard is self.first:
                 halted, *state = rest[1:]
                 state, told = state[: len(self.state)], state[len(self.state) :]
@@ -246,20 +250,19 @@ class Server:
             waits: whether to wait where the rule bounds the staleness; if not, what is returned may
                 not be `settled`.
         """
-        first, *parts = [self._part(shard, push) for shard in self.shards]
+        parts = [self._part(shard, push) for shard in self.shards]
         settled = accepted = tf.constant(True)
         if self.turns is not None:
-            settled, accepted = self._turn(first, pulled, waits)
-        others = [
-            self._apply(shard, part, pulled, accepted)
-            for shard, part in zip(self.shards[1:], parts, strict=True)
-        ]
-        if self.turns is None:
-            own = self._apply(self.first, first, pulled, accepted)
-        else:  # the first server comes last, and gives the turn to others
-            everywhere = tf.reduce_all(tf.stack([accepted, *(there for there, *_ in others)]))
-            own = self._end_turn(first, pulled, accepted, everywhere)
-        answers = [own, *others]
+            settled, accepted = self._turn(parts[0], pulled, waits)
+        answers: list[Any] = [None] * len(self.shards)
+        for shard in self._order:
+            number = shard.number
+            if self.turns is None or shard is not self.first:
+                answers[number] = self._apply(shard, parts[number], pulled, accepted)
+            else:  # the first server comes last, and gives the turn to others
+                there = [there for there, *_ in answers[1:]]
+                everywhere = tf.reduce_all(tf.stack([accepted, *there]))
+                answers[number] = self._end_turn(parts[number], pulled, accepted, everywhere)
         moves: list[Any] = [None] * len(self.names)
         for shard, (_, _, *own) in zip(self.shards, answers, strict=True):
             for index, move in zip(shard.indices, own, strict=False):
