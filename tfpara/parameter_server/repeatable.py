@@ -124,7 +124,8 @@ class RepeatableProgram:
         found: list[int] = []
         for number, (given, anew) in enumerate(self._shuffles):
             if anew:
-                key = [*order, epoch, number, *given]
+                # Not `given`: under a global seed it depends on what the program did before.
+                key = [*order, epoch, number]
             elif given == (0, 0):
                 key = [*order[:1], number]
             else:
