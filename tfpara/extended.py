@@ -28,7 +28,7 @@ from tfpara.collectives import horovod as _horovod
 from tfpara.epochs import Position
 from tfpara.exchange import joined
 from tfpara.fingerprint import agree
-from tfpara.model_variables import optimizers, replica_variables
+from tfpara.model_variables import build_optimizer, optimizers, replica_variables
 from tfpara.settings import (
     Settings,
     check_sendable,
@@ -295,7 +295,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         former = self._trained.get(id(model))
         if former is not None:
             former.synchronizer.finish_block()
-        self._build_optimizer(model)
+        build_optimizer(model)
         local_results = self._container_strategy().experimental_local_results
         variables = replica_variables(
             model, local_results, self.settings.rule, self.settings.local_state
@@ -339,13 +339,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
         self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
         return synchronizer
-
-    def _build_optimizer(self, model: keras.Model) -> None:
-        """Makes the compiled optimizer's slots, which `fit` would make later; a sync needs them."""
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and not optimizer.built and model.trainable_variables:
-            with self._container_strategy().scope():
-                optimizer.build(model.trainable_variables)
 
     def check_written(self, synchronizer: Synchronizer) -> None:
         """Raises ValueError if `run` is to train weights that no sync would average."""

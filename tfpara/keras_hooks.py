@@ -6,6 +6,7 @@ replaced here, for models whose weights are a `PeriodicSyncStrategy`'s:
 - what saves a model writes on the chief, and nothing on the other workers;
 - callbacks run on all workers, and those that write are given a folder on the other workers that is
   removed, as in Keras 2;
+- `fit` and `train_on_batch` look first whether the model was made in a strategy's scope;
 - `fit` returns when all workers have come to its end, so what the chief wrote in it is there.
 
 None of them waits for other workers within a save, since scripts may call it on the chief alone.
@@ -33,7 +34,7 @@ import keras
 from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
 from keras.src.saving import saving_lib as _saving_lib
 
-from tfpara import files
+from tfpara import files, scope
 from tfpara.extended import PeriodicSyncExtended
 from tfpara.model_variables import strategy_of
 
@@ -54,6 +55,7 @@ def install() -> None:
     _replace(_legacy_h5_format, "save_model_to_hdf5", _by_the_chief)
     _replace(keras.Model, "export", _by_the_chief)
     _replace(keras.Model, "fit", _together)
+    _replace(keras.Model, "train_on_batch", _looked_at)
     _replace(keras.Model, "predict", _of_all_rows)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
 
@@ -119,6 +121,7 @@ def _together(fit: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fit)
     def fitting(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        scope.look(model)
         history = fit(model, *args, **kwargs)
         strategy = _strategy(model)
         if strategy is not None and strategy.num_workers > 1:
@@ -126,6 +129,17 @@ def _together(fit: Callable[..., Any]) -> Callable[..., Any]:
         return history
 
     return fitting
+
+
+def _looked_at(train: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that trains a model, made to look first where that was made."""
+
+    @functools.wraps(train)
+    def training(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        scope.look(model)
+        return train(model, *args, **kwargs)
+
+    return training
 
 
 def _of_all_rows(predict: Callable[..., Any]) -> Callable[..., Any]:

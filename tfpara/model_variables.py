@@ -22,6 +22,14 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
     return next(filter(None, of_weights), None) or own or tf.distribute.get_strategy()
 
 
+def build_optimizer(model: keras.Model) -> None:
+    """Makes the compiled optimizer's slots, which its first step would make later."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and model.trainable_variables:
+        with strategy_of(model).scope():
+            optimizer.build(model.trainable_variables)
+
+
 def replica_variables(
     model: keras.Model,
     components_of: Callable[[Any], tuple[tf.Variable, ...]],

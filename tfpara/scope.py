@@ -6,7 +6,6 @@ nevertheless: in this process alone, or with metrics that each worker counts by 
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -24,17 +23,24 @@ _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def watch(strategy: Any) -> None:
-    """From now on `fit` says so where a model was not made in the scope of any strategy.
+    """From now on `look` knows of a strategy.
 
     Args:
         strategy: of ours, with `has_trained`: whether a model was trained under it.
     """
     _strategies.add(strategy)
-    # A model without a strategy passes by no other place than Keras' own methods.
-    for name in ("fit", "train_on_batch"):
-        original = getattr(keras.Model, name)
-        if not hasattr(original, "tfpara_watches"):
-            setattr(keras.Model, name, _watching(original))
+
+
+def look(model: keras.Model) -> None:
+    """Refuses, or warns of, a model that is about to be trained and is not all in a scope.
+
+    Raises:
+        ValueError: part of the model was made outside of the strategy's scope.
+    """
+    if model.distribute_strategy in _strategies:
+        check(model, model.distribute_strategy)
+    else:
+        _look_at_stranger(model)
 
 
 def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
@@ -52,19 +58,6 @@ def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
             )
 
 
-def _watching(method: Any) -> Any:
-    @functools.wraps(method)
-    def watching(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        if model.distribute_strategy in _strategies:
-            check(model, model.distribute_strategy)
-        else:
-            _look_at_stranger(model)
-        return method(model, *args, **kwargs)
-
-    watching.tfpara_watches = True  # type: ignore[attr-defined]
-    return watching
-
-
 def _look_at_stranger(model: keras.Model) -> None:
     """Refuses a model that is half in a scope; warns once of one that is forgotten."""
     for strategy in _strategies:
@@ -78,7 +71,7 @@ def _look_at_stranger(model: keras.Model) -> None:
         warnings.warn(
             f"model {model.name!r} was made outside of the strategy's scope: each worker trains it "
             f"alone, and nothing is synchronised. {_LINES}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.model_variables import optimizers, training_variables
+from tfpara.model_variables import build_optimizer, optimizers, training_variables
 
 
 class TrainingState:
@@ -33,7 +33,7 @@ class TrainingState:
         if shared and hasattr(strategy, "snapshot"):
             self._go_back = strategy.snapshot(model)  # of the servers, which have the optimizer
         else:
-            _build_optimizer(model)
+            build_optimizer(model)
         variables = [*_components(model), *(_of_synchronizer(model) if shared else ())]
         # A tensor that is kept is copied by TensorFlow when its variable is next written.
         self._kept = [(variable, tf.identity(variable)) for variable in variables]
@@ -56,13 +56,6 @@ class TrainingState:
 def _is_finite(value: Any) -> bool:
     # A sum is finite only if every term is: one pass, no temporary of the size.
     return bool(tf.math.is_finite(tf.reduce_sum(tf.cast(value, tf.float32))))
-
-
-def _build_optimizer(model: keras.Model) -> None:
-    """Makes the optimizer's slots, if its first step has not done so yet."""
-    with model.distribute_strategy.scope():
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
 
 
 def _components(model: keras.Model) -> Iterator[tf.Variable]:

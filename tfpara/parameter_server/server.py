@@ -168,7 +168,7 @@ class Server:
     def set_rate(self, rate: tf.Tensor) -> list[tf.Tensor]:
         """Gives all servers a learning rate; returns what must have run for it to be so."""
         done = []
-        for shard, kept in self._rates():
+        for shard, kept in sorted(self._rates(), key=lambda held: self._order.index(held[0])):
             value = _sent(shard, tf.cast(rate, kept.dtype))
             done.append(self._locked(shard, value, functools.partial(_assigned, kept, value)))
         return done
