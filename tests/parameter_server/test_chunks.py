@@ -75,8 +75,8 @@ def unordered(dataset):
     return dataset.with_options(options)
 
 
-def per_file(file):
-    return tf.data.Dataset.range(file * 10, file * 10 + 10).shuffle(10)
+def per_file(file, seed=None):
+    return tf.data.Dataset.range(file * 10, file * 10 + 10).shuffle(10, seed)
 
 
 def files(**options):
@@ -109,6 +109,9 @@ SHUFFLED = {
         files(num_parallel_calls=3, deterministic=False).shuffle(5)
     ).batch(3),
     "flat": lambda: kept(tf.data.Dataset.range(4).flat_map(per_file)).batch(3),
+    "flat with a seed": lambda: kept(
+        tf.data.Dataset.range(4).flat_map(lambda file: per_file(file, 5))
+    ).batch(3),
     "without order": lambda: unordered(kept(forty().shuffle(40)).map(noisy, 4).batch(3)),
     "filtered, then noisy": lambda: (
         kept(tf.data.Dataset.range(60).shuffle(60).filter(lambda k: k < 40)).map(noisy).batch(3)
@@ -120,8 +123,21 @@ SHUFFLED = {
 }
 
 
-@pytest.mark.parametrize("name", SHUFFLED)
-def test_a_shuffled_datasets_samples_are_used_once_in_new_orders(name):
+@pytest.fixture
+def seeded(request):
+    """A global seed, or none, whatever the tests before have left."""
+    tf.random.set_seed(request.param)
+    yield
+    tf.random.set_seed(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "seeded"),
+    [(name, None) for name in SHUFFLED]
+    + [(name, 3) for name in ("before the batches", "flat", "noisy files")],
+    indirect=["seeded"],
+)
+def test_a_shuffled_datasets_samples_are_used_once_in_new_orders(name, seeded):
     dataset = SHUFFLED[name]()
     times = 2 if "repeated" in name else 1
     chunks = as_chunks(dataset, count=3, order=[1, 0])
@@ -295,17 +311,8 @@ def test_data_that_does_not_fit_is_refused(make, told):
         make()
 
 
-@pytest.fixture
-def global_seed():
-    tf.random.set_seed(3)
-    yield
-    tf.random.set_seed(None)
-
-
-@pytest.mark.usefixtures("global_seed")
-def test_a_global_seed_is_none_of_a_shuffles():
-    chunks = as_chunks(SHUFFLED["before the batches"](), count=3)
-    assert len({tuple(ids(chunks, epoch)) for epoch in range(3)}) == 3
+@pytest.mark.parametrize("seeded", [3], indirect=True)
+def test_a_global_seed_is_none_of_a_chunks_shuffle(seeded):
     with pytest.raises(ValueError, match="without a seed"):
         in_chunks(lambda epoch: forty().shuffle(9))
 

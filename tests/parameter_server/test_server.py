@@ -208,6 +208,7 @@ def test_a_push_that_came_to_one_server_only_is_made_whole(rule):
     first = server.shards[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "shards", [first])  # the worker dies before the other one has it
+        patch.setattr(server, "_order", [first])
         patch.setattr(server, "names", server.names[:1])
         pushed(server, pulled, [[1, 2], [3, 4]])
     assert int(server.done(long(0))) == 0  # so it is made again

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -49,18 +49,6 @@ _RANDOM = {
 }
 
 
-class _Shuffle(NamedTuple):
-    """A place of two seeds.
-
-    Attributes:
-        given: the two seeds that the dataset has; (0, 0): none.
-        anew: whether each iteration has another order.
-    """
-
-    given: tuple[int, int]
-    anew: bool
-
-
 class RepeatableProgram:
     """A dataset as a program that any process can run, with an order that its seeds decide alone.
 
@@ -87,7 +75,7 @@ class RepeatableProgram:
         check_order(graph, "the dataset")
         self._mark = secrets.token_bytes(8)  # stands where a seed is filled in
         self._spec = dataset.element_spec
-        self._shuffles: list[_Shuffle] = []
+        self._anew: list[bool] = []  # of each shuffle: whether each epoch has another order
         for scope in _scopes(graph):
             for node in list(scope.nodes):
                 self._rewrite(node, scope)
@@ -106,11 +94,13 @@ class RepeatableProgram:
         first, second, generator = _SEEDED[node.op]
         if generator is not None:
             node.input[generator] = scope.add("DummySeedGenerator", "handle")
-        seed, seed2 = scope.number(node.input[first]), scope.number(node.input[second])
-        if seed is None or seed2 is None:  # computed from the data: the same in all copies
+        seeds = [node.input[place] for place in (first, second)]
+        if not all(map(scope.is_fixed, seeds)):  # computed from the data: the same in all copies
             return
         anew = any(node.attr[name].b for name in _ANEW if name in node.attr)
-        self._shuffles.append(_Shuffle((seed, seed2), anew))
+        if not anew and list(map(scope.number, seeds)) != [0, 0]:  # one order, as the dataset says
+            return
+        self._anew.append(anew)
         for place in (first, second):
             node.input[place] = scope.add_number(self._mark)
 
@@ -122,15 +112,9 @@ class RepeatableProgram:
             epoch: from 0.
         """
         found: list[int] = []
-        for number, (given, anew) in enumerate(self._shuffles):
-            if anew:
-                # Not `given`: under a global seed it depends on what the program did before.
-                key = [*order, epoch, number]
-            elif given == (0, 0):
-                key = [*order[:1], number]
-            else:
-                found += given  # one order, as the dataset says
-                continue
+        for number, anew in enumerate(self._anew):
+            # Not the dataset's own seeds: those of a global one depend on the program's past.
+            key = [*order, epoch, number] if anew else [*order[:1], number]
             drawn = np.random.default_rng(np.abs(key)).integers(1, 1 << 62, size=2)
             found += map(int, drawn)
         # As in memory: of fixed length, where the other numbers of a program have any.
@@ -225,16 +209,28 @@ class _Scope:
             return None
         return int(tf.make_ndarray(node.attr["value"].tensor))
 
+    def is_fixed(self, name: str) -> bool:
+        """Whether an input depends on nothing that a function is given.
+
+        It need not be a constant: under a global seed, a seed in a function is computed from two.
+        """
+        return all(found in self._by_name for found in self._names_before([name]))
+
     def before(self, node: Any) -> list[Any]:
         """All nodes that a node has its inputs from, directly or not."""
-        found: dict[str, Any] = {}
-        names = list(node.input)
+        names = self._names_before(node.input)
+        return [self._by_name[name] for name in names if name in self._by_name]
+
+    def _names_before(self, inputs: Sequence[str]) -> list[str]:
+        """The names of inputs, of what these are made from, and so on; a function's own as well."""
+        found: dict[str, None] = {}
+        names = list(inputs)
         while names:
             name = names.pop().removeprefix("^").split(":")[0]
-            if name in self._by_name and name not in found:
-                found[name] = self._by_name[name]
-                names += found[name].input
-        return list(found.values())
+            if name not in found:
+                found[name] = None
+                names += self._by_name[name].input if name in self._by_name else ()
+        return list(found)
 
     def add(self, op: str, output: str) -> str:
         """Adds an operation without inputs; returns its output as an input of others."""
