@@ -7,6 +7,7 @@ replaced here, for models whose weights are a `PeriodicSyncStrategy`'s:
 - callbacks run on all workers, and those that write are given a folder on the other workers that is
   removed, as in Keras 2;
 - `fit` and `train_on_batch` look first whether the model was made in a strategy's scope;
+- `fit` tells callbacks of its end, where it raises too;
 - `fit` returns when all workers have come to its end, so what the chief wrote in it is there.
 
 None of them waits for other workers within a save, since scripts may call it on the chief alone.
@@ -34,7 +35,7 @@ import keras
 from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
 from keras.src.saving import saving_lib as _saving_lib
 
-from tfpara import files, scope
+from tfpara import files, fit_call, scope
 from tfpara.extended import PeriodicSyncExtended
 from tfpara.model_variables import strategy_of
 
@@ -45,7 +46,7 @@ _PATHS = {
     _CALLBACKS.CSVLogger: "filename",
     _CALLBACKS.TensorBoard: "log_dir",
 }
-_replaced: set[tuple[int, str]] = set()
+_replaced: set[tuple[int, str, Callable[..., Any]]] = set()
 
 
 def install() -> None:
@@ -54,15 +55,21 @@ def install() -> None:
     _replace(_saving_lib, "save_weights_only", _by_the_chief)
     _replace(_legacy_h5_format, "save_model_to_hdf5", _by_the_chief)
     _replace(keras.Model, "export", _by_the_chief)
+    watch_fit()
     _replace(keras.Model, "fit", _together)
     _replace(keras.Model, "train_on_batch", _looked_at)
     _replace(keras.Model, "predict", _of_all_rows)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
 
 
+def watch_fit() -> None:
+    """Has `fit` call at its end what `fit_call.at_end` was given; a second call changes nothing."""
+    _replace(keras.Model, "fit", _watched)
+
+
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    if (id(owner), name) not in _replaced:
-        _replaced.add((id(owner), name))
+    if (id(owner), name, make) not in _replaced:
+        _replaced.add((id(owner), name, make))
         setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -114,6 +121,17 @@ def _printing(former: str, path: str) -> Iterator[None]:
 
 
 # -- fit, predict, callbacks ----------------------------------------------------------------------
+
+
+def _watched(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """`fit` of any model, made to tell callbacks of its end."""
+
+    @functools.wraps(fit)
+    def fitting(*args: Any, **kwargs: Any) -> Any:
+        with fit_call.under_way():
+            return fit(*args, **kwargs)
+
+    return fitting
 
 
 def _together(fit: Callable[..., Any]) -> Callable[..., Any]:

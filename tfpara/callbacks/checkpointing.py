@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfpara.callbacks.fit_call import FitCall
+from tfpara import fit_call
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.termination import RESTART_EXIT_CODE, Termination
 from tfpara.checkpoint import IF_DAMAGED, Checkpoints, taken_up
@@ -99,7 +99,6 @@ class Checkpoint(keras.callbacks.Callback):
         self._steps_before = 0  # the same, of each replica
         self._steps = 0  # of this epoch, trained by each replica
         self._termination = Termination()
-        self._call: FitCall | None = None
         self._asked = Request.NOTHING
 
     # -- hooks -----------------------------------------------------------------------------------
@@ -111,11 +110,11 @@ class Checkpoint(keras.callbacks.Callback):
                 "Checkpoint needs a model of a tfpara.PeriodicSyncStrategy. Make and compile the "
                 "model in its scope, or use keras.callbacks.BackupAndRestore."
             )
-        self._stand_down()  # after a fit that has failed
-        self._call = call = FitCall(self._stand_down)
+        self._stand_down()  # after a loop of the user's own that has failed
+        fit_call.at_end(self._stand_down)
         if self._checkpoints is not None:
             self._checkpoints.lock()
-            self._listen(call)
+            self._listen()
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
         checkpoints.lock()
@@ -125,7 +124,7 @@ class Checkpoint(keras.callbacks.Callback):
             checkpoints.store.release()
             raise
         self._checkpoints = checkpoints
-        self._listen(call)
+        self._listen()
         if position is None:
             return
         self._resumed = position
@@ -193,9 +192,6 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _stand_down(self) -> None:
         """Leaves nothing behind of a call of `fit`, which ends; may be called again."""
-        if self._call is not None:
-            self._call.close()
-        self._call = None
         self._termination.stop()
         if self._checkpoints is not None:
             self._checkpoints.store.release()
@@ -272,9 +268,9 @@ class Checkpoint(keras.callbacks.Callback):
             self._stand_down()
             raise Preempted(RESTART_EXIT_CODE)
 
-    def _listen(self, call: FitCall) -> None:
+    def _listen(self) -> None:
         settings = self.model.distribute_strategy.extended.settings
-        self._termination.start(call, settings.timeout_seconds)
+        self._termination.start(settings.timeout_seconds)
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -289,21 +285,16 @@ class StopTogether(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._watch = SyncWatch()
-        self._call: FitCall | None = None
         self._asked = False  # since the last answer
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._call = FitCall(self._withdraw)
+        fit_call.at_end(self._withdraw)
 
     def _withdraw(self) -> None:
-        """A `fit` has failed: the next one is not to stop for its sake."""
+        """Where `fit` has failed: the next one is not to stop for its sake."""
         if self._asked:
             self._asked = False
             self.model.distribute_strategy.answered()
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if self._call is not None:
-            self._call.close()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._watch.begin(self.model)

@@ -12,8 +12,6 @@ import time
 from types import FrameType
 from typing import Any
 
-from tfpara.callbacks.fit_call import FitCall
-
 # EX_TEMPFAIL of sysexits.h: a failure that another attempt may mend.
 RESTART_EXIT_CODE = 75
 _LOOKS = 10  # into the main thread, in the time that a call may last
@@ -32,22 +30,19 @@ class Termination:
 
     def __init__(self) -> None:
         self.asked = False
-        self._call: FitCall | None = None
         self._former: Any = None
         self._stopped = threading.Event()
         self._stopped.set()
 
-    def start(self, call: FitCall, patience_seconds: float) -> None:
+    def start(self, patience_seconds: float) -> None:
         """Listens from here on; in the main thread, which alone is told of signals.
 
         Args:
-            call: of `fit`, to which this belongs.
             patience_seconds: how long one call of TensorFlow may last after SIGTERM.
         """
         self.stop()
         if threading.current_thread() is not threading.main_thread():
             return
-        self._call = call
         self._former = signal.signal(signal.SIGTERM, self._note)
         # What is told to the main thread waits until that is back from TensorFlow; a byte in a
         # socket does not.
@@ -73,14 +68,10 @@ class Termination:
         if present != self._writer.fileno():  # somebody else's by now
             signal.set_wakeup_fd(present)
         self._writer.close()  # which ends the thread
-        self._call = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._call is not None and self._call.is_over(frame):
-            self.stop()
-            os.kill(os.getpid(), number)
-        else:
-            self.asked = True
+        del number, frame
+        self.asked = True
 
     def _watch(self, reader: socket.socket, stopped: threading.Event, patience: float) -> None:
         """Waits for SIGTERM, then for the main thread to stand still."""

@@ -12,8 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara import traces
-from tfpara.callbacks.fit_call import FitCall
+from tfpara import fit_call, keras_hooks, traces
 from tfpara.exchange import everyones
 
 # Around the second sync: the first one compiles.
@@ -61,13 +60,14 @@ class Trace(keras.callbacks.Callback):
         self._steps = None if steps is None else _checked(steps)
         self._mark: Any = None
         self._recording = False
+        keras_hooks.watch_fit()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         period = getattr(self.model.distribute_strategy, "sync_period", None)
         self._first, self._last = self._steps or _around_the_second_sync(period)
         self._spans: list[traces.Span] | None = None
         self._before = self._done = 0
-        self._call = FitCall(self._give_up)
+        fit_call.at_end(self._give_up)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._before = self._done
@@ -92,14 +92,13 @@ class Trace(keras.callbacks.Callback):
             self._stop()
 
     def _give_up(self) -> None:
-        """`fit` has failed: the profiler, of which a process has one, is free again."""
+        """Where `fit` has failed: the profiler, of which a process has one, is free again."""
         self._mark = None
         if self._recording:
             self._recording = False
             tf.profiler.experimental.stop(save=False)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._call.close()
         if self._recording:
             self._stop()
         if self._spans is None:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.callbacks.fit_call import FitCall
+from tfpara import fit_call
 from tfpara.callbacks.schedule import Schedule, close_block
 
 
@@ -99,14 +99,11 @@ class WarmStart(Schedule):
             )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._call = FitCall(self._give_up)
+        fit_call.at_end(self._give_up)
         close_block(self.model)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._call.close()
-
     def _give_up(self) -> None:
-        """`fit` has failed: the next one syncs, unless it says otherwise."""
+        """Where `fit` has failed: the next one syncs, unless it says otherwise."""
         if self._alone:
             self._alone = False
             self.model.distribute_strategy.extended.set_sync_period(self._period)

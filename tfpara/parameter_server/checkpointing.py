@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara import fit_call
 from tfpara.callbacks.checkpointing import RESTART_EXIT_CODE, Preempted
 from tfpara.checkpoint import IF_DAMAGED, check_run, collected, taken_up
 from tfpara.checkpoint_store import CheckpointError, Store
@@ -92,7 +93,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         except BaseException:
             self._store.release()
             raise
-        self._running.at_failure.append(self._stand_down)
+        fit_call.at_end(self._stand_down)
         if threading.current_thread() is threading.main_thread():
             self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
         self._saved_at = time.monotonic()

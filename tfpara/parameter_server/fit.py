@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -69,7 +69,6 @@ class Fit:
         self.epoch = 0
         self.within_epoch = False
         self.chunks_done = 0
-        self.at_failure: list[Callable[[], None]] = []  # called where `run` fails
 
     def run(
         self, epochs: int, first: int, verbose: str | int, callbacks: Any, validation: Any
@@ -134,8 +133,6 @@ class Fit:
 
     def give_up(self) -> None:
         """Leaves the workers idle and the model with the global weights; `run` has failed."""
-        for function in self.at_failure:
-            function()
         with contextlib.suppress(tf.errors.OpError):  # the cluster may be gone
             self.server.books.halted.assign(True)
             self._strategy.read(self.model)

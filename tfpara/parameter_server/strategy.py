@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpara import fit_call
 from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
@@ -195,7 +196,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         validation = (validation_data, validation_batch_size, validation_freq)
         self.running = running
         try:
-            return running.run(epochs, initial_epoch, verbose, callbacks, validation)
+            with fit_call.under_way():
+                return running.run(epochs, initial_epoch, verbose, callbacks, validation)
         except BaseException as error:
             failure = lost(error, self)
             running.give_up()
