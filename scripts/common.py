@@ -62,7 +62,16 @@ def bad_input() -> Iterator[None]:
 
 def run(main: Callable[[], None]) -> NoReturn:
     """Parses the flags, runs `main`, and ends the process: with one line on stderr if it fails."""
-    app.run(lambda argv: sys.exit(_guarded(main)), flags_parser=_parse)
+
+    def checked() -> None:
+        with bad_input():  # before TensorFlow, which would hang over a wrong one
+            if '"ps"' in os.environ.get("TF_CONFIG", ""):
+                tfpara.parameter_server.cluster.read()
+            else:
+                tfpara.cluster.read()
+        main()
+
+    app.run(lambda argv: tfpara.run(checked, name=program(), explain=_explain), flags_parser=_parse)
 
 
 def program() -> str:
@@ -103,20 +112,6 @@ def setup_tensorflow() -> list[str] | None:
 
     make_devices(_DEVICES.value)
     return [f"CPU:{number}" for number in range(_DEVICES.value)]
-
-
-def part(strategy: Any) -> None:
-    """The end of a program's work with the other workers: call it last on every worker.
-
-    A worker that left at once could take with it the rest of a message that another is reading. One
-    that has heard here from all others knows that they have finished what came before; whether they
-    hear from it does not matter any more.
-    """
-    import tensorflow as tf
-
-    if strategy is not None and strategy.num_workers > 1 and hasattr(strategy.extended, "control"):
-        with contextlib.suppress(tf.errors.OpError):
-            strategy.extended.control.barrier("end of the program")
 
 
 def call(
@@ -209,93 +204,13 @@ def _parse(argv: list[str]) -> list[str]:
     return rest
 
 
-def has_servers() -> bool:
-    """Whether TF_CONFIG is that of a cluster with parameter servers."""
-    return '"ps"' in os.environ.get("TF_CONFIG", "")
-
-
-def _guarded(main: Callable[[], None]) -> int:
-    try:
-        with bad_input():  # before TensorFlow, which would hang over a wrong one
-            if has_servers():
-                tfpara.parameter_server.cluster.read()
-            else:
-                tfpara.cluster.read()
-        return _with_servers(main) if has_servers() else _in_step(main)
-    except Failure as error:
-        _complain(str(error))
-        return 1
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return 130
-
-
-def _with_servers(main: Callable[[], None]) -> int:
-    """Runs a program whose chief ends the other processes as it ends itself."""
-    from tfpara.parameter_server import processes
-
-    try:
-        main()
-    except (Failure, KeyboardInterrupt) as error:
-        processes.end_with(1, f"the chief has failed: {error or 'interrupted'}")
-        raise
-    except Exception as error:
-        message = _runtime_message(error)
-        if message is None:
-            raise
-        processes.end_with(1, message)
-        _complain(message)
-        return 1
-    return 0
-
-
-def _in_step(main: Callable[[], None]) -> int:
-    """Runs a program that every worker runs alike."""
-    try:
-        main()
-    except (Failure, KeyboardInterrupt):
-        raise
-    except SystemExit as leaving:
-        # A callback ends the program, such as Preempted; other workers do the same.
-        if tfpara.cluster.read().num_workers > 1 and isinstance(leaving.code, int):
-            _leave(leaving.code)
-        raise
-    except Exception as error:
-        message = _runtime_message(error)
-        if message is None:
-            raise
-        _complain(message)
-        _leave(1)
-    if tfpara.cluster.read().num_workers > 1:
-        _leave(0)
-    return 0
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends the process at once: TensorFlow's own end waits for other workers' heartbeats."""
-    from tfpara import horovod_group
-
-    horovod_group.leave(orderly=code == 0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _runtime_message(error: Exception) -> str | None:
-    """One line for an error of data or of the cluster; None for a defect of the program."""
-    import tensorflow as tf
-
-    from tfpara.parameter_server.errors import ChunkError, DivergedError
-    from tfpara.parameter_server.lobby import ParameterServerError
-
-    if isinstance(error, ChunkError | DivergedError | ParameterServerError):
+def _explain(error: BaseException) -> str | None:
+    """One line for a `Failure`, or an error of data; None for what is not the program's own."""
+    if isinstance(error, Failure):
         return str(error)
-    if not isinstance(error, tf.errors.OpError):
+    if not tfpara.failures.is_of_tensorflow(error):
         return None
-    explained = tfpara.failures.explain(error, tfpara.cluster.read())
-    if explained:
-        return explained
-    text = str(error.message)
+    text = str(error)
     for mark in ("CorpusError: ", "ValueError: "):
         if mark in text:
             return _cause(text.split(mark, 1)[1])

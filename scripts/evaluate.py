@@ -86,7 +86,6 @@ def main() -> None:
         _report(scores, _frames(corpus, description), phones)
     if _LOGLIKES.value:
         print(f"wrote log-likelihoods to {written[0]} and {written[1]}")
-    common.part(strategy)
 
 
 def _check_flags() -> None:

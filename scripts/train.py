@@ -136,14 +136,9 @@ def main() -> None:
                 _start_run(run_dir, files, description)
         _fit(model, strategy, data, [*callbacks, history, checkpoint])
     except CheckpointError as error:
-        common.part(strategy)
         anew = "" if _START_OVER.value else " To begin anew, give --start_over."
         raise common.Failure(f"{error}{anew}") from error
-    except tfpara.callbacks.Preempted:
-        common.part(strategy)
-        raise
     _finish(model, strategy, run_dir, history.epochs, data)
-    common.part(strategy)
 
 
 class _History(keras.callbacks.Callback):

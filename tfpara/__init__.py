@@ -39,6 +39,7 @@ _LOCATION = {
     "SlowMo": "tfpara.algorithms",
     "Speed": "tfpara.parameter_server.simulation",
     "export": "tfpara.saved_model",
+    "run": "tfpara.program",
     "StartMean": "tfpara.parameter_server.start_mean",
     "StartupError": "tfpara.startup",
     "SyncStatistics": "tfpara.statistics",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from types import TracebackType
 
 from tfpara.cluster import Cluster
 from tfpara.reach import unreachable
@@ -28,12 +27,13 @@ def explain(
     Args:
         error: what `fit` or another call raised.
         cluster: the workers; those that no longer accept a connection are named.
-        timeout_seconds: the strategy's, where it is known.
+        timeout_seconds: the strategy's; that of the last one if None.
     """
     import tensorflow as tf
 
     if not isinstance(error, tf.errors.OpError):
         return None
+    timeout_seconds = _timeout if timeout_seconds is None else timeout_seconds
     text = str(error.message)
     if not cluster.addresses and _known is not None:
         cluster = _known
@@ -66,20 +66,18 @@ def note_silence() -> None:
     _silence = True
 
 
-def explain_uncaught(cluster: Cluster, timeout_seconds: float) -> None:
-    """Adds the explanation below the traceback of an error that ends the program, once."""
+def know(cluster: Cluster, timeout_seconds: float) -> None:
+    """Takes note of what the environment does not tell, for `explain`.
+
+    Args:
+        cluster: the workers, with their addresses where these are known.
+        timeout_seconds: of the strategy that was made last.
+    """
     global _known, _timeout
-    hooked, _known, _timeout = _known is not None, cluster, timeout_seconds
-    if hooked:
-        return
-    previous = sys.excepthook
+    _known, _timeout = cluster, timeout_seconds
 
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        previous(kind, error, traceback)
-        sentence = explain(error, _known or cluster, _timeout)
-        if sentence:
-            print(f"tfpara: {sentence}", file=sys.stderr, flush=True)
 
-    sys.excepthook = hook
+def is_of_tensorflow(error: BaseException) -> bool:
+    """Whether an operation of TensorFlow has raised the error; TensorFlow is not imported."""
+    errors = sys.modules.get("tensorflow.python.framework.errors_impl")
+    return errors is not None and isinstance(error, errors.OpError)

@@ -8,7 +8,8 @@ replaced here, for models whose weights are a `PeriodicSyncStrategy`'s:
   removed, as in Keras 2;
 - `fit` and `train_on_batch` look first whether the model was made in a strategy's scope;
 - `fit` tells callbacks of its end, where it raises too;
-- `fit` returns when all workers have come to its end, so what the chief wrote in it is there.
+- `fit` returns when all workers have come to its end, so what the chief wrote in it is there;
+- the progress bars of `fit`, `evaluate` and `predict` are the chief's, unless `verbose` is given.
 
 None of them waits for other workers within a save, since scripts may call it on the chief alone.
 And `predict` gives the worker that calls it all rows.
@@ -56,9 +57,10 @@ def install() -> None:
     _replace(_legacy_h5_format, "save_model_to_hdf5", _by_the_chief)
     _replace(keras.Model, "export", _by_the_chief)
     watch_fit()
-    _replace(keras.Model, "fit", _together)
+    _replace(keras.Model, "fit", lambda fit: _together(_shown_by_the_chief(fit)))
+    _replace(keras.Model, "evaluate", _shown_by_the_chief)
     _replace(keras.Model, "train_on_batch", _looked_at)
-    _replace(keras.Model, "predict", _of_all_rows)
+    _replace(keras.Model, "predict", lambda predict: _of_all_rows(_shown_by_the_chief(predict)))
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
 
 
@@ -132,6 +134,22 @@ def _watched(fit: Callable[..., Any]) -> Callable[..., Any]:
             return fit(*args, **kwargs)
 
     return fitting
+
+
+def _shown_by_the_chief(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a model with a progress bar, which other workers show only where asked to."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def showing(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        strategy = _strategy(model)
+        given = signature.bind(model, *args, **kwargs)
+        others = strategy is not None and not strategy.is_chief
+        if others and given.arguments.get("verbose", "auto") == "auto":
+            given.arguments["verbose"] = 0
+        return method(*given.args, **given.kwargs)
+
+    return showing
 
 
 def _together(fit: Callable[..., Any]) -> Callable[..., Any]:

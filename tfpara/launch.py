@@ -21,11 +21,13 @@ from pathlib import Path
 from tfpara import cluster, launch_output, launch_workers, rendezvous, secret
 from tfpara.launch_clusters import LaunchError, local_async_clusters, local_clusters, ports
 from tfpara.parameter_server import cluster as async_cluster
+from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _EPILOG = f"""
 The first worker is the chief. TF_CONFIG and the variables of horovodrun and mpirun are replaced.
-stdin is empty.
+stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
 COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
 
 When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to report errors of their
@@ -50,10 +52,11 @@ SIGTERM, wrote a checkpoint, and is to be started again: on Slurm by `sbatch --r
 `scontrol requeue`, on Kubernetes by a Job's restartPolicy; see docs/checkpoints.md.
 
 Examples:
-  tfpara-launch -n 2 -- python -m scripts.train --rule=bmuf
+  tfpara-launch -n 2 script.py
   tfpara-launch -n 4 --threads 1 script.py --epochs=3
+  tfpara-launch -n 2 --max_restarts 3 -- python -m package.program
   tfpara-launch -n 2 --collectives=horovod script.py
-  tfpara-launch --ps 1 -n 2 --restart_workers 3 -- python -m scripts.train --rule=asgd
+  tfpara-launch --ps 1 -n 2 --restart_workers 3 script.py
 """
 
 
@@ -89,9 +92,7 @@ def _command(words: Sequence[str]) -> list[str]:
     """The program to run and its arguments."""
     words = list(words[1:] if words[:1] == ["--"] else words)
     if not words:
-        raise LaunchError(
-            "no command. Write it last: tfpara-launch -n 2 -- python -m scripts.train"
-        )
+        raise LaunchError("no command. Write it last: tfpara-launch -n 2 script.py")
     program = words[0]
     if program.endswith(".py"):
         if not Path(program).is_file():
@@ -136,7 +137,7 @@ def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
     asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
-    common = {"PYTHONUNBUFFERED": "1", **default, **os.environ, **asked}
+    common = {"PYTHONUNBUFFERED": "1", _LOG_LEVEL: "3", **default, **os.environ, **asked}
     for name in ("TF_CONFIG", *itertools.chain(*cluster.RANK_VARIABLES)):
         common.pop(name, None)
     return common | secret.for_start(common)
@@ -188,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"%(prog)s {__version__}")
     whole = functools.partial(_number, int, unit="a whole number")
     add(
         "-n",

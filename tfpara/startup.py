@@ -14,13 +14,15 @@ import contextlib
 import errno
 import faulthandler
 import logging
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from tfpara import messages, ports, secret
+from tfpara import messages, ports, quiet, secret
 from tfpara.cluster import Cluster
 from tfpara.door import Door
 from tfpara.messages import Channel
@@ -47,6 +49,7 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
 
     The body may not hang: if it takes over two minutes, the process prints where it is and exits
     with code 1. That happens if a worker dies between the meeting and TensorFlow's connection.
+    SIGTERM does afterwards what it did before.
 
     Args:
         cluster: this process's view of the cluster. Does nothing if that is one process, or if
@@ -63,10 +66,24 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     # Python threads stand still in TensorFlow's start; this timer is a thread in C.
     faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=sys.__stderr__ or 2)
     try:
-        yield
+        with quiet.starting():
+            yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+        _take_back_sigterm()
     _met.add(cluster)
+
+
+def _take_back_sigterm() -> None:
+    """Undoes that TensorFlow's server, in C++, takes SIGTERM and does nothing on it.
+
+    The processes that this one forks would ignore it, too, and their pool could not end them. Only
+    the main thread may do so.
+    """
+    if threading.current_thread() is threading.main_thread():
+        former = signal.getsignal(signal.SIGTERM)  # as Python knows it
+        if former is not None:
+            signal.signal(signal.SIGTERM, former)
 
 
 def meet(

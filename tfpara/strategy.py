@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara import cluster, failures, horovod_group, keras_hooks, scope, startup
+from tfpara import cluster, horovod_group, keras_hooks, program, quiet, scope, startup
 from tfpara.collectives.choice import choose
 from tfpara.extended import PeriodicSyncExtended, in_replica
 from tfpara.reports import Request
@@ -148,10 +148,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             tf.distribute.Strategy.__init__(self, extended)
         if found.num_workers > 1:
             found = horovod_group.with_addresses(found, extended.control)
-            failures.explain_uncaught(found, timeout_seconds)
+        program.watch(self, found, timeout_seconds)
         extended.start()
         scope.watch(self)
         keras_hooks.install()
+        quiet.install()
         if self.is_chief:
             # So that it shows where TF_CONFIG is not what was meant.
             print(f"tfpara: {self}", file=sys.stderr, flush=True)

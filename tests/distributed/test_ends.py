@@ -1,0 +1,88 @@
+"""How users' own programs of two workers end, and what they print besides what the user does."""
+
+import json
+import re
+import signal
+import subprocess
+
+import pytest
+from cluster_of_processes import HERE, Workers, run
+from launched import LAUNCH
+
+DEADLINE = 180.0  # seconds; reached only by a hang
+STARTED = "tfpara: PeriodicSyncStrategy of 2 workers, 2 replicas: BSP(), sync_period=2"
+# The second, while the connection is closed and the port is not yet.
+GONE = r"tfpara: a sync failed because ({} \(127\.0\.0\.1:\d+\) is gone|another worker stopped); .*"
+QUIET = [{"TF_CPP_MIN_LOG_LEVEL": "3"}] * 2  # as under the launcher
+PROGRAM = HERE / "programs/end.py"
+
+
+def lines(text):
+    """What is left on a screen, without the progress bar's line."""
+    shown = re.sub(r"\x1b\[[\d;]*m|\x08", "", text).replace("\r", "\n").splitlines()
+    return [line for line in shown if line and "━" not in line]
+
+
+def test_a_run_prints_what_the_user_prints_one_progress_bar_and_a_line_of_its_own(monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    command = [*LAUNCH, "-n", "2", str(PROGRAM), json.dumps({"how": "return", "run": False})]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert ended.returncode == 0, ended.stderr
+    assert "[worker 1] \x1b" not in ended.stdout
+    said = [f"[{name}] {words}" for name in ("chief", "worker 1") for words in ("trained", "end")]
+    assert sorted(lines(ended.stdout)) == sorted(said)
+    *before, last = ended.stderr.splitlines()
+    assert before == [f"[chief] {STARTED}"]
+    assert re.fullmatch(r"tfpara-launch: all 2 workers done after [\d.]+ s", last)
+
+
+@pytest.mark.parametrize("with_run", [False, True])
+def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run):
+    chief, worker = run("end.py", [{"how": "raise", "rank": 1, "run": with_run}] * 2, environ=QUIET)
+    assert (chief.returncode, worker.returncode) == (1, 1)
+    started, trained, failed, end = lines(chief.output)
+    assert [started, trained, end] == [STARTED, "trained", "end"]
+    assert re.fullmatch(GONE.format("worker 1"), failed)
+    assert worker.output.count("Traceback") == 1 and "end.py" in worker.output
+    assert 'KeyError: "the user\'s"' in worker.output
+
+
+def test_the_frames_are_shown_if_they_are_asked_for():
+    options = {"how": "leave", "rank": 0, "run": True}
+    _, worker = run("end.py", [options] * 2, environ=[{"TFPARA_TRACEBACK": "1"}] * 2)
+    assert worker.returncode == 1
+    assert "Traceback" in worker.output and "in main" in worker.output
+    assert re.search(GONE.format("chief"), worker.output)
+
+
+def test_an_exit_code_is_that_of_the_worker_also_where_another_does_not_exit():
+    chief, worker = run("end.py", [{"how": "exit", "rank": 1, "run": True}] * 2, environ=QUIET)
+    assert worker.returncode == 7
+    assert lines(worker.output) == ["trained", "end"]
+    assert chief.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "codes", "says"),
+    [
+        (signal.SIGTERM, {-signal.SIGTERM}, ["waiting"]),
+        (signal.SIGINT, {-signal.SIGINT, 130}, ["waiting", "KeyboardInterrupt: interrupted"]),
+    ],
+)
+def test_a_signal_ends_a_worker_as_it_does_any_program(number, codes, says):
+    with Workers(
+        "end.py", [{"how": "wait", "rank": 1, "run": False}] * 2, environ=QUIET
+    ) as workers:
+        chief, worker = workers.processes
+        seen = ""
+        while "waiting" not in seen:
+            seen = worker.stdout.readline()
+            assert seen, worker.wait()
+        worker.send_signal(number)
+        rest = worker.communicate(timeout=DEADLINE)[0]
+        assert worker.returncode in codes
+        assert lines(seen + rest)[: len(says)] == says
+        assert "Traceback" not in rest
+        output = chief.communicate(timeout=DEADLINE)[0]
+    assert re.search(GONE.format("worker 1"), output)
+    assert "Traceback" not in output

@@ -1,0 +1,204 @@
+"""How a program of several workers ends: together, at once, and with one sentence if it fails."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from tfpara import cluster, failures
+from tfpara.cluster import Cluster
+
+# Set to 1, an error that one sentence explains shows its frames as well.
+FRAMES_VARIABLE = "TFPARA_TRACEBACK"
+# A worker that was asked to end waits so long for the others to get as far.
+_PARTING_SECONDS = 10.0
+_INTERRUPTED = 130  # of a shell, for SIGINT
+
+_strategies: list[Any] = []  # the one that was made last, if any
+
+
+def run(
+    main: Callable[[], Any],
+    *,
+    name: str = "tfpara",
+    explain: Callable[[BaseException], str | None] | None = None,
+) -> NoReturn:
+    """Runs a program that every worker runs, and ends the process.
+
+    Put it at the end of a script: `tfpara.run(main)`, or `app.run(lambda _: tfpara.run(main))` with
+    absl. Without it a script works, too. With it
+
+    - no worker leaves before all have come to the end of `main`, so none takes with it what another
+      is still reading;
+    - the process ends as soon as it has nothing more to do (functions given to `atexit` are called;
+      TensorFlow does not wait for the heartbeats of workers that have ended);
+    - an error of a sync, of the start or of a checkpoint is one sentence on stderr, and exit code
+      1, without a traceback. With TFPARA_TRACEBACK=1 in the environment that is there, too.
+
+    An error of the program itself is shown as Python shows it. Ctrl-C is the word "interrupted" and
+    exit code 130. What `sys.exit` is given is the exit code. In a cluster with parameter servers
+    the other processes end with the chief's.
+
+    Args:
+        main: the program; called without arguments. What it returns is not used.
+        name: what the sentence on stderr begins with.
+        explain: gives the sentence on an error that is not tfpara's, or None.
+
+    Raises:
+        SystemExit: always, where the process is the only one of its cluster.
+    """
+    asynchronous = '"ps"' in os.environ.get("TF_CONFIG", "")
+    code, orderly, sentence = _ran(main, name, explain)
+    if asynchronous:
+        if code and sentence:
+            from tfpara.parameter_server import processes
+
+            processes.end_with(1, sentence)
+        sys.exit(code)
+    if not _has_others():
+        sys.exit(code)
+    _leave(code, orderly)
+
+
+def _ran(
+    main: Callable[[], Any], name: str, explain: Callable[[BaseException], str | None] | None
+) -> tuple[Any, bool, str]:
+    """Runs `main`.
+
+    Returns:
+        The exit code, whether the other workers come to the same end, and what went wrong.
+    """
+    try:
+        main()
+    except SystemExit as leaving:
+        return leaving.code, isinstance(leaving.code, int), ""
+    except KeyboardInterrupt:
+        _say(name, "interrupted")
+        return _INTERRUPTED, False, "the chief has failed: interrupted"
+    except Exception as error:
+        sentence = _sentence(error)
+        told = explain(error) if sentence is None and explain is not None else None
+        if sentence is None and told is None:
+            # As for an error that nobody catches; debuggers and loggers look there.
+            sys.last_value, sys.last_traceback = error, error.__traceback__
+            sys.excepthook(type(error), error, error.__traceback__)
+            first = str(error).strip().splitlines()[:1]
+            return 1, False, f"the chief has failed: {': '.join([type(error).__name__, *first])}"
+        if _shows_frames():
+            traceback.print_exception(error)
+        _say(name, sentence or told or "")
+        return 1, _is_everyones(error), sentence or f"the chief has failed: {told}"
+    return 0, True, ""
+
+
+def watch(strategy: Any, found: Cluster, timeout_seconds: float) -> None:
+    """Takes note of a strategy, for the end of the program; and explains an error that ends it.
+
+    Args:
+        strategy: the one that was just made.
+        found: its workers, with the addresses where they are known.
+        timeout_seconds: its longest wait for other workers.
+    """
+    hooked = bool(_strategies)
+    _strategies[:] = [strategy]
+    failures.know(found, timeout_seconds)
+    if not hooked:
+        sys.excepthook = _hook(sys.excepthook)
+
+
+def _hook(previous: Callable[..., Any]) -> Callable[..., None]:
+    def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        sentence = _sentence(error)
+        if sentence is None and isinstance(error, KeyboardInterrupt) and _has_others():
+            sentence = "interrupted"
+        if sentence is None or _shows_frames():
+            previous(kind, error, frames)
+        if sentence is not None:
+            name = "tfpara" if failures.is_of_tensorflow(error) else kind.__name__
+            _say(name, sentence)
+
+    return hook
+
+
+def _sentence(error: BaseException) -> str | None:
+    """What explains an error in full; None if only its traceback does."""
+    if _is_ours(error):
+        return " ".join(str(error).split())
+    if not failures.is_of_tensorflow(error):
+        return None
+    return failures.explain(error, cluster.read())
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the error is of a class of tfpara's own; their messages leave no questions."""
+    return type(error).__module__.startswith("tfpara.")
+
+
+def _is_everyones(error: BaseException | None) -> bool:
+    """Whether all workers raise the error, at the same place."""
+    return error is not None and (
+        type(error).__name__ == "CheckpointError" or _is_everyones(error.__cause__)
+    )
+
+
+def _shows_frames() -> bool:
+    return os.environ.get(FRAMES_VARIABLE, "") not in ("", "0")
+
+
+def _has_others() -> bool:
+    """Whether this process is one of several workers, as far as it can tell."""
+    if _strategies:
+        return _strategies[0].num_workers > 1
+    with contextlib.suppress(ValueError):
+        return cluster.read().num_workers > 1
+    return False
+
+
+def _say(name: str, sentence: str) -> None:
+    sys.stdout.flush()
+    print(f"{name}: {sentence}", file=sys.stderr, flush=True)
+
+
+def _leave(code: Any, orderly: bool) -> NoReturn:
+    """Ends the process, which is one of several, at once.
+
+    Args:
+        code: its exit code, or a text to print, as `sys.exit` takes it.
+        orderly: whether the other workers come here, too, rather than to an error.
+    """
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    code = code if isinstance(code, int) else int(code is not None)
+    if orderly and _strategies:
+        # A worker that left at once could take with it the rest of a message that another reads.
+        parting = threading.Thread(target=_part, args=(_strategies[0],), daemon=True)
+        parting.start()
+        parting.join(None if code == 0 else _PARTING_SECONDS)
+    if "tfpara.horovod_group" in sys.modules:
+        from tfpara import horovod_group
+
+        horovod_group.leave(orderly=code == 0)
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # Python's, which have no public name
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _part(strategy: Any) -> None:
+    """Waits for all workers at the end of the program.
+
+    One that has heard here from all others knows that they have finished what came before. Whether
+    they hear from it does not matter any more.
+    """
+    import tensorflow as tf
+
+    with contextlib.suppress(tf.errors.OpError):
+        strategy.extended.control.barrier("end of the program")

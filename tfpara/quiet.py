@@ -1,0 +1,102 @@
+"""What TensorFlow and Keras print that no user can act on is left out.
+
+TF_CPP_MIN_LOG_LEVEL=0 in the environment shows all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# Notes (not warnings) of TensorFlow's server, which has its own log and does not read the level.
+_CHATTER = (
+    r"WARNING: All log messages before absl::InitializeLog\(\) is called"
+    r"|I0000 [\d:. ]+ (grpc_server_lib|coordination_service\w*)\.cc:\d+\] "
+)
+_PASS_ON = """
+import re, sys
+chatter = re.compile(sys.argv[1].encode())
+for line in sys.stdin.buffer:
+    if not chatter.match(line):
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+"""
+# Of MultiWorkerMirroredStrategy: its cluster, health checks that are ours, and operations that are
+# configured when the strategy is made, as they have to be.
+_ABOUT_TENSORFLOW = re.compile(
+    "MultiWorkerMirroredStrategy with cluster_spec|Check health not enabled"
+    "|Single-worker MultiWorkerMirroredStrategy|Collective ops is not configured"
+    "|Enabling collective ops after"
+)
+
+
+def install() -> None:
+    """Leaves out what is the same in every run; a second call changes nothing."""
+    if _shows_all():
+        return
+    # `fit` shuffles arrays by default, and Keras says of each dataset that it does not.
+    warnings.filterwarnings("ignore", message=r"`shuffle=True` was passed, but will be ignored")
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Leaves out what TensorFlow notes while it connects the workers."""
+    if _shows_all():
+        yield
+        return
+    loggers = [logging.getLogger("tensorflow"), logging.getLogger("absl")]
+    for logger in loggers:
+        logger.addFilter(_is_news)
+    try:
+        with _without_chatter():
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_is_news)
+
+
+def _shows_all() -> bool:
+    return os.environ.get(_LEVEL) == "0"
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not _ABOUT_TENSORFLOW.match(record.getMessage())
+
+
+@contextlib.contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Leaves the server's notes out of what is written to the process's stderr.
+
+    A process of its own passes on the rest, so that nothing is lost where TensorFlow ends this one
+    or stands still.
+    """
+    try:
+        real = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    sys.stderr.flush()
+    try:
+        passing = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PASS_ON, _CHATTER],
+            stdin=subprocess.PIPE,
+            stdout=real,
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        os.dup2(passing.stdin.fileno(), 2)  # type: ignore[union-attr]
+        passing.stdin.close()  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            passing.wait()
+    finally:
+        os.close(real)
