@@ -56,11 +56,12 @@ def install() -> None:
     _replace(_saving_lib, "save_weights_only", _by_the_chief)
     _replace(_legacy_h5_format, "save_model_to_hdf5", _by_the_chief)
     _replace(keras.Model, "export", _by_the_chief)
+    for method in ("fit", "evaluate", "predict"):
+        _replace(keras.Model, method, _shown_by_the_chief)
     watch_fit()
-    _replace(keras.Model, "fit", lambda fit: _together(_shown_by_the_chief(fit)))
-    _replace(keras.Model, "evaluate", _shown_by_the_chief)
+    _replace(keras.Model, "fit", _together)
     _replace(keras.Model, "train_on_batch", _looked_at)
-    _replace(keras.Model, "predict", lambda predict: _of_all_rows(_shown_by_the_chief(predict)))
+    _replace(keras.Model, "predict", _of_all_rows)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
 
 
