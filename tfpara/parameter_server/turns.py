@@ -63,7 +63,8 @@ class Turns:
     first had then; and whoever may push finds, on each, as many as on the first.
 
     A worker that has to wait takes a token from its own queue, which needs no thread, and asks
-    again. Whatever may let it go on puts a token into the queues of all that wait.
+    again. Whatever may let it go on puts a token into the queues of all that wait. They are
+    counted: a call that TensorFlow has given up may wait beside the one that was made in its place.
 
     Made on the current device.
 
@@ -77,7 +78,7 @@ class Turns:
         self._outstanding = tf.Variable(tf.fill([num_workers], _nobody()), trainable=False)
         self._chunks = tf.Variable(tf.fill([num_workers], _nobody()), trainable=False)
         self._pushing = tf.Variable(_NONE, dtype=tf.int64, trainable=False)
-        self._waiting = tf.Variable(tf.zeros([num_workers], tf.bool), trainable=False)
+        self._waiting = tf.Variable(tf.zeros([num_workers], tf.int32), trainable=False)
         self._queues = [
             tf.queue.FIFOQueue(1024, [tf.bool], shapes=[[]]) for _ in range(num_workers)
         ]
@@ -166,17 +167,17 @@ class Turns:
         ]
 
     def _announce(self, worker: tf.Tensor, waiting: tf.Tensor, waits: bool) -> list[tf.Tensor]:
+        """One more waits for a token, on a condition."""
         if not waits:
             return []
-        flags = tf.tensor_scatter_nd_update(self._waiting.read_value(), [[worker]], [waiting])
-        return [self._waiting.assign(flags)]
+        waiting = tf.cast(tf.logical_and(self._is(worker), waiting), tf.int32)
+        return [self._waiting.assign(self._waiting.read_value() + waiting)]
 
     def _wake(self, condition: tf.Tensor) -> list[Any]:
         """Gives a token to all that wait, on a condition."""
         waiting = self._waiting.read_value()
-        woken = tf.cast(tf.logical_and(waiting, condition), tf.int32)
+        woken = waiting * tf.cast(condition, tf.int32)
         tokens = [
             queue.enqueue_many(tf.ones([woken[k]], tf.bool)) for k, queue in enumerate(self._queues)
         ]
-        rest = tf.logical_and(waiting, tf.logical_not(condition))
-        return [*tokens, self._waiting.assign(rest)]
+        return [*tokens, self._waiting.assign(waiting - woken)]
