@@ -132,12 +132,15 @@ def test_weights_that_a_callback_sets_reach_servers_and_workers():
     assert run("set", workers=2, ps=2) == {"ASGD": ones, "AsyncEASGD": ones}
 
 
-def test_a_broken_chunk_is_named(tmp_path):
+def test_after_a_fit_that_failed_every_sample_is_used_once(tmp_path):
+    """A chunk cannot be read, which is named; a callback fails, while chunks are under way."""
     for k in (0, 1, 3):
         (tmp_path / str(k)).write_text("1 2 3 4 5 6\n1 2 3 4 5 6\n")
-    got = run("broken", workers=2, ps=1, path=str(tmp_path))
+    got = run("broken", workers=2, ps=2, path=str(tmp_path))
     assert got["error"].startswith("chunk 2 of epoch 0 could not be trained: ")
     assert got["error"].endswith("/2; No such file or directory")
+    assert 0 < got["failed"] < 1024
+    assert got["then"] == [[16.0, 16.0]] * 2
 
 
 # On devices of this process.
@@ -397,6 +400,53 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(how, when):
     assert pushed(server, server.read(), ones, worker=1).included
     assert weights(server) == [[-1, -1]] * 2
     assert int(server.done(long(0))) == 1
+
+
+def test_a_call_that_was_given_up_takes_no_turn_from_the_one_in_its_place():
+    """TensorFlow has made another one for the same worker, which still runs the first."""
+    server = made(ASGD(max_staleness=0), 2)
+    ones = [[1, 1], [1, 1]]
+    server.begin(long(1), long(1))
+    other = server.pull(long(1))
+    lock, asked = server.first.lock, []
+
+    class Counting:
+        def execute(self, inside):
+            asked.append(inside)
+            return lock.execute(inside)
+
+    server.first.lock = Counting()
+    included = []
+
+    def call():
+        server.begin(long(0), long(0))
+        pulled = server.pull(long(0))
+        included.append(bool(pushed(server, pulled, ones, waits=True).included))
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+    # The second one's begin has the first one ask again.
+    for thread, times in zip(threads, (2, 5), strict=True):
+        thread.start()
+        while len(asked) < times:
+            time.sleep(0.01)
+    pushed(server, other, ones, worker=1, chunk=1)
+    for thread in threads:
+        thread.join(60)
+    assert included == [True, True]
+    assert weights(server) == [[-2, -2]] * 2
+
+
+def test_pushes_of_the_fit_before_are_left_out():
+    server = made(ASGD(), 2)
+    pulled = server.read()
+    ones = [[1, 1], [1, 1]]
+    late = tf.function(lambda: pushed(server, pulled, ones).included).get_concrete_function()
+    server.divide(2)
+    server.open_epoch(0, anew=True)
+    assert not late()
+    assert weights(server) == [[0, 0]] * 2
+    assert pushed(server, server.read(), ones).included
+    assert weights(server) == [[-1, -1]] * 2
 
 
 def test_no_record_is_told_of():

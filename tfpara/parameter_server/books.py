@@ -142,6 +142,10 @@ class Progress:
             self.done.assign(tf.zeros_like(self.done))
         self._epoch.assign(epoch)
 
+    def close(self) -> None:
+        """Pushes are of no epoch from here on."""
+        self._epoch.assign(-1)
+
     def is_of(self, epoch: tf.Tensor) -> tf.Tensor:
         """Whether this is the epoch."""
         return tf.equal(self._epoch, epoch)

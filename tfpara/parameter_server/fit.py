@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -125,6 +126,7 @@ class Fit:
         """
         self.epoch = epoch
         self.order[:] = order
+        self.server.generation += 1  # workers begin with what the servers have now
         self._resumed_epoch = epoch if within else None
         # The checkpoint has both rates; a search moves that of the servers alone.
         self.server.told_rate = self._chiefs_rate()
@@ -133,8 +135,9 @@ class Fit:
 
     def give_up(self) -> None:
         """Leaves the workers idle and the model with the global weights; `run` has failed."""
-        with contextlib.suppress(tf.errors.OpError):  # the cluster may be gone
-            self.server.books.halted.assign(True)
+        with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
+            self._halt(self._strategy.timeout_seconds)  # what is under way ends in this fit
+        with contextlib.suppress(tf.errors.OpError):
             self._strategy.read(self.model)
 
     @property
@@ -153,10 +156,12 @@ class Fit:
         self.server.open_epoch(self.epoch, anew=False)
         self._submit()
 
-    def _halt(self) -> None:
+    def _halt(self, longest_seconds: float = float("inf")) -> None:
+        """Has workers stop, and waits until they have, or for so long."""
         self.server.books.halted.assign(True)
         self._executor.halt()
-        while not self._wait():
+        until = time.monotonic() + longest_seconds
+        while not self._wait() and time.monotonic() < until:
             pass
 
     def _train_epoch(self, callbacks: Any) -> None:

@@ -75,7 +75,8 @@ class Shard:
                     )
 
     def divide(self, num_chunks: int) -> None:
-        """Epochs have so many chunks from here on."""
+        """Epochs have so many chunks from here on; pushes of the fits before are left out."""
+        self.progress.close()
         with tf.device(self.device):
             self.progress = Progress(num_chunks)
 

@@ -108,6 +108,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         super().__init__(self._processes.chief_device)
         self._rule = rule
         self._period = sync_period
+        self.timeout_seconds = timeout_seconds
         self.seed = seed
         self._record = record
         self._states: dict[str, Any] = {}
@@ -159,6 +160,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         An epoch is divided into chunks. A chunk goes to one worker at a time, and to another one if
         that dies, which goes on where the model is: every minibatch is in the model once, on every
         parameter server.
+
+        What workers have of their own (AsyncEASGD, Downpour) goes on from fit to fit, as the
+        servers' optimizer does.
 
         The progress bar, and the batch hooks of callbacks, follow the pushes several times a
         second, not each of them. After `fit` the model has the global weights.

@@ -3,6 +3,7 @@
 The servers are TensorFlow's alone: no lobby. What came out is printed as a line of JSON.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -339,7 +340,8 @@ def scenario_set(servers, options):
 
 
 def scenario_broken(servers, options):
-    """A chunk whose file is not there."""
+    """A chunk whose file is not there; and a callback that fails, with what a fit after it does."""
+    global BATCH
     path = options["path"]
 
     def part(epoch, chunk):
@@ -349,14 +351,29 @@ def scenario_broken(servers, options):
         )
         return data.map(lambda v: (tf.ensure_shape(v, [6]), tf.zeros([], tf.int64))).batch(2)
 
-    strategy = AsyncStrategy(ASGD(), _processes=servers)
+    strategy = AsyncStrategy(ASGD(max_staleness=1), _processes=servers)
     with strategy.scope():
         model = small_model(0.0)
+    found = {"error": None}
     try:
         strategy.fit(model, Chunks(4, part), epochs=3, verbose=0)
     except ChunkError as error:
-        return {"error": str(error)}
-    return {"error": None}
+        found["error"] = str(error)
+    BATCH = 1
+    with strategy.scope():
+        model = counting_model()
+    x, y = samples(1024, BATCH)
+    failing = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)
+    trained = []
+    for callbacks in ([failing], []):
+        with contextlib.suppress(ZeroDivisionError):
+            strategy.fit(model, x, y, batch_size=BATCH, chunks=8, verbose=0, callbacks=callbacks)
+        trained.append([-w.numpy() for w in model.trainable_variables])
+    found["failed"] = float(trained[0][0].sum())
+    found["then"] = [
+        [float(f(b - a)) for f in (np.min, np.max)] for a, b in zip(*trained, strict=True)
+    ]
+    return found
 
 
 if __name__ == "__main__":
