@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import shutil
 import signal
 
 import keras
@@ -112,22 +114,29 @@ def test_within_an_epoch_every_minibatch_is_trained_once(tmp_path):
     assert again.statistics(resumed).samples == 2 * 96
 
 
+class Tally(keras.layers.Layer):
+    """Has a weight for each sample."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.samples = samples
+
+    def build(self, shape):
+        self.times = self.add_weight(shape=(self.samples,), initializer="zeros")
+
+    def call(self, numbers):
+        return tf.gather(self.times, numbers)
+
+
 def test_a_shuffled_dataset_goes_on_in_the_order_that_it_had(tmp_path, monkeypatch):
     """Where an epoch is resumed, though in a program with another seed."""
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
     numbered = tf.data.Dataset.range(96).map(lambda k: (k, 0.0)).shuffle(96).batch(4)
 
-    class Tally(keras.layers.Layer):  # has a weight for each sample
-        def build(self, shape):
-            self.times = self.add_weight(shape=(96,), initializer="zeros")
-
-        def call(self, numbers):
-            return tf.gather(self.times, numbers)
-
     def run(seed, *callbacks):
         strategy = tfpara.simulate_async(3, tfpara.ASGD(), seed=seed)
         with strategy.scope():
-            model = keras.Sequential([keras.Input((), dtype="int64"), Tally()])
+            model = keras.Sequential([keras.Input((), dtype="int64"), Tally(96)])
             # A step adds 1 to the weight of each of its samples.
             model.compile(keras.optimizers.SGD(1.0), lambda y, out: -tf.reduce_sum(out))
         checkpoint = tfpara.AsyncCheckpoint(tmp_path)
@@ -315,11 +324,20 @@ def test_frozen_weights_that_a_callback_sets_are_refused():
         train(strategy, model, 1, [change])
 
 
+KINDS = {
+    "adam": lambda: "adam",
+    "momentum": lambda: keras.optimizers.SGD(0.02, momentum=0.9),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.6)
+    ),
+}
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+@pytest.mark.parametrize("optimizer", KINDS)
 def test_a_snapshot_goes_back_to_all_that_training_changes(rule, optimizer):
     """One worker, one order of the data: training goes the same way again."""
-    kind = keras.optimizers.SGD(0.02, momentum=0.9) if optimizer == "momentum" else optimizer
+    kind = KINDS[optimizer]()
     strategy, model = made(rule, kind, workers=1, servers=2)
     options = {"shuffle": False, "initial_epoch": 1, "chunks": 2}
     train(strategy, model, 1, shuffle=False)
@@ -327,15 +345,17 @@ def test_a_snapshot_goes_back_to_all_that_training_changes(rule, optimizer):
     kept = model.get_weights()
     ends = []
     for _ in range(2):
-        train(strategy, model, 2, **options)
-        ends.append(model.get_weights())
-        go_back()
+        go_back()  # what workers have of their own starts anew
         for got, expected in zip(model.get_weights(), kept, strict=True):
             np.testing.assert_array_equal(got, expected)
         np.testing.assert_array_equal(global_weights(strategy, model)[0], kept[0])
+        train(strategy, model, 2, **options)
+        ends.append(model.get_weights())
     assert not np.allclose(ends[0][0], kept[0], atol=1e-4)
     for got, expected in zip(*ends, strict=True):
         np.testing.assert_array_equal(got, expected)
+    if optimizer == "schedule":
+        return
     model.optimizer.learning_rate = 0.0  # stays as it is
     train(strategy, model, 2, [keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: go_back())])
     assert strategy._servers[model][0].learning_rate == 0.0
@@ -537,3 +557,101 @@ def test_held_out_scores_every_average():
     assert history.history["validation_loss"] == pytest.approx(
         [model.evaluate(X, Y, batch_size=96, verbose=0)]
     )
+
+
+OLD = pathlib.Path(__file__).parent / "checkpoints"
+
+
+def test_a_checkpoint_of_the_former_form_goes_on_where_it_was(tmp_path):
+    """In the middle of an epoch of arrays, whose order was that of the seed; three workers."""
+    shutil.copytree(OLD / "within", tmp_path, dirs_exist_ok=True)
+    averages = {"ema": tfpara.EMA(0.5)}
+    strategy = tfpara.simulate_async(3, tfpara.ASGD(), averages=averages, seed=5)
+    with strategy.scope():
+        x = keras.Input((), dtype="int64")
+        model = keras.Model(x, keras.layers.Add()([Tally(40)(x), Tally(40)(x)]))
+        model.compile(keras.optimizers.SGD(1.0), lambda y, out: -tf.reduce_sum(out))
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: seen.append(model.get_weights()[0].sum())
+    )
+    checkpoint = tfpara.AsyncCheckpoint(tmp_path)
+    data = {"x": np.arange(40), "y": np.zeros(40), "batch_size": 3}
+    strategy.fit(model, **data, epochs=2, verbose=0, callbacks=[look, checkpoint])
+    assert 0 < seen[0] < 40 and seen[1] == 40
+    are_all(model.get_weights(), 2.0)
+    assert strategy.statistics(model).samples == 80
+
+
+@pytest.mark.parametrize("optimizer", ["schedule", "rate"])
+def test_a_checkpoint_of_workers_with_optimizers_of_the_former_form(tmp_path, optimizer):
+    """One worker of EASGD: it goes on at the rate to which a callback, or a schedule, has come."""
+    shutil.copytree(OLD / optimizer, tmp_path, dirs_exist_ok=True)
+    rates = [0.025] * 12
+    rate = 0.05
+    if optimizer == "schedule":
+        rates = [0.05 * 0.6 ** (k / 5) for k in range(12, 24)]
+        rate = keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.6)
+    strategy = tfpara.simulate_async(1, tfpara.AsyncEASGD(0.5), sync_period=3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(rate), "mse")
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: seen.append(model.get_weights()[0])
+    )
+    x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+    true = np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")
+    strategy.fit(
+        model, x, x @ true, batch_size=8, shuffle=False, chunks=4, verbose=0, epochs=2,
+        callbacks=[look, tfpara.AsyncCheckpoint(tmp_path)],
+    )  # fmt: skip
+    assert len(seen) == 1 and np.abs(seen[0]).max() > 0.1
+    center = local = seen[0].astype("float64")
+    for k, of_step in enumerate(rates):
+        minibatch = x[8 * k : 8 * k + 8]
+        local = local - of_step * 2 * minibatch.T @ (minibatch @ (local - true)) / 8
+        if k % 3 == 2:
+            move = 0.5 * (local - center)
+            local, center = local - move, center + move
+    np.testing.assert_allclose(model.get_weights()[0], center, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_of_other_variables_is_refused_before_any_is_set(tmp_path):
+    strategy, model = made(optimizer=keras.optimizers.SGD(0.01))
+    train(strategy, model, 1, [tfpara.AsyncCheckpoint(tmp_path)])
+    other, again = made(optimizer=keras.optimizers.SGD(0.01, momentum=0.5))
+    again.set_weights([w + 1.0 for w in again.get_weights()])
+    before = again.get_weights()
+    told = "another run: its variable 'optimizer/0/2' has the shape none, and here .*same model"
+    with pytest.raises(tfpara.CheckpointError, match=told):
+        train(other, again, 2, [tfpara.AsyncCheckpoint(tmp_path)])
+    for got, expected in zip(global_weights(other, again), before, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_a_second_fit_goes_on_where_the_first_has_ended(rule, optimizer):
+    """Workers' own models and optimizers too: two fits of an epoch are one of two epochs."""
+    found = []
+    for fits in (1, 2):
+        strategy, model = made(rule, KINDS[optimizer](), 2, servers=2, speeds=tfpara.Speed())
+        for _ in range(fits):
+            train(strategy, model, 2 // fits, shuffle=False, chunks=2)
+        found.append(model.get_weights())
+    for got, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("callback", "told"),
+    [
+        (lambda path: tfpara.callbacks.Checkpoint(path), "Checkpoint needs .*AsyncCheckpoint"),
+        (lambda path: tfpara.callbacks.StopTogether(), "StopTogether needs .* leave it out"),
+    ],
+)
+def test_callbacks_of_the_synchronous_strategy_are_refused(callback, told, tmp_path):
+    strategy, model = made()
+    with pytest.raises(ValueError, match=told):
+        train(strategy, model, 1, [callback(tmp_path)])

@@ -105,10 +105,11 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         strategy = self.model.distribute_strategy
-        if not hasattr(strategy, "keep_state"):
+        if not hasattr(strategy, "request"):
             raise ValueError(
                 "Checkpoint needs a model of a tfpara.PeriodicSyncStrategy. Make and compile the "
-                "model in its scope, or use keras.callbacks.BackupAndRestore."
+                "model in its scope, or use keras.callbacks.BackupAndRestore, or in the fit of a "
+                "tfpara.AsyncStrategy tfpara.AsyncCheckpoint."
             )
         self._stand_down()  # after a loop of the user's own that has failed
         fit_call.at_end(self._stand_down)
@@ -288,6 +289,12 @@ class StopTogether(keras.callbacks.Callback):
         self._asked = False  # since the last answer
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not hasattr(self.model.distribute_strategy, "request"):
+            raise ValueError(
+                "StopTogether needs a model of a tfpara.PeriodicSyncStrategy. In the fit of a "
+                "tfpara.AsyncStrategy, whose callbacks all run in the chief, leave it out: to set "
+                "model.stop_training there stops all."
+            )
         fit_call.at_end(self._withdraw)
 
     def _withdraw(self) -> None:

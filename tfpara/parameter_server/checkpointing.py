@@ -20,6 +20,8 @@ from tfpara.checkpoint import IF_DAMAGED, check_run, collected, taken_up
 from tfpara.checkpoint_store import CheckpointError, Store
 from tfpara.settings import versions
 
+# What older checkpoints do not hold.
+_LATER = ("books/minibatches", "local_rate")
 _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all processes again."
 
 
@@ -201,19 +203,44 @@ class AsyncCheckpoint(keras.callbacks.Callback):
 
     def _load(self, number: int, manifest: Mapping[str, Any]) -> None:
         (reader,) = self._store.readers(number, manifest)
-        for name, variable in self._running.server.variables().items():
-            variable.assign(reader.get_tensor(name))
+        held = self._running.server.variables()
+        there = reader.get_variable_to_shape_map()
+        self._check_shapes(number, there, {name: list(v.shape) for name, v in held.items()})
+        for name, variable in held.items():
+            known = name in there
+            variable.assign(reader.get_tensor(name) if known else self._missing(name, manifest))
         for name, state in manifest["states"].items():
             holder = self.model.distribute_strategy.states.get(name)
             if holder is not None:
                 holder.set_state(state)
         if manifest["learning_rate"] is not None:
             self.model.optimizer.learning_rate = manifest["learning_rate"]
-        position = manifest["position"]
+        # Before the order was kept, it was that of the seed.
+        position = {"order": [self.model.distribute_strategy.seed], **manifest["position"]}
         self._running.resume(**position)
         where = ", within it" if position["within"] else ""
         epochs = self.params.get("epochs", 1)
         print(taken_up(self._store.directory, number, position, where, epochs), flush=True)
+
+    def _check_shapes(self, number: int, there: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+        """Refuses a checkpoint of a model, metrics or an optimizer of other variables."""
+        for name in sorted({*there, *mine} - ({*_LATER} - {*there})):
+            theirs, own = there.get(name, "none"), mine.get(name, "none")
+            if theirs != own:
+                raise CheckpointError(
+                    f"{self._store.path(number)} is of another run: its variable {name!r} has the "
+                    f"shape {theirs}, and here {own}. Resume with the same model, metrics and "
+                    "optimizer, or give this run a directory of its own."
+                )
+
+    def _missing(self, name: str, manifest: Mapping[str, Any]) -> Any:
+        """What checkpoints did not hold before workers' optimizers had the servers' rate."""
+        pushes = self._running.server.first.version  # has been restored
+        return {
+            "local_rate": manifest["learning_rate"],
+            # Fewer, if a chunk's last push had fewer.
+            "books/minibatches": pushes * self.model.distribute_strategy.sync_period,
+        }[name]
 
     # -- SIGTERM ---------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +11,6 @@ import tensorflow as tf
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Place, Server
 from tfpara.parameter_server.work import CHUNK_STREAMS, Block, Work
-
-_numbers = itertools.count()
 
 
 class Cluster:
@@ -190,13 +187,13 @@ def _minibatches(
 class _LocalModel:
     """A worker's own optimizer, and weights if it has them, kept in its process between blocks.
 
-    The variables are known by name on whatever worker the graph runs. A worker that has none, at
-    first or since it was started again, or one of a former generation of the server's model, begins
-    with the server's model.
+    The variables are known by name on whatever worker the graph runs, so the next `fit` goes on
+    with them. A worker that has none, at first or since it was started again, or one of a former
+    generation of the server's model, begins with the server's model.
     """
 
     def __init__(self, work: Work, server: Server) -> None:
-        self._run = f"tfpara_local_{next(_numbers)}"
+        self._run = f"tfpara_local_{server.number}"
         self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
         self._count = len(server.names) if work.local_models else 0
 

@@ -9,6 +9,7 @@ follow one another as if workers took turns. The first server keeps the books as
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ import tensorflow as tf
 from tfpara.parameter_server.books import Books
 from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, variable
 from tfpara.parameter_server.turns import DROP, GO, Turns
+
+_numbers = itertools.count()
 
 
 class Pulled(NamedTuple):
@@ -113,6 +116,10 @@ class Server:
         devices: of the parameter servers. Weights go, largest first, where there is least yet.
         num_workers: how many may push.
         record: whether to keep a line for each push.
+
+    Attributes:
+        number: of no other server in this process's lifetime.
+        generation: of models: workers with a local one begin anew with the next.
     """
 
     def __init__(
@@ -125,6 +132,7 @@ class Server:
         num_workers: int,
         record: bool = False,
     ) -> None:
+        self.number = next(_numbers)
         self.rule = rule
         self.averages = dict(averages)
         weights = model.trainable_variables
@@ -147,7 +155,7 @@ class Server:
             with tf.device(self.first.device):
                 self._local_rate = variable(model.optimizer.learning_rate.value)
         self.told_rate = self.learning_rate  # the chief's, as the servers know it
-        self.generation = 0  # of models: workers with a local one begin anew with the next
+        self.generation = 0
         bound = getattr(rule, "max_staleness", None)
         with tf.device(self.first.device):
             self.state = [variable(v.value) for v in state]
@@ -524,6 +532,7 @@ class Server:
         }
         kinds = ("weight", "state", "average", "optimizer")
         held = [v for name, v in self.variables().items() if name.split("/")[0] in kinds]
+        held.append(self.books.minibatches)  # the steps of workers' optimizers, for a schedule
         kept = [(v, tf.identity(v)) for v in held if id(v) not in left_out]
 
         def restore() -> None:

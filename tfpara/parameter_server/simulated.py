@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ class _Simulated:
         self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
+        self._kept: Any = weakref.WeakKeyDictionary()  # by server: what workers have of their own
 
     def executor(
         self, server: Any, work: Any, chunks: Any, sync_period: int, choose_rate: Any, seed: int
@@ -89,6 +91,7 @@ class _Simulated:
             speeds=self._speeds,
             seed=seed,
             order=self._order,
+            kept=self._kept.setdefault(server, {}),
         )
 
     asked_to_end = None

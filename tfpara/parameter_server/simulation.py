@@ -7,7 +7,7 @@ import dataclasses
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -45,10 +45,24 @@ class Speed:
         return float(self.mean * np.exp(shift))
 
 
+class Kept(NamedTuple):
+    """What a worker keeps between blocks, of rules with local steps.
+
+    Attributes:
+        weights: of its model; empty: the server's.
+        optimizer: its state.
+        generation: of the server's model, that these belong to.
+    """
+
+    weights: list[tf.Tensor]
+    optimizer: list[tf.Tensor]
+    generation: int
+
+
 class _Worker:
     """A simulated worker: its place in its chunk, and what it has pulled and not pushed yet."""
 
-    def __init__(self, index: int, start: list[tf.Tensor]) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
         self.epoch = self.chunk = -1
         self.iterator: Any = None
@@ -59,9 +73,6 @@ class _Worker:
         self.rate = tf.constant(-1.0)
         self.pulled: Any = None
         self.block: Block | None = None
-        self.weights: list[tf.Tensor] = []  # of rules with local models
-        self.optimizer = start
-        self.generation = 0  # of the server's model that the local one is of
 
 
 class Simulation:
@@ -76,6 +87,7 @@ class Simulation:
         speeds: of each worker.
         seed: of the speeds' random numbers.
         order: a record to repeat, in place of speeds.
+        kept: by worker, of the `fit` before and for the next.
     """
 
     def __init__(
@@ -89,6 +101,7 @@ class Simulation:
         speeds: Sequence[Speed],
         seed: int,
         order: Sequence[Pushed] | None = None,
+        kept: dict[int, Kept] | None = None,
     ) -> None:
         self._server = server
         self._work = work
@@ -100,7 +113,8 @@ class Simulation:
         self._speeds = list(speeds)
         self._random = [np.random.default_rng([seed, k]) for k in range(len(speeds))]
         self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
-        self._workers = [_Worker(k, self._start) for k in range(len(speeds))]
+        self._workers = [_Worker(k) for k in range(len(speeds))]
+        self._kept = {} if kept is None else kept
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         self._events: list[tuple[float, int]] = []  # time and worker of the next pushes
         self._refused: list[_Worker] = []  # whose pushes must wait
@@ -149,10 +163,10 @@ class Simulation:
             if not self._ask(_long(worker.index)):
                 continue
             worker.pulled = self._pull()
-            if worker.generation != self._server.generation:
-                worker.weights, worker.optimizer = [], self._start
-                worker.generation = self._server.generation
-            local = (worker.weights or worker.pulled.weights, worker.optimizer)
+            kept = self._kept.get(worker.index)
+            if kept is None or kept.generation != self._server.generation:
+                kept = Kept([], self._start, self._server.generation)
+            local = (kept.weights or worker.pulled.weights, kept.optimizer)
             worker.block = self._begin(
                 worker.pulled,
                 worker.own,
@@ -247,7 +261,8 @@ class Simulation:
         worker.start += int(block.minibatches)
         worker.idle_since = int(answer.versions[0])
         if self._work.local:
-            worker.weights, worker.optimizer = self._work.kept(block, answer.moves)
+            kept = self._work.kept(block, answer.moves)
+            self._kept[worker.index] = Kept(*kept, self._server.generation)
         if worker.element is None:
             self._finish(worker)
         return True
