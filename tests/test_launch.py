@@ -139,6 +139,33 @@ while time.monotonic() < deadline:
     assert "worker 1 failed first: exit code 3;" in err
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "text"),
+    [
+        (0, 1, "worker 1 ended first, with exit code 0 while others went on; then chief failed: "),
+        (3, 3, "worker 1 failed first: exit code 3;"),
+    ],
+)
+def test_the_worker_is_named_because_of_which_others_failed(script, end, code, text):
+    """As they say; the failed one may end after those whom it takes with it."""
+    path = script(
+        RANK
+        + f"""
+import sys, time
+if rank == 1:
+    time.sleep({0.5 if end else 0})
+    sys.exit({end})
+time.sleep({0 if end else 0.5})
+because = "worker 1 (127.0.0.1:1) has ended" if rank == 0 else "chief (127.0.0.1:2) is gone"
+print(f"tfpara: a sync failed because {{because}}; start all", file=sys.stderr)
+sys.exit(1)
+"""
+    )
+    returned, _, err = launch("-n", 3, "--grace=1000", path)
+    assert returned == code
+    assert f"tfpara-launch: {text}" in err
+
+
 def test_a_killed_worker_is_the_cause_though_another_ends_before_it(script):
     """As where its connections close, and others notice, before the system has seen to its end."""
     path = script(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tfpara import launch_signals as signals
 # After a failure the others have this long to end by themselves, so that their own error messages
 # come out, before they get SIGTERM.
 SETTLE_SECONDS = 2.0
+_BECAUSE = b"a sync failed because "  # `failures.explain` goes on with who it was
 
 
 class Process(NamedTuple):
@@ -71,6 +73,8 @@ class Launcher:
         self._workers: list[subprocess.Popen[bytes]] = []  # as many
         self._starts: list[int] = []
         self._readers: list[threading.Thread] = []
+        self._exits: dict[int, _Exit] = {}
+        self._blamed: dict[int, list[int]] = {}  # by whom: those because of whom it has failed
 
     def run(self, command: Sequence[str], processes: Callable[[], Sequence[Process]]) -> int:
         """Starts workers, again where one has failed, and waits; returns the exit code.
@@ -85,7 +89,9 @@ class Launcher:
                 start = time.monotonic()
                 self._processes = processes()
                 failure, received = self._run_once(tell_guardian)
-                text = self._summary(failure, received, time.monotonic() - start)
+                cause = self._cause_of(failure)
+                text = self._summary(failure, cause, received, time.monotonic() - start)
+                failure = cause if cause and cause.code else failure
                 last = failure is None or received or self._restarts == self._max_restarts
                 if last:
                     break
@@ -103,6 +109,7 @@ class Launcher:
             The first failure, and the first signal received.
         """
         self._workers, self._readers = [], []
+        self._exits, self._blamed = {}, {}
         self._starts = [0] * len(self._processes)
         with contextlib.ExitStack() as end:
             threads = []
@@ -165,6 +172,7 @@ class Launcher:
                     self._console.progress(rank, name, chunk)
             else:
                 for line in output.read_lines(source, log):
+                    self._listen(rank, line)
                     self._console.line(rank, name, line, to_stderr)
         except OSError as error:  # nobody reads our output any more, or a disk is full
             if not isinstance(error, BrokenPipeError):
@@ -212,6 +220,7 @@ class Launcher:
                 at_deadline, forced = signal.SIGKILL, True
             elif isinstance(event, _Exit):
                 running.discard(event.rank)
+                self._exits[event.rank] = event
                 tell_guardian(self._workers[event.rank].pid)
                 if self._processes[event.rank].expendable:
                     # Not at once: it may have ended because the chief has, or is about to.
@@ -238,6 +247,28 @@ class Launcher:
             if failure or received or 0 not in running:
                 spared.clear()
         return failure, received
+
+    def _listen(self, rank: int, line: bytes) -> None:
+        """Notes because of whom a worker has failed, as `failures.explain` says it."""
+        _, found, rest = line.partition(_BECAUSE)
+        if found:
+            because = rest.decode(errors="replace")
+            self._blamed[rank] = [
+                other
+                for other, process in enumerate(self._processes)
+                if re.search(rf"(^|and ){re.escape(process.name)}\b", because)
+            ]
+
+    def _cause_of(self, failure: _Exit | None) -> _Exit | None:
+        """The end of the worker because of which others failed, as far as they have said it."""
+        cause, seen = failure, set()
+        while cause is not None and cause.rank not in seen:
+            seen.add(cause.rank)
+            others = [r for r in self._blamed.get(cause.rank, ()) if r in self._exits]
+            if not others:
+                return cause
+            cause = self._exits[others[0]]
+        return failure  # where they name each other
 
     def _asynchronous(self) -> bool:
         return any(process.expendable for process in self._processes)
@@ -269,11 +300,19 @@ class Launcher:
         for worker in self._workers:
             _signal_group(worker, number)
 
-    def _summary(self, failure: _Exit | None, received: int | None, seconds: float) -> str:
+    def _summary(
+        self, failure: _Exit | None, cause: _Exit | None, received: int | None, seconds: float
+    ) -> str:
         count, kind = len(self._processes), "processes" if self._asynchronous() else "workers"
         text = f"all {count} {kind} done" if count > 1 else "worker done"
-        if failure:
-            text = f"{self._processes[failure.rank].name} failed first: {failure.how};"
+        if failure and cause:
+            text = f"{self._processes[cause.rank].name} failed first: {cause.how};"
+            if not cause.code:
+                name = self._processes[cause.rank].name
+                text = (
+                    f"{name} ended first, with exit code 0 while others went on; then "
+                    f"{self._processes[failure.rank].name} failed: {failure.how};"
+                )
             text += f" all {kind} ended" if count > 1 else " ended"
         if received:
             text = f"got {signals.name_of(received)}; {text}"
