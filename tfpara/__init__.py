@@ -7,6 +7,7 @@ The names below load TensorFlow when they are first used, so that `tfpara.cluste
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from tfpara.version import __version__
 
@@ -59,7 +60,7 @@ _MODULES = (
 __all__ = ["__version__", *_LOCATION, *_MODULES]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name in _LOCATION:
         return getattr(importlib.import_module(_LOCATION[name]), name)
     if name in _MODULES:

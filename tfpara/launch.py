@@ -51,7 +51,8 @@ signal N ended it; 2 if workers could not be started. 75 means that a program wa
 SIGTERM, wrote a checkpoint, and is to be started again: on Slurm by `sbatch --requeue` and
 `scontrol requeue`, on Kubernetes by a Job's restartPolicy; see docs/checkpoints.md.
 
-Examples:
+Examples (the first is there to be run):
+  tfpara-launch -n 2 -- python -m tfpara.examples.classify
   tfpara-launch -n 2 script.py
   tfpara-launch -n 4 --threads 1 script.py --epochs=3
   tfpara-launch -n 2 --max_restarts 3 -- python -m package.program

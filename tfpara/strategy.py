@@ -111,6 +111,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         communication: str = "AUTO",
         collectives: str = "auto",
     ) -> None:
+        """Joins the other workers, and compares settings with them; arguments as above."""
         settings = Settings(
             rule=checked_rule(rule),
             sync_period=checked_period(sync_period),

@@ -93,6 +93,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
         startup_timeout_seconds: float = 300.0,
         _processes: Any = None,
     ) -> None:
+        """Joins the other processes; returns in the chief alone. Arguments as above."""
         checked_rule(rule)
         checked_period(sync_period)
         self._averages = checked_averages(averages, asynchronous=True)
@@ -125,6 +126,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     is_chief = True
     num_replicas = 1  # the chief's model
     worker_index = 0
+
+    def __repr__(self) -> str:
+        workers = f"{self.num_workers} worker{'s' * (self.num_workers != 1)}"
+        averages = f", averages={self.averages}" if self.averages else ""
+        return f"AsyncStrategy of {workers}: {self.rule}, sync_period={self.sync_period}{averages}"
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on the chief; a Keras training step is refused."""

@@ -1,0 +1,26 @@
+"""`python -m tfpara`."""
+
+import importlib
+import re
+
+import keras
+import tensorflow as tf
+
+import tfpara
+from tfpara.__main__ import main
+
+
+def test_it_prints_the_versions_and_examples_that_there_are(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"tfpara {tfpara.__version__} (")
+    assert f"tensorflow {tf.__version__}" in said and f"keras {keras.__version__}" in said
+    examples = re.findall(r"-m (tfpara\.examples\.\w+)", said)
+    assert len(examples) == 2
+    for name in examples:
+        assert callable(importlib.import_module(name).main)
+
+
+def test_it_says_what_to_write_in_place_of_arguments(capsys):
+    assert main(["-n", "2", "script.py"]) == 2
+    assert "was given '-n 2 script.py'. Write tfpara-launch" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""`python -m tfpara`: the version, and what can be started. TensorFlow is not imported."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from tfpara.version import __version__
+
+_TEXT = """\
+tfpara {version} (tensorflow {tensorflow}, keras {keras}, Python {python})
+
+Start a script of yours on two workers of this machine:
+  tfpara-launch -n 2 script.py              or: python -m tfpara.launch -n 2 script.py
+Examples, to run and to read:
+  tfpara-launch -n 2 -- python -m tfpara.examples.classify
+  tfpara-launch -n 2 -- python -m tfpara.examples.loop
+In Python:
+  import tfpara; help(tfpara.PeriodicSyncStrategy)"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what there is; returns the exit code."""
+    if not set(arguments) <= {"-h", "--help", "--version"}:
+        print(
+            f"python -m tfpara starts nothing, and was given {' '.join(arguments)!r}. Write "
+            "tfpara-launch, or python -m tfpara.launch, and the same.",
+            file=sys.stderr,
+        )
+        return 2
+    found = {name: _version(name) for name in ("tensorflow", "keras")}
+    print(_TEXT.format(version=__version__, python=platform.python_version(), **found))
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed under that name"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""Fits a curve in a training loop of its own, without `fit`.
+
+    tfpara-launch -n 2 -- python -m tfpara.examples.loop
+
+Every worker runs all of this.
+"""
+
+import argparse
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpara
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--out", default="loop.keras", help="file of the trained model")
+    options = parser.parse_args()
+
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.EASGD(), sync_period=4)
+    with strategy.scope():  # models, optimizers and metrics
+        model = keras.Sequential(
+            [keras.Input((1,)), keras.layers.Dense(32, "tanh"), keras.layers.Dense(1)]
+        )
+        optimizer = keras.optimizers.Adam(0.01)
+        mean_loss = keras.metrics.Mean()
+    strategy.track(model)  # what is synchronised
+
+    x = np.linspace(-3, 3, 2_000, dtype="float32")[:, None]
+    dataset = tf.data.Dataset.from_tensor_slices((x, np.sin(x))).shuffle(len(x))
+    batches = strategy.experimental_distribute_dataset(dataset.batch(20 * strategy.num_replicas))
+
+    def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
+        """A step of one replica, on its own part of the batch."""
+        with tf.GradientTape() as tape:
+            # The mean over the replica's own samples: nothing is divided by the number of replicas.
+            loss = tf.reduce_mean((model(inputs, training=True) - targets) ** 2)
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
+        mean_loss.update_state(loss)
+
+    @tf.function
+    def train(inputs: tf.Tensor, targets: tf.Tensor) -> None:
+        strategy.run(step, args=(inputs, targets))  # each fourth one ends with a sync
+
+    for epoch in range(options.epochs):
+        mean_loss.reset_state()
+        for batch in batches:
+            train(*batch)
+        strategy.synchronize()  # what is left of four steps
+        loss = float(mean_loss.result())  # of all replicas of all workers, and so on every worker
+        if strategy.is_chief:
+            print(f"epoch {epoch + 1}: mean squared error {loss:.4f}")
+
+    with strategy.weights(model, "global"):  # a replica's own differ from it under EASGD
+        model.save(options.out)  # called by all, written by the chief
+
+
+if __name__ == "__main__":
+    tfpara.run(main)
