@@ -331,6 +331,10 @@ def test_a_rate_by_staleness_needs_a_rate():
 
 def test_periods_and_chunks_that_do_not_fit_are_refused():
     strategy, model = made(1, sync_period=4)
+    with pytest.raises(ValueError, match="seed=-1 must be a whole number"):
+        made(seed=-1)
+    with pytest.raises(ValueError, match="there are no arrays in x"):
+        strategy.fit(model, [], Y)
     with pytest.raises(ValueError, match="sync_period=4 exceeds the 3 minibatches of a chunk"):
         strategy.fit(model, X, Y, chunks=4, **settings())
     with pytest.raises(ValueError, match="chunks"):

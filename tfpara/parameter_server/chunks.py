@@ -133,6 +133,8 @@ def as_chunks(
             f"x is a {type(x).__name__}. The workers read the data without Python, so give arrays, "
             "a tf.data.Dataset of minibatches, or tfpara.Chunks."
         )
+    elif not tf.nest.flatten(x):
+        raise ValueError("there are no arrays in x: give the samples that belong to the targets y.")
     elif y is None:
         raise ValueError("y is None: give the targets that belong to the arrays x.")
     else:

@@ -249,8 +249,8 @@ def _minibatches(x: Any, batch_size: int | None) -> int:
     """Of an epoch; 0 if it is not known."""
     if isinstance(x, tf.data.Dataset):
         return max(0, int(x.cardinality()))
-    flat = tf.nest.flatten(x)
-    return -(-len(flat[0]) // (batch_size or 32)) if hasattr(flat[0], "__len__") else 0
+    first: Any = next(iter(tf.nest.flatten(x)), None)
+    return -(-len(first) // (batch_size or 32)) if hasattr(first, "__len__") else 0
 
 
 def _check_frequency(every: Any) -> None:

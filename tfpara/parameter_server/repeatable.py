@@ -115,7 +115,7 @@ class RepeatableProgram:
         for number, anew in enumerate(self._anew):
             # Not the dataset's own seeds: those of a global one depend on the program's past.
             key = [*order, epoch, number] if anew else [*order[:1], number]
-            drawn = np.random.default_rng(np.abs(key)).integers(1, 1 << 62, size=2)
+            drawn = np.random.default_rng(key).integers(1, 1 << 62, size=2)
             found += map(int, drawn)
         # As in memory: of fixed length, where the other numbers of a program have any.
         return tf.constant([*(np.int64(seed).tobytes() for seed in found), b""])

@@ -101,6 +101,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
             if "average" in self._averages:
                 raise ValueError("averages has 'average', which is the name of AveragedASGD's own.")
             self._averages["average"] = rule.average
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed={seed!r} must be a whole number of at least 0.")
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
