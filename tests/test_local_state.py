@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import simulation
+import stepwise_simulation
 import tensorflow as tf
 from replicas_here import TAU, data_of, make, network, of_replicas
 
@@ -245,6 +246,36 @@ def test_bmuf_adam_knows_how_old_the_moments_are(between, aggregation):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+def test_bmuf_adam_of_one_replica_is_adam_where_loss_scaling_leaves_steps_out():
+    """All steps of the first block are, so that Adam has counted none where it is synced."""
+
+    def compile_(model):
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**127)
+        model.compile(optimizer, loss(), loss_weights=[1000.0])
+
+    strategy = make(tfpara.BMUFAdam(0.0), 1)
+    model = network(strategy)
+    with strategy.scope():
+        compile_(model)
+    initial = model.get_weights()
+    model.fit(data_of(strategy, [[4] * 10]), epochs=2, verbose=0)
+    plain = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(5)]
+    )
+    compile_(plain)
+    plain.set_weights(initial)
+    for _ in range(2):
+        for step in range(10):
+            plain.train_on_batch(*simulation.batch(0, step, 4))
+    steps, plain_steps = (
+        int(keras.ops.convert_to_numpy(m.optimizer.inner_optimizer.iterations))
+        for m in (model, plain)
+    )
+    assert steps == plain_steps and TAU < 20 - steps < 20
+    for got, want in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 ADOPTED = {
     "bmuf_adam": (tfpara.BMUFAdam(0.6), {}),
     "outer": (tfpara.Outer(lambda: keras.optimizers.Adam(0.1)), {"fragments": 2}),
@@ -448,3 +479,30 @@ def test_a_minibatch_counts_what_the_user_says():
     want = mean_of_all(said, loss_of_frames, 0.5, initial)
     for got, value in zip(model.get_weights(), want, strict=True):
         np.testing.assert_allclose(got, value, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "weight", [lambda _: 1, lambda minibatch: tf.reduce_mean(minibatch[0]) ** 0]
+)
+def test_a_replica_without_samples_does_not_count_whatever_the_user_says(weight):
+    minibatches = [[4] * 5, [4] * 3]
+    strategy = make(tfpara.BSP(), sync_period=1)
+    strategy.weigh_minibatches(weight)
+    model = network(strategy)
+    initial = model.get_weights()
+    model.fit(data_of(strategy, minibatches), epochs=2, verbose=0)
+    want, *_ = stepwise_simulation.simulate(
+        "bsp", initial, minibatches, 1, lambda: simulation.Momentum(0.2, 0.9), epochs=2
+    )
+    for got in of_replicas(strategy, model):
+        np.testing.assert_allclose(got, want[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0])
+def test_what_cannot_be_counted_is_an_error(count):
+    strategy, model = of_sequences(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    strategy.weigh_minibatches(lambda minibatch: tf.constant(count))
+    rng = np.random.default_rng(0)
+    data = sequence_data(strategy, [[sequences(rng, *kind) for kind in PADDED]])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="replica 0 .* negative number, NaN"):
+        model.fit(data, verbose=0)

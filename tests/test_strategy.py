@@ -4,6 +4,8 @@ The reference is N plain Keras models, each trained alone on its replica's minib
 weights are averaged by hand every τ steps.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -377,6 +379,10 @@ def test_bmuf_adam_refuses_what_it_cannot_filter():
         model = compiled(*MODELS["dense"])
     with pytest.raises(ValueError, match="keras.optimizers.Adam"):
         model.fit(distributed(strategy), verbose=0)
+    with strategy.scope():
+        model.compile(keras.optimizers.Adam(gradient_accumulation_steps=2), model.loss)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2: BMUFAdam takes each"):
+        model.fit(distributed(strategy), verbose=0)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -412,9 +418,39 @@ def test_weights_are_not_set_while_others_are_shown():
     before = components(strategy, model)
     with pytest.raises(ValueError, match="lost on leaving"), strategy.weights(model, "global"):
         model.set_weights([0 * w for w in model.get_weights()])
+    with pytest.raises(ValueError, match="lost on leaving"), strategy.weights(model, "global"):
+        model.fit(distributed(strategy), verbose=0)
     for kept, now in zip(before, components(strategy, model), strict=True):
         for a, b in zip(kept, now, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_weights_are_shown_within_others():
+    strategy = make_strategy(tfpara.EASGD(0.2), averages={"ma": tfpara.MA()})
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+
+    def seen(which=None):
+        with strategy.weights(model, which) if which else contextlib.nullcontext():
+            return components(strategy, model)
+
+    def assert_equal(got, want):
+        for of_device, others in zip(got, want, strict=True):
+            for a, b in zip(of_device, others, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+    own, alone = seen(), {which: seen(which) for which in ("global", "ma")}
+    for outer, inner in (("global", "ma"), ("ma", "global"), ("global", "global")):
+        with strategy.weights(model, outer):
+            assert_equal(seen(inner), alone[inner])
+            assert_equal(seen("local"), own)
+            assert_equal(seen(), alone[outer])
+            with pytest.raises(ValueError, match="lost on leaving"):
+                model.set_weights([0 * w for w in model.get_weights()])
+        assert_equal(seen(), own)
+    with strategy.weights(model, "local"):
+        model.set_weights([0 * w for w in model.get_weights()])
 
 
 def test_training_weights_of_another_model_than_the_tracked_one_is_refused():

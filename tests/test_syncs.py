@@ -15,7 +15,7 @@ import tensorflow as tf
 from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
-from tfpara import compression
+from tfpara import compression, reports
 from tfpara.collectives import Loopback
 from tfpara.settings import check_sendable
 
@@ -248,6 +248,68 @@ def test_nan_on_one_of_several_devices_is_named_and_a_second_fit_trains(overlap,
     )
     for got, want in zip(of_replicas(strategy, model), local, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [False, 1])
+def test_a_rate_that_one_replica_alone_has_is_named(overlap):
+    strategy = make(tfpara.BSP(), 4, overlap=overlap)
+    model = network(strategy)
+    data = data_of(strategy, EVEN * 2)
+    rate = model.optimizer.learning_rate
+
+    def set_one(batch, logs):
+        if batch == 7:
+            rate.value.values[2].assign(0.1)
+
+    words = "replica 0 .worker 0. 0.2, replica 2 .worker 0. 0.1. Set the rate on every worker alike"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=words):
+        one = keras.callbacks.LambdaCallback(on_train_batch_end=set_one)
+        model.fit(data, verbose=0, callbacks=[one])
+    assert strategy.statistics().syncs == 2
+    model.optimizer.learning_rate = 0.1
+    strategy.synchronize()  # closes the block in which it failed
+    # Replicas that are independent may have rates of their own.
+    strategy.set_sync_period(None)
+    rate.value.values[2].assign(0.05)
+    model.fit(data, verbose=0)
+    strategy.broadcast_replica(model, 2)
+    strategy.set_sync_period(TAU)
+    model.optimizer.learning_rate = 0.1
+    model.fit(data, verbose=0)
+    assert np.ptp(of_replicas(strategy, model), 0).max() == 0.0
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        # Of each replica: minibatches in the open block, all that it has taken, two rates.
+        ([(2, 9, 0.1, 0.2), (2, 9, 0.1, 0.2), (2, 9, 0.1, 0.2)], ""),
+        (
+            [(2, 9, 0.1, 0.2), (2, 9, 0.1, 0.2), (2, 9, 0.1, 0.3)],
+            "0 (worker 0) 0.2, 2 (worker 1) 0.3",
+        ),
+        (
+            [(2, 9, 0.1, 0.2), (2, 8, 0.3, 0.2), (2, 8, 0.1, 0.2)],
+            "1 (worker 0) 0.3, 2 (worker 1) 0.1",
+        ),
+        # A rate that falls with every minibatch, of which the second worker has had fewer.
+        ([(2, 9, 0.1, 0.2), (2, 9, 0.1, 0.2), (2, 8, 0.11, 0.2)], ""),
+        ([(2, 9, 0.1, 0.2), (2, 9, 0.1, 0.2), (1, 9, 0.11, 0.2)], ""),
+        # Other machines round otherwise, and who has taken no step has no rate.
+        ([(2, 9, 0.1, 0.2), (2, 9, 0.1, 0.2), (2, 9, 0.1 + 1e-8, 0.2)], ""),
+        ([(0, 9, NAN, NAN), (0, 9, NAN, NAN), (0, 9, 0.3, 0.4)], ""),
+        ([(0, 9, 0.0, 0.0), (0, 9, 0.0, 0.0), (0, 9, 0.0, 0.0)], ""),
+    ],
+)
+def test_rates_of_replicas_that_have_trained_alike_are_compared(rows, words):
+    columns = reports.Columns(slice(4, 5), slice(5, 6), slice(6, 7), slice(7, 9))
+    table = tf.constant([[1.0, -1.0, 0.0, 0.0, 8.0, *row] for row in rows], tf.float64)
+    problem = reports.problem_of(table, columns, ["w"], 2).numpy().decode()
+    assert bool(reports.is_bad(table, columns)) == (problem != "") == (words != "")
+    assert words in problem.replace("replica ", "")
 
 
 def fail():

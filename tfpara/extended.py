@@ -28,7 +28,12 @@ from tfpara.collectives import horovod as _horovod
 from tfpara.epochs import Position
 from tfpara.exchange import joined
 from tfpara.fingerprint import agree
-from tfpara.model_variables import build_optimizer, optimizers, replica_variables
+from tfpara.model_variables import (
+    build_optimizer,
+    hyperparameters,
+    optimizers,
+    replica_variables,
+)
 from tfpara.settings import (
     Settings,
     check_sendable,
@@ -276,9 +281,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def weight_of(self, fn: Any, args: Any, kwargs: Any) -> Any:
         """What a replica's minibatch counts in the mean of the replicas."""
-        if self.minibatch_weight is not None:
-            return self.minibatch_weight(*args, **kwargs)
         samples = batch_size((args, kwargs))
+        if self.minibatch_weight is not None:
+            weight = self.minibatch_weight(*args, **kwargs)
+            if samples is None:
+                return weight
+            # A replica without samples takes no step, whatever the function says of none.
+            weight = tf.cast(weight, tf.float64)
+            return tf.where(samples > 0, weight, tf.zeros_like(weight))
         model = getattr(fn, "__self__", None)
         if samples is None or not isinstance(model, keras.Model):
             return 1 if samples is None else samples
@@ -307,7 +317,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
         ]
-        agree({"model": "; ".join(shapes)}, self.control, name)
+        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, name)
         settings = self.settings
         warn_of_outlasting_momentum(settings, getattr(model, "optimizer", None))
         synchronizer = Synchronizer(

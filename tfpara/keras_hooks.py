@@ -158,7 +158,7 @@ def _together(fit: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fit)
     def fitting(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        scope.look(model)
+        _look(model)
         history = fit(model, *args, **kwargs)
         strategy = _strategy(model)
         if strategy is not None and strategy.num_workers > 1:
@@ -173,10 +173,22 @@ def _looked_at(train: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train)
     def training(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        scope.look(model)
+        _look(model)
         return train(model, *args, **kwargs)
 
     return training
+
+
+def _look(model: keras.Model) -> None:
+    """Raises ValueError if a model cannot be trained as it stands."""
+    scope.look(model)
+    strategy = _strategy(model)
+    trained = strategy.extended.trained(model) if strategy is not None else None
+    if trained is not None and trained.shows_others:
+        raise ValueError(
+            "the model is trained while strategy.weights(...) shows others than the replicas' own; "
+            "it would be lost on leaving. Leave first, and train then."
+        )
 
 
 def _of_all_rows(predict: Callable[..., Any]) -> Callable[..., Any]:

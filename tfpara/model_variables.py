@@ -84,7 +84,40 @@ def replica_variables(
         moments=moments,
         counts=components([optimizer._iterations for optimizer in counting]),
         cycles=[optimizer.gradient_accumulation_steps or 1 for optimizer in counting],
+        rates=components([o.learning_rate for o in optimizers(model) if _rate_can_be_set(o)]),
     )
+
+
+def hyperparameters(model: keras.Model) -> dict[str, Any]:
+    """What the model's optimizers were made with, by names for a message: equal on all workers.
+
+    Of learning rates only schedules: a number is that of a moment. And what is a plain value.
+    """
+    found: dict[str, Any] = {}
+    for number, optimizer in enumerate(optimizers(model)):
+        label = f"optimizer {number + 1}" if number else "optimizer"
+        found[label] = type(optimizer).__name__
+        try:
+            config = optimizer.get_config()
+        except NotImplementedError:  # of a user's own class
+            continue
+        # What is behind `learning_rate`, which gives a schedule's value.
+        schedule = isinstance(
+            optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
+        )
+        for key, value in config.items():
+            if key != "name" and (key != "learning_rate" or schedule) and _is_plain(value):
+                found[f"{label}'s {key}"] = value
+    return found
+
+
+def _rate_can_be_set(optimizer: Any) -> bool:
+    return isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable)
+
+
+def _is_plain(value: Any) -> bool:
+    leaves = (bool, int, float, str, type(None))
+    return all(isinstance(leaf, leaves) for leaf in keras.tree.flatten(value))
 
 
 def _counting(found: Sequence[Any], local_state: str) -> list[Any]:

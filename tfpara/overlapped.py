@@ -113,7 +113,7 @@ class OverlappedSteps(SyncSteps):
             self._sync_began.assign(0.0)
             flight.table.assign(reports)
         committed = tf.cond(
-            is_bad(reports),
+            is_bad(reports, self._model_columns),
             lambda: tf.constant(0, tf.int64),  # `_touch_down` says why
             lambda: self._of_fragment(
                 flight.fragment,

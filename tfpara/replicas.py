@@ -22,7 +22,8 @@ class ReplicaVariables:
     slots: of the optimizer; kept, reset or averaged. slot_resets: their values after a reset.
     moments: of a rule that filters them, the first and the second. counts: the numbers of steps,
     one for each optimizer, that go with slots or moments which a sync writes. cycles: how many
-    steps each of these optimizers accumulates gradients for.
+    steps each of these optimizers accumulates gradients for. rates: the optimizers' learning rates
+    that Python code can set, which must be alike on all replicas.
     """
 
     weights: Sequence[Sequence[tf.Variable]]
@@ -35,6 +36,7 @@ class ReplicaVariables:
     moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
     counts: Sequence[Sequence[tf.Variable]] = ()
     cycles: Sequence[int] = ()
+    rates: Sequence[Sequence[tf.Variable]] = ()
 
 
 class Replicas:

@@ -5,23 +5,36 @@ The reports of all replicas form a table, the same on every worker, one row per 
 signature of the weights that were set from outside; what its worker asks for (see `Request`); then,
 for each part of the model that is averaged at times of its own, the samples and, after these, the
 minibatches since its last sync; then the steps that each optimizer has counted whose slots all
-share after the sync.
+share after the sync; then all minibatches that the replica has taken, and the learning rate of each
+optimizer, NaN where nothing was trained with it.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 RUNNING, NONFINITE, SIGNATURE, REQUEST, SAMPLES = range(5)  # and what follows: samples
 
 
+# Learning rates that differ by less, relatively, are the same, computed on two kinds of machines.
+_ROUNDING = 1e-6
 # Before a worker fails: by then the others have the table that says why. Its failure ends what they
 # have not received yet.
 _GRACE_SECONDS = 1.0
+
+
+class Columns(NamedTuple):
+    """Of a report, what depends on the model: `samples`, `steps`, `taken` (one), `rates`."""
+
+    samples: slice
+    steps: slice
+    taken: slice
+    rates: slice
 
 
 class Request(enum.IntEnum):
@@ -53,17 +66,49 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(bits * places) % (1 << 40), tf.float64)
 
 
-def is_bad(reports: tf.Tensor) -> tf.Tensor:
-    """Whether the reports forbid a sync; `checks` say why."""
+def is_bad(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
+    """Whether the reports forbid a sync; `problem_of` says why."""
+    good = (
+        tf.reduce_all(reports[:, NONFINITE] < 0.0)
+        & tf.reduce_all(_have_equal_signatures(reports))
+        & tf.reduce_all(_can_be_counted(reports[:, columns.samples]))
+        & ~tf.reduce_any(_differing_rates(reports, columns))
+    )
+    return ~good
+
+
+def _have_equal_signatures(reports: tf.Tensor) -> tf.Tensor:
     signatures = reports[:, SIGNATURE]
-    equal = (signatures == signatures[0]) | tf.math.is_nan(signatures)
-    return ~tf.reduce_all((reports[:, NONFINITE] < 0.0) & equal)
+    return (signatures == signatures[0]) | tf.math.is_nan(signatures)
+
+
+def _can_be_counted(samples: tf.Tensor) -> tf.Tensor:
+    """Of each replica, [N]."""
+    return tf.reduce_all(tf.math.is_finite(samples) & (samples >= 0.0), 1)
+
+
+def _differing_rates(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
+    """Of two replicas and an optimizer whether the rates should be the same and are not, [N, N, K].
+
+    A callback may set the rate before every minibatch, so they should where both replicas have
+    taken as many, in the open block and before it.
+    """
+    taken = tf.concat([reports[:, columns.steps], reports[:, columns.taken]], 1)
+    alike = tf.reduce_all(taken[:, tf.newaxis] == taken, 2, keepdims=True)
+    rates = reports[:, columns.rates]
+    larger = tf.maximum(tf.abs(rates[:, tf.newaxis]), tf.abs(rates))
+    return alike & (tf.abs(rates[:, tf.newaxis] - rates) > _ROUNDING * larger)
 
 
 def problem_of(
-    reports: tf.Tensor, weight_names: Sequence[str], replicas_per_worker: int
+    reports: tf.Tensor, columns: Columns, weight_names: Sequence[str], replicas_per_worker: int
 ) -> tf.Tensor:
     """The sentence that says why the reports forbid a sync, the same on every worker; or ""."""
+
+    def owner(replica: tf.Tensor) -> tf.Tensor:
+        worker = replica // replicas_per_worker
+        return tf.strings.format("replica {} (worker {})", (replica, worker))
+
     bad = reports[:, NONFINITE]
     replica = tf.argmax(bad, output_type=tf.int32)
     index = tf.cast(tf.maximum(bad[replica], 0.0), tf.int32)
@@ -75,16 +120,51 @@ def problem_of(
     )
     signatures = reports[:, SIGNATURE]
     other = tf.argmax(tf.abs(signatures - signatures[0]), output_type=tf.int32)
-    unequal = tf.strings.format(
-        "replica {} (worker {}) starts from other weights than replica 0. Load the same weights "
-        "on every worker before training.",
-        (other, other // replicas_per_worker),
+    unequal = tf.strings.join(
+        [
+            owner(other),
+            " starts from other weights than replica 0. Load the same weights on every worker "
+            "before training.",
+        ]
     )
-    equal = (signatures == signatures[0]) | tf.math.is_nan(signatures)
+    counted = _can_be_counted(reports[:, columns.samples])
+    uncounted = tf.strings.join(
+        [
+            owner(tf.argmin(tf.cast(counted, tf.int32), output_type=tf.int32)),
+            " counts minibatches by a negative number, NaN or Inf in the mean of the replicas. "
+            "Look at the sample weights, or at the function given to strategy.weigh_minibatches.",
+        ]
+    )
     several = reports.shape[0] > replicas_per_worker
-    with tf.control_dependencies([_wait_if(is_bad(reports))] if several else []):
-        problem = tf.where(tf.reduce_all(equal), "", unequal)
+    with tf.control_dependencies([_wait_if(is_bad(reports, columns))] if several else []):
+        problem = _rates_problem(reports, columns, owner)
+        problem = tf.where(tf.reduce_all(counted), problem, uncounted)
+        problem = tf.where(tf.reduce_all(_have_equal_signatures(reports)), problem, unequal)
         return tf.where(tf.reduce_all(bad < 0.0), problem, nonfinite)
+
+
+def _rates_problem(
+    reports: tf.Tensor, columns: Columns, owner: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    differing = _differing_rates(reports, columns)
+    count, _, optimizers = differing.shape
+    if not optimizers:
+        return tf.constant("")
+    # The first in the table: by replica, then the other one, then the optimizer.
+    where = tf.argmax(tf.reshape(tf.cast(differing, tf.int32), [-1]), output_type=tf.int32)
+    pair, optimizer = where // optimizers, where % optimizers
+    parts: list[Any] = []
+    for replica in (pair // count, pair % count):
+        rate = reports[replica, columns.rates.start + optimizer]
+        parts += [owner(replica), " ", tf.strings.as_string(rate, precision=6, shortest=True)]
+    text = [
+        "the replicas train with different learning rates after the same minibatches: ",
+        *parts[:3],
+        ", ",
+        *parts[3:],
+        ". Set the rate on every worker alike, as a callback does that all of them are given.",
+    ]
+    return tf.where(tf.reduce_any(differing), tf.strings.join(text), "")
 
 
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:

@@ -383,16 +383,16 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Every worker must enter, since the open block is closed first. Leaving the context puts the
         former weights back, bit for bit, on every device. Statistics such as those of batch
         normalisation are those of the last sync in each case. A model that has not been trained yet
-        has the same weights under every name.
+        has the same weights under every name. Contexts may be nested: the inner one holds.
 
         Args:
             model: a model that was made in the scope.
             which: "global", "local" or a name among `averages`.
 
         Raises:
-            ValueError: an unknown name; the message lists those there are. Weights that are set
-                inside the context. Or a model of another
-                strategy, or one that is part of the model that was trained.
+            ValueError: an unknown name; the message lists those there are. Weights that are set, or
+                trained by `fit`, inside the context. Or a model of another strategy, or one that is
+                part of the model that was trained.
         """
         known = self.weight_names
         if which not in known:
@@ -406,17 +406,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         former, self.extended.shown = self.extended.shown, which
         try:
-            if synchronizer is None or which == "local":
+            with synchronizer.showing(which) if synchronizer else contextlib.nullcontext():
                 yield
-                return
-            kept = synchronizer.local_weights()
-            try:
-                synchronizer.set_weights([synchronizer.global_weights(which)] * len(kept))
-                synchronizer.shows_others = True
-                yield
-            finally:
-                synchronizer.shows_others = False
-                synchronizer.set_weights(kept)
         finally:
             self.extended.shown = former
 

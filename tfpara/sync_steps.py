@@ -18,7 +18,15 @@ from tfpara.collectives import Collectives
 from tfpara.compression import CompressedWire
 from tfpara.global_state import GlobalState
 from tfpara.replicas import Buckets, Replicas, ReplicaVariables
-from tfpara.reports import REQUEST, RUNNING, SAMPLES, problem_of, signature_of, stop_if
+from tfpara.reports import (
+    REQUEST,
+    RUNNING,
+    SAMPLES,
+    Columns,
+    problem_of,
+    signature_of,
+    stop_if,
+)
 
 # The replicas' distance is measured at each of the first syncs, then at every such one: it needs a
 # pass over the weights.
@@ -75,7 +83,8 @@ class SyncSteps:
         compression: str = "none",
     ) -> None:
         self._variables = variables
-        self.shows_others = False  # whether the model's variables hold a global model for a while
+        # The replicas' weights, of each device, while the model's variables hold others.
+        self._own: list[list[tf.Tensor]] | None = None
         self._rule = rule
         self._num_replicas = num_replicas
         self._first_replica = first_replica
@@ -129,7 +138,14 @@ class SyncSteps:
             )
         self._steps_from = SAMPLES + self._parts  # columns of a report
         self._counts_from = self._steps_from + self._parts
-        self._columns = self._counts_from + len(self._replicas.shared_counts)
+        taken = self._counts_from + len(self._replicas.shared_counts)
+        self._columns = taken + 1 + len(variables.rates)
+        self._model_columns = Columns(
+            samples=slice(SAMPLES, self._steps_from),
+            steps=slice(self._steps_from, self._counts_from),
+            taken=slice(taken, taken + 1),
+            rates=slice(taken + 1, self._columns),
+        )
         with tf.device("CPU:0"):
             self._make_counters(make_variable, sync_period)
         # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
@@ -215,6 +231,8 @@ class SyncSteps:
             request = self._request.read_value()
             steps = self._block_steps.read_value()
             signature = tf.reduce_sum(self._signatures)
+            taken = tf.cast(self._steps.read_value(), tf.float64)
+            idle = never | (self._pending_steps.read_value() == 0)
         rows = []
         running = tf.cast(running, tf.float64)
         with phase("check"):
@@ -223,8 +241,11 @@ class SyncSteps:
                 samples = self._pending_samples[replica].read_value()
                 samples = tf.where(never, tf.zeros_like(samples), samples)
                 counts = [tf.cast(c[replica], tf.float64) for c in self._replicas.shared_counts]
+                # Nothing was trained with the rate of a replica that is idle.
+                rates = [tf.cast(r[replica], tf.float64) for r in self._variables.rates]
+                rates = [tf.where(idle, tf.cast(np.nan, tf.float64), rate) for rate in rates]
                 flags = [running, bad, signature, request]
-                rows.append(tf.concat([flags, samples, steps, *(c[tf.newaxis] for c in counts)], 0))
+                rows.append(tf.concat([flags, samples, steps, [*counts, taken, *rates]], 0))
             return tf.stack(rows)
 
     def _gathered(self, rows: tf.Tensor) -> tf.Tensor:
@@ -238,7 +259,8 @@ class SyncSteps:
         self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), running]))
 
     def _problem(self, reports: tf.Tensor) -> tf.Tensor:
-        return problem_of(reports, self._replicas.averaged_names, len(self._devices))
+        names, own = self._replicas.averaged_names, len(self._devices)
+        return problem_of(reports, self._model_columns, names, own)
 
     def _next_turn(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
         """After a sync of the fragment `done`, or of all."""
@@ -302,6 +324,8 @@ class SyncSteps:
             # At least 1: a block of none has no mean gradient.
             steps = tf.maximum(self._longest(fragment, reports), 1.0)
             (counted,) = tf.unstack(self._furthest(reports), num=1)
+            # Fewer, where loss scaling has left steps out; the rule's have all of the block.
+            counted = tf.maximum(counted, steps)
             moments = self._averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
         with tf.control_dependencies(arrived), phase("unpack"):
@@ -320,7 +344,8 @@ class SyncSteps:
 
     def _furthest(self, reports: tf.Tensor) -> tf.Tensor:
         """The largest of each of the optimizers' shared counts over all replicas."""
-        return tf.reduce_max(reports[:, self._counts_from :], 0)
+        counts = slice(self._counts_from, self._model_columns.taken.start)
+        return tf.reduce_max(reports[:, counts], 0)
 
     def _commit_others(self, reports: tf.Tensor) -> tf.Tensor:
         """Averages the state that no rule works on; returns 0: no sync of its own."""

@@ -234,8 +234,33 @@ class Synchronizer(OverlappedSteps):
         """
         return self._layout.unpack(self.global_state.value(which))
 
+    @property
+    def shows_others(self) -> bool:
+        """Whether the model's variables hold others than the replicas' own weights for a while."""
+        return self._own is not None
+
+    @contextlib.contextmanager
+    def showing(self, which: str) -> Iterator[None]:
+        """The model's variables hold the "global" model, an average, or the "local" weights.
+
+        Every worker must enter, where the block is closed.
+        """
+        if which == "local" and self._own is None:
+            yield
+            return
+        shown, outer = self.local_weights(), self._own
+        own = shown if outer is None else outer
+        try:
+            self._own = own
+            of_all = own if which == "local" else [self.global_weights(which)] * len(own)
+            self.set_weights(of_all)
+            yield
+        finally:
+            self.set_weights(shown)
+            self._own = outer
+
     def local_weights(self) -> list[list[tf.Tensor]]:
-        """Copies of the local weights: for each device a list."""
+        """Copies of the weights that the model's variables hold: for each device a list."""
         return [
             [tf.identity(v[replica]) for v in self._variables.weights]
             for replica in range(len(self._devices))

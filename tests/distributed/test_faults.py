@@ -12,10 +12,11 @@ def both(option, other):
 
 
 def test_without_a_fault_all_train():
-    """Neither a candidate rate that diverges on one worker alone nor a worse epoch is one."""
+    """Neither a candidate rate that diverges on one worker alone nor a worse epoch is one, nor a
+    rate that each worker sets by the minibatches that it has taken."""
     for result in run("faults.py", [{"schedules": True}] * 2, fresh=True):
         assert result.returncode == 0, result.output
-        assert "trained [0.1" in result.output
+        assert "trained [0.09" in result.output
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,11 @@ def test_without_a_fault_all_train():
         ({"data_plan": {"seed": 1}}, {}, ["data_plan.seed: worker 0 has", "worker 1 has None"]),
         ({}, {"local_state": "reset"}, ["local_state: worker 0 has 'keep'"]),
         ({}, {"units": 8}, ["(6, 7)", "(6, 8)", "model, variable"]),
+        (
+            {"momentum": 0.9},
+            {"momentum": 0.5},
+            ["optimizer's momentum: worker 0 has 0.9, worker 1 has 0.5"],
+        ),
     ],
 )
 def test_different_settings_are_named_before_the_first_step(option, other, words):
@@ -49,6 +55,7 @@ def test_a_worker_that_never_starts_is_named():
     [
         ("nan", "replica 2 (worker 1) has NaN or Inf in weight "),
         ("load", "replica 2 (worker 1) starts from other weights than replica 0"),
+        ("rate", "replica 0 (worker 0) 0.1, replica 2 (worker 1) 0.05. Set the rate on every"),
     ],
 )
 def test_bad_weights_on_one_worker_stop_all(fault, message):

@@ -97,7 +97,8 @@ class BMUFAdam(BMUF):
             optimizer: the Keras optimizer that the replicas train with.
 
         Raises:
-            ValueError: it is not Adam or AdamW, has amsgrad, or has other betas than the rule.
+            ValueError: it is not Adam or AdamW, has amsgrad, accumulates gradients, or has other
+                betas than the rule.
         """
         names = {kind.__name__ for kind in type(optimizer).__mro__}
         if "Adam" not in names or getattr(optimizer, "amsgrad", False):
@@ -106,6 +107,13 @@ class BMUFAdam(BMUF):
                 f"BMUFAdam filters the moments of keras.optimizers.Adam and AdamW (without "
                 f"amsgrad), but the model is compiled with {shown!s}. Compile it with one of them, "
                 "or use tfpara.BMUF."
+            )
+        cycle = getattr(optimizer, "gradient_accumulation_steps", None)
+        if cycle and cycle > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={cycle!r}: BMUFAdam takes each minibatch of a block "
+                "for a step of the moments. Leave it out and choose larger minibatches, or use "
+                "tfpara.BMUF."
             )
         for name in ("beta_1", "beta_2"):
             if getattr(optimizer, name) != getattr(self, name):

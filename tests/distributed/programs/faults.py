@@ -2,9 +2,11 @@
 
 Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model),
 local_devices, look (whether it looks at the global model after a failure as well), schedules
-(whether rates are searched and an epoch is given up), and fault: null, "nan" (weights become NaN),
+(whether rates are searched and fall, an epoch is given up, and data are uneven), momentum (of the
+optimizer), and fault: null, "nan" (weights become NaN),
 "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other weights than the chief's),
-"leave" (exits with 0 in the middle of training), "sleep" (longer than the others wait).
+"leave" (exits with 0 in the middle of training), "sleep" (longer than the others wait), "rate"
+(a learning rate of its own).
 """
 
 import json
@@ -41,6 +43,8 @@ class Fault(keras.callbacks.Callback):
                 sys.exit(0)
             elif self.kind == "sleep":
                 time.sleep(15)
+            elif self.kind == "rate":
+                self.model.optimizer.learning_rate = 0.05
 
 
 def schedules(strategy):
@@ -54,18 +58,31 @@ def schedules(strategy):
         def on_epoch_end(self, epoch, logs=None):
             logs["score"] = 1.0 + epoch
 
+    class Falling(keras.callbacks.Callback):
+        """A rate by the minibatches that this worker has taken, in all epochs."""
+
+        taken = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            rate = self.model.optimizer.learning_rate
+            self.first = float(keras.ops.convert_to_numpy(rate))
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.taken += 1
+            self.model.optimizer.learning_rate = self.first * 0.999**self.taken
+
     search = tfpara.callbacks.SearchRate(
         lambda _: strategy.distribute_datasets_from_function(sample), rates=[0.1, 1e38]
     )
     rule = tfpara.schedules.NewbobRule(reject_worse=True)
-    return [search, Scores(), tfpara.callbacks.Newbob("score", rule=rule)]
+    return [search, Falling(), Scores(), tfpara.callbacks.Newbob("score", rule=rule)]
 
 
 def main():
     options = json.loads(sys.argv[1])
     scheduled = options.pop("schedules", False)
     fault = options.pop("fault", None)
-    units = options.pop("units", 7)
+    units, momentum = options.pop("units", 7), options.pop("momentum", 0.0)
     local, look = options.pop("local_devices", 1), options.pop("look", False)
     make_devices(local)
     rule = eval(options.pop("rule", "tfpara.BSP()"))
@@ -78,13 +95,16 @@ def main():
         model = keras.Sequential(
             [keras.Input((6,)), keras.layers.Dense(units), keras.layers.Dense(4, name="last")]
         )
-        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.compile(keras.optimizers.SGD(0.1, momentum), "mse")
     if fault == "load":
         model.set_weights([w + 1.0 for w in model.get_weights()])
     x = np.random.default_rng(0).normal(size=(400, 6)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :4])).batch(8)
     callbacks = [Fault(strategy, fault)] if fault not in (None, "load") else []
-    callbacks += schedules(strategy) if scheduled else []
+    if scheduled:
+        callbacks += schedules(strategy)
+        count = 20 + strategy.worker_index  # of minibatches, one more on the second worker
+        data = strategy.distribute_datasets_from_function(lambda _, all=data: all.take(count))
     try:
         log = model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history
     finally:
