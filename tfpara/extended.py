@@ -25,8 +25,9 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tfpara import cluster, failures
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
+from tfpara.division import difference, divided_between_workers
 from tfpara.epochs import Position
-from tfpara.exchange import joined
+from tfpara.exchange import everyones, joined
 from tfpara.fingerprint import agree
 from tfpara.model_variables import (
     build_optimizer,
@@ -34,12 +35,13 @@ from tfpara.model_variables import (
     optimizers,
     replica_variables,
 )
+from tfpara.reading import Order, random_states, set_random_states, shuffled
 from tfpara.settings import (
     Settings,
     check_sendable,
     warn_of_outlasting_momentum,
 )
-from tfpara.steps import batch_size, weight_of, with_open_batches, without_tuner
+from tfpara.steps import batch_size, weight_of, with_open_batches, with_own_memory, without_tuner
 from tfpara.synchronizer import Synchronizer
 from tfpara.watchdog import Watchdog
 
@@ -53,6 +55,9 @@ from tensorflow.python.distribute import values as _values  # isort: skip
 
 # The classes of distributed datasets: Keras takes theirs alone, and their passes begin in __iter__.
 from tensorflow.python.distribute import input_lib as _input_lib  # isort: skip
+
+# The size of batches by which a dataset is divided between replicas.
+from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
 
 # Makes the datasets of single devices.
 from tensorflow.python.data.ops import multi_device_iterator_ops as _multi_device  # isort: skip
@@ -194,11 +199,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.minibatch_weight: Callable[..., Any] | None = None  # None: by the compiled loss
         self.sync_period: int | None = settings.sync_period
         self.position = Position()
+        self.order = Order()
         self.blocks_closed = 0  # by Python code, on all workers alike
         self.written: list[Any] = []  # variables that optimizers write, while run() is traced
-        self.states: dict[str, Any] = {}
+        self.states: dict[str, Any] = {"order of data": self.order}
         self._trained: dict[int, _Trained] = {}  # by the model's id
         self._synchronizers_made = 0
+        self.fits = self.tests = 0  # calls of Keras' fit and evaluate that run
         self._undivided = False  # whether each worker gets all of the data that are distributed
         self._created = 0
         horovod = settings.collectives == "horovod" and found.num_workers > 1
@@ -240,7 +247,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return TensorFlowCollectives(*place, communication, group)
 
     def start(self) -> None:
-        """Compares the workers' settings."""
+        """Compares the workers' settings, and gives all the chief's random states."""
         agree(
             {
                 **self.settings.fingerprint(),
@@ -257,6 +264,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             seed = self.control.broadcast(seed, "start/seed")
             if _context.global_seed() is None:
                 tf.random.set_seed(int(seed[0]))
+            # What a script draws from here on, or a PyDataset shuffles by itself, as well.
+            chiefs = everyones(random_states(), self.control, "start/random")[0]
+            set_random_states(chiefs)
 
     # -- synchronizers -----------------------------------------------------------------------
 
@@ -501,6 +511,45 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         dataset.built_for = (self.position.epoch, self.position.first)
         return dataset
 
+    def check_data(self, facts: dict[str, Any], shuffled: bool) -> None:
+        """Compares what the workers have handed to `fit` or `evaluate`; all must call it.
+
+        Args:
+            facts: see `division.difference`.
+            shuffled: whether Keras shuffles them by TensorFlow's seed.
+
+        Raises:
+            ValueError: on every worker, if they have different data.
+        """
+        if self._num_workers == 1:
+            return
+        if shuffled:
+            facts = {**facts, "shuffle seed": _context.global_seed()}
+        drawn = (
+            random.SystemRandom().getrandbits(48) if self.order.seed is None else self.order.seed
+        )
+        everyone = everyones({"facts": facts, "seed": drawn}, self.control, "data")
+        self.order.seed = everyone[0]["seed"]
+        found = difference([one["facts"] for one in everyone])
+        if found:
+            raise ValueError(found)
+
+    def next_order(self, count: int) -> list[int]:
+        """The batches 0 … count − 1 in the order of the epoch that begins, the same everywhere."""
+        if self.order.seed is None:
+            self.order.seed = random.getrandbits(48)
+        return shuffled(count, self.order.seed, self.position.begin(self.steps_seen)[0])
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which part of the data that are distributed now is this worker's, and of how many."""
+        return (0, 1) if self._undivided else (self._id_in_cluster, self._num_workers)
+
+    def distribute_steps(self, dataset: tf.data.Dataset) -> Any:
+        """A dataset whose elements are this worker's steps, divided between its devices alone."""
+        with self._alone():
+            return self._experimental_distribute_dataset(dataset, None)
+
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
         """Datasets that are distributed meanwhile go whole to this worker's replicas."""
@@ -521,13 +570,17 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self._num_workers, self._id_in_cluster = place
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        dataset = without_tuner(_safe(dataset))
         if self._undivided:
             with self._alone():
-                return super()._experimental_distribute_dataset(without_tuner(dataset), options)
-        distributed = super()._experimental_distribute_dataset(without_tuner(dataset), options)
+                return super()._experimental_distribute_dataset(dataset, options)
+        distributed = super()._experimental_distribute_dataset(dataset, options)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset
             distributed.extended = self
+            if not divided_between_workers(dataset) and distributed._cardinality > 0:
+                # A worker takes each of its global batches in as many steps as there are workers.
+                distributed._cardinality *= self._num_workers
         return distributed
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
@@ -616,6 +669,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
         kind = wanted[0].upper().split(":")[0]
         return tuple(f"{worker_device}/device:{d.upper()}" for d in wanted), kind
+
+
+def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset`, whose batches can be divided without harm to the memory that they come from.
+
+    What has been through `batch` is a copy already, and a step behind it would hide the size of its
+    batches from TensorFlow.
+    """
+    copies = with_own_memory(dataset)
+    return copies if compute_batch_size(copies) == compute_batch_size(dataset) else dataset
 
 
 def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:

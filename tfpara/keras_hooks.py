@@ -9,10 +9,12 @@ replaced here, for models whose weights are a `PeriodicSyncStrategy`'s:
 - `fit` and `train_on_batch` look first whether the model was made in a strategy's scope;
 - `fit` tells callbacks of its end, where it raises too;
 - `fit` returns when all workers have come to its end, so what the chief wrote in it is there;
-- the progress bars of `fit`, `evaluate` and `predict` are the chief's, unless `verbose` is given.
+- the progress bars of `fit`, `evaluate` and `predict` are the chief's, unless `verbose` is given;
+- `fit` and `evaluate` look first whether all workers have the same data, which they divide, and
+  read Python data (`PyDataset`, generators) so that each batch has one reader;
+- `predict` gives the worker that calls it all rows.
 
 None of them waits for other workers within a save, since scripts may call it on the chief alone.
-And `predict` gives the worker that calls it all rows.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -30,13 +34,19 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
+
+# Where fit, evaluate and predict make datasets of what they are given, and what they make them of.
+from keras.src.backend.tensorflow import trainer as _trainer
 
 # The functions that all public ways to save end in: Model.save, Model.save_weights, and
 # keras.saving's and keras.models' functions, also where a script imported these by their names.
 from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
 from keras.src.saving import saving_lib as _saving_lib
+from keras.src.trainers import data_adapters as _adapters
+from keras.src.trainers.data_adapters import data_adapter_utils as _adapter_utils
 
-from tfpara import files, fit_call, scope
+from tfpara import division, files, fit_call, reading, scope
 from tfpara.extended import PeriodicSyncExtended
 from tfpara.model_variables import strategy_of
 
@@ -60,9 +70,12 @@ def install() -> None:
         _replace(keras.Model, method, _shown_by_the_chief)
     watch_fit()
     _replace(keras.Model, "fit", _together)
+    _replace(keras.Model, "evaluate", _noted)
     _replace(keras.Model, "train_on_batch", _looked_at)
     _replace(keras.Model, "predict", _of_all_rows)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
+    _replace(_trainer, "TFEpochIterator", _with_divided_data)
+    _replace(keras.Model, "_maybe_symbolic_build", _without_reading)
 
 
 def watch_fit() -> None:
@@ -156,12 +169,18 @@ def _shown_by_the_chief(method: Callable[..., Any]) -> Callable[..., Any]:
 def _together(fit: Callable[..., Any]) -> Callable[..., Any]:
     """`fit`, made to return when every worker has come to its end."""
 
+    signature = inspect.signature(fit)
+
     @functools.wraps(fit)
     def fitting(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         _look(model)
-        history = fit(model, *args, **kwargs)
         strategy = _strategy(model)
-        if strategy is not None and strategy.num_workers > 1:
+        if strategy is None:
+            return fit(model, *args, **kwargs)
+        _refuse_spent(signature.bind(model, *args, **kwargs).arguments)
+        with _within(strategy.extended, "fits"):
+            history = fit(model, *args, **kwargs)
+        if strategy.num_workers > 1:
             strategy.synchronize()
         return history
 
@@ -189,6 +208,28 @@ def _look(model: keras.Model) -> None:
             "the model is trained while strategy.weights(...) shows others than the replicas' own; "
             "it would be lost on leaving. Leave first, and train then."
         )
+
+
+def _noted(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """`evaluate`, made to say that it runs."""
+
+    @functools.wraps(evaluate)
+    def evaluating(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        strategy = _strategy(model)
+        with contextlib.nullcontext() if strategy is None else _within(strategy.extended, "tests"):
+            return evaluate(model, *args, **kwargs)
+
+    return evaluating
+
+
+@contextlib.contextmanager
+def _within(extended: Any, calls: str) -> Iterator[None]:
+    """Counts a call of Keras on the strategy while it lasts."""
+    setattr(extended, calls, getattr(extended, calls) + 1)
+    try:
+        yield
+    finally:
+        setattr(extended, calls, getattr(extended, calls) - 1)
 
 
 def _of_all_rows(predict: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,3 +342,287 @@ def _passed_on(method: str) -> Callable[..., None]:
 for _name in dir(_CALLBACKS.Callback):
     if _name.startswith("on_"):
         setattr(_Elsewhere, _name, _passed_on(_name))
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def _with_divided_data(make: Any) -> Callable[..., Any]:
+    """The class of `fit`'s passes over data, made to look at the data first."""
+
+    @functools.wraps(make, updated=())
+    def making(distribute_strategy: Any = None, **kwargs: Any) -> Any:
+        extended = getattr(distribute_strategy, "extended", None)
+        if not isinstance(extended, PeriodicSyncExtended):
+            return make(distribute_strategy=distribute_strategy, **kwargs)
+        rest = {k: kwargs.pop(k) for k in ("steps_per_execution",) if k in kwargs}
+        rest["steps_per_epoch"] = kwargs.get("steps_per_epoch")
+        # Keras' own choice and errors; what it is given back it takes as it is.
+        adapter = _adapters.get_data_adapter(**kwargs)
+        if isinstance(adapter, _adapters.PyDatasetAdapter):
+            adapter = _PyDatasetSteps(kwargs["x"], adapter, extended)
+        elif isinstance(adapter, _adapters.GeneratorDataAdapter):
+            adapter = _GeneratorSteps(adapter, extended)
+        divided = extended.share != (0, 1)
+        _check(adapter, extended, divided)
+        # In the midst of an epoch the workers may be at different steps.
+        if divided and not (extended.fits and extended.tests):
+            extended.check_data(_facts(adapter), bool(getattr(adapter, "_shuffle", False)))
+        if isinstance(adapter, _adapters.TFDatasetAdapter):
+            dataset = adapter.get_tf_dataset()
+            if isinstance(dataset, tf.data.Dataset) and not division.divided_between_workers(
+                dataset
+            ):
+                # Keras counts the steps of an epoch by it.
+                dataset = distribute_strategy.experimental_distribute_dataset(dataset)
+                adapter = _adapters.TFDatasetAdapter(dataset)
+        kind = _Epochs if isinstance(adapter, _Steps) else make
+        return kind(distribute_strategy=distribute_strategy, x=adapter, **rest)
+
+    return making
+
+
+def _check(adapter: Any, extended: Any, divided: bool) -> None:
+    """Raises ValueError if data cannot be divided between the replicas."""
+    if isinstance(adapter, _adapters.TFDatasetAdapter):
+        dataset = adapter.get_tf_dataset()
+        if isinstance(dataset, tf.data.Dataset) and extended._num_replicas_in_sync > 1:
+            division.check_batched(dataset.element_spec)
+    elif divided and not isinstance(adapter, (_Steps, _adapters.ArrayDataAdapter)):
+        raise ValueError(
+            f"{type(adapter).__name__.removesuffix('Adapter')} data are not divided among workers. "
+            "Give each worker its part: data = strategy.distribute_datasets_from_function("
+            "lambda context: dataset), with `dataset` a tf.data.Dataset of this worker's "
+            "minibatches, and give them `data`."
+        )
+
+
+def _facts(adapter: Any) -> dict[str, Any]:
+    """What tells this worker's data from another's: see `division.difference`."""
+    if isinstance(adapter, _Steps):
+        return adapter.facts()
+    if isinstance(adapter, _adapters.ArrayDataAdapter):
+        return {
+            "kind": "arrays",
+            "rows": adapter._num_samples,
+            "batch_size": adapter.batch_size,
+            "values": division.values_of(adapter._inputs),
+        }
+    dataset = adapter.get_tf_dataset()
+    if not isinstance(dataset, tf.data.Dataset):
+        return {"kind": division.OWN}
+    return division.facts_of_dataset(dataset)
+
+
+def _refuse_spent(given: dict[str, Any]) -> None:
+    """Raises ValueError for a generator that would have to be read again in a second epoch."""
+    if given.get("epochs", 1) - given.get("initial_epoch", 0) < 2:
+        return
+    validation = given.get("validation_data")
+    validation = validation[0] if isinstance(validation, tuple) and validation else validation
+    for data, name, steps in (
+        (given.get("x"), "x", "steps_per_epoch"),
+        (validation, "validation_data", "validation_steps"),
+    ):
+        if inspect.isgenerator(data) and given.get(steps) is None:
+            raise ValueError(
+                f"{name} is a generator, which can be read once, and epochs={given['epochs']}. "
+                f"Write {steps}=… if it has no end, or else give a keras.utils.PyDataset, or "
+                "tf.data.Dataset.from_generator(function, output_signature=…)."
+            )
+
+
+def _without_reading(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras' look at a first batch, made not to begin a pass over Python data for it."""
+
+    @functools.wraps(build)
+    def building(model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        if isinstance(iterator, _Epochs):
+            return build(model, data_batch=iterator.data_adapter.first_minibatch())
+        return build(model, iterator=iterator, data_batch=data_batch)
+
+    return building
+
+
+class _Epochs(_trainer.TFEpochIterator):
+    """Keras' passes over Python data, each begun where it is used first."""
+
+    _current_iterator: Any
+
+    def _get_iterator(self) -> Any:
+        if self._current_iterator is not None:
+            # Where a pass ends Keras makes the next one, before the dataset's on_epoch_end.
+            return ()
+        self.data_adapter.begin_pass()
+        return super()._get_iterator()
+
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        if isinstance(self._current_iterator, type(iter(()))) or self.steps_per_epoch is None:
+            self._current_iterator = None
+        yield from super()._enumerate_iterator()
+
+
+class _Steps(_adapters.data_adapter.DataAdapter):
+    """Python data as this worker's steps, which are divided between its devices alone.
+
+    Subclasses yield batches, and which part of how many is a step.
+    """
+
+    def __init__(self, batches: list[Any], extended: Any) -> None:
+        if not batches:
+            raise ValueError("the data have no batch: their length is 0.")
+        self._first = [_without_none(batch) for batch in batches]
+        self._extended = extended
+        self._worker, self._workers = extended.share
+        self._signature = _adapter_utils.get_tensor_spec(self._first)
+
+    def begin_pass(self) -> None:
+        """The next pass over the data begins."""
+
+    def _batches(self) -> Iterator[tuple[Any, range, int]]:
+        raise NotImplementedError
+
+    def _steps(self) -> Iterator[Any]:
+        for batch, parts, of in self._batches():
+            batch = _without_none(batch)
+            for part in parts:
+                yield _part(batch, part, of)
+
+    def get_tf_dataset(self) -> Any:
+        dataset = tf.data.Dataset.from_generator(self._steps, output_signature=self._signature)
+        return self._extended.distribute_steps(dataset.prefetch(1))
+
+    def first_minibatch(self) -> Any:
+        """A minibatch of one replica, for its shapes."""
+        replicas = self._workers * len(self._extended.worker_devices)
+        return _part(self._first[0], 0, replicas, at_least=1)
+
+    def facts(self) -> dict[str, Any]:
+        """See `division.difference`."""
+        # Of inputs a worker may have other ones, as where it draws noise; their order is in the
+        # labels, if there are any.
+        batches = [b[1] if isinstance(b, tuple) and len(b) > 1 else b for b in self._first]
+        return {"elements": repr(self._signature), "values": division.values_of(batches)}
+
+    @property
+    def num_batches(self) -> int | None:
+        return None
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+
+class _PyDatasetSteps(_Steps):
+    """A `keras.utils.PyDataset`, of which each worker reads other batches."""
+
+    def __init__(self, dataset: Any, adapter: Any, extended: Any) -> None:
+        self._dataset, self._adapter = dataset, adapter
+        adapter.enqueuer = None  # whose queue would mix batches of one pass with those of another
+        self._processes = bool(dataset.use_multiprocessing) and dataset.workers > 0
+        if self._processes and extended._num_workers > 1:
+            self._refuse_fork()
+        count = adapter.num_batches
+        numbers = range(2 if count is None else min(2, count))
+        super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
+        self._order: Any = ()
+        self._hooks_called = 0
+
+    def _refuse_fork(self) -> None:
+        if multiprocessing.get_start_method() == "fork":
+            raise ValueError(
+                "PyDataset(use_multiprocessing=True) would fork a worker, beside threads that hold "
+                "locks, and never end. Write use_multiprocessing=False, for threads; or, below "
+                'if __name__ == "__main__":, multiprocessing.set_start_method("spawn").'
+            )
+
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "PyDataset", "batches": self.num_batches, **super().facts()}
+
+    def begin_pass(self) -> None:
+        count = self.num_batches
+        if count is not None:
+            shuffle = self._adapter.shuffle
+            self._order = self._extended.next_order(count) if shuffle else range(count)
+
+    def _batches(self) -> Iterator[tuple[Any, range, int]]:
+        if self.num_batches is None:
+            plan: Any = reading.endless_reads(self._worker, self._workers)
+        else:
+            plan = reading.reads(self._order, self._worker, self._workers)
+        plan, numbers = itertools.tee(plan)
+        data = self._dataset
+        batches = reading.ahead(
+            data,
+            (read.batch for read in numbers),
+            data.workers,
+            self._processes,
+            data.max_queue_size,
+        )
+        with contextlib.closing(batches):
+            for batch, read in zip(batches, plan, strict=True):
+                yield self._adapter._standardize_batch(batch), read.parts, read.of
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._adapter.num_batches
+
+    def on_epoch_begin(self) -> None:
+        with self._agreed():
+            self._adapter.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        with self._agreed():
+            self._adapter.on_epoch_end()
+
+    def _agreed(self) -> Any:
+        """What the dataset does meanwhile, as shuffling itself, it does alike on all workers."""
+        self._hooks_called += 1
+        seed = self._extended.order.seed
+        if self._workers == 1 or seed is None:
+            return contextlib.nullcontext()
+        return reading.common_randomness(f"{seed}/{self._hooks_called}")
+
+
+class _GeneratorSteps(_Steps):
+    """A Python generator, which every worker reads from its beginning to its end, once."""
+
+    def __init__(self, adapter: Any, extended: Any) -> None:
+        super().__init__(adapter._first_batches, extended)
+        self._rest = adapter.generator()
+
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "generator", **super().facts()}
+
+    def _batches(self) -> Iterator[tuple[Any, range, int]]:
+        for batch in self._rest:
+            yield batch, range(self._worker, self._worker + 1), self._workers
+
+
+def _without_none(batch: Any) -> Any:
+    """`batch` without a last part that is None, which cannot be divided."""
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
+        batch = batch[:-1]
+    return batch
+
+
+def _part(batch: Any, part: int, of: int, at_least: int = 0) -> Any:
+    """Some rows of a batch: `part` among `of`."""
+
+    def rows_of(leaf: Any) -> Any:
+        if _adapter_utils.is_scipy_sparse(leaf):
+            leaf = _adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+        if leaf is None or of == 1:
+            return leaf
+        ragged = isinstance(leaf, tf.RaggedTensor)
+        rows = reading.bounds(int(leaf.nrows()) if ragged else leaf.shape[0], part, of)
+        if rows.stop - rows.start < at_least:
+            rows = slice(0, at_least)
+        if isinstance(leaf, tf.SparseTensor):
+            start = [rows.start, *[0] * (leaf.shape.rank - 1)]
+            return tf.sparse.slice(leaf, start, [rows.stop - rows.start, *leaf.shape[1:]])
+        return leaf[rows]
+
+    return keras.tree.map_structure(rows_of, batch, none_is_leaf=False)

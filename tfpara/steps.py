@@ -116,6 +116,26 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     )
 
 
+def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset` with elements that are copies.
+
+    What a Python function has yielded (`from_generator`, `PyDataset`) may be the memory of the
+    caller's own arrays. TensorFlow's steps write their results over the parts of a batch that it
+    has divided.
+    """
+
+    def copied(tensor: tf.Tensor) -> tf.Tensor:
+        opaque = tensor.dtype in (tf.variant, tf.resource) or tensor.dtype.is_quantized
+        return tensor if opaque else tf.raw_ops.DeepCopy(x=tensor)
+
+    @tf.autograph.experimental.do_not_convert
+    def copy(*element: Any) -> Any:
+        tensors = [copied(t) for t in tf.nest.flatten(element, expand_composites=True)]
+        return tf.nest.pack_sequence_as(dataset.element_spec, tensors, expand_composites=True)
+
+    return dataset.map(copy)
+
+
 def without_tuner(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """`dataset` without tf.data's tuner, unless its options ask for it.
 

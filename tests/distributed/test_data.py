@@ -1,0 +1,184 @@
+"""Which rows `fit` trains on, for every kind of data, against plain Keras and a count by hand."""
+
+import json
+import multiprocessing
+
+import keras
+import kinds_of_data as kinds
+import numpy as np
+import pytest
+import tensorflow as tf
+from cluster_of_processes import run_all_well
+
+import tfpara
+from tfpara import reading
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The rows of each epoch of plain Keras, which a set of rows by hand confirms."""
+    kinds.write_files(tmp_path_factory.mktemp("rows"))
+    found = {}
+    for kind in kinds.KINDS:
+        found[kind] = kinds.trained(kinds.make(), kind)["epochs"]
+        for epoch in found[kind]:
+            numbers = [row[0] for row in epoch]
+            assert numbers == list(range(len(epoch))), kind
+            assert len(epoch) in (32, 40, kinds.ROWS), kind
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(strategy):
+    return kinds.make(strategy)
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_two_devices_train_on_each_row_once(kind, strategy, model, plain):
+    found = kinds.trained(model, kind, strategy)
+    assert found["epochs"] == plain[kind]
+    assert found["untouched"]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one device", "two devices"])
+def workers(request, plain, tmp_path_factory):
+    """What two workers have trained on, evaluated and refused."""
+    place = tmp_path_factory.mktemp("data")
+    options = [
+        {
+            "kinds": list(kinds.KINDS),
+            "devices": request.param,
+            "out": str(place / f"{rank}.json"),
+        }
+        for rank in range(2)
+    ]
+    run_all_well("feed.py", options, timeout=500)
+    return [json.loads((place / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def together(parts):
+    return sorted(row for part in parts for row in part)
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_two_workers_train_on_each_row_once(kind, workers, plain):
+    found = [worker["trained"][kind] for worker in workers]
+    assert all(f["untouched"] for f in found)
+    epochs = [together(parts) for parts in zip(*(f["epochs"] for f in found), strict=True)]
+    assert epochs == plain[kind]
+    assert all(part for f in found for part in f["epochs"]), "a worker had nothing"
+
+
+def test_two_workers_evaluate_each_row_once(workers, plain):
+    assert together(w["evaluated"] for w in workers) == plain["arrays"][0]
+    training, validation = (together(w["split"][k] for w in workers) for k in range(2))
+    assert [row[0] for row in training] == list(range(31))
+    assert [row[0] for row in validation] == list(range(31, kinds.ROWS))
+    assert [w["predicted"] for w in workers] == [kinds.ROWS] * 2
+
+
+REFUSALS = {
+    "arrays of this worker": "rows: those of worker 1",
+    "batch sizes": "batch_size: worker 0 has 8, worker 1 has 9",
+    "shard": "worker 0 has [[2, 0]], worker 1 has [[2, 1]]",
+    "slices": "rows: those of worker 1",
+    "shuffle seeds": "keras.utils.set_random_seed(1)",
+    "seeds": "keras.utils.set_random_seed(1)",
+    "PyDataset of this worker": "rows: those of worker 1",
+    "generator of this worker": "rows: those of worker 1",
+    "generator that draws": "np.random.default_rng(1)",
+    "evaluate": "rows: those of worker 1",
+    "processes": "use_multiprocessing=False",
+    "unbatched": "Write dataset.batch(32)",
+    "read again": "Write steps_per_epoch=…",
+}
+
+
+def test_data_that_would_leave_rows_out_are_refused_by_every_worker(workers):
+    refused = [worker["refused"] for worker in workers]
+    assert refused[0] == refused[1]
+    assert set(refused[0]) == set(REFUSALS)
+    for name, words in REFUSALS.items():
+        assert words in refused[0][name], (name, refused[0][name])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_one_worker_reads_in_processes(method, strategy, model, plain, monkeypatch):
+    context = multiprocessing.get_context(method)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda: context)
+    x, y, w = kinds.arrays()
+    epochs = kinds.Epochs()
+    data = kinds.Batches((x, y, w), workers=2, use_multiprocessing=True)
+    model.fit(data, epochs=2, verbose=0, callbacks=[epochs])
+    assert epochs.rows == plain["arrays"][:2]
+
+
+def test_orders_differ_between_epochs_and_are_those_of_the_seed(strategy):
+    extended = strategy.extended
+    extended.order.seed = 5
+    orders = [extended.next_order(20) for _ in range(2)]
+    assert orders[0] == orders[1], "no step was taken between them"
+    extended.position.move(extended.position.epoch + 1, extended.steps_seen)
+    assert extended.next_order(20) != orders[0]
+    assert sorted(orders[0]) == list(range(20))
+
+
+def test_a_resumed_run_goes_on_in_the_orders_that_it_had(tmp_path):
+    class Noted(kinds.Batches):
+        def __getitem__(self, index):
+            self.data[-1].append(index)
+            return tuple(a[index * 8 : index * 8 + 8] for a in self.data[:2])
+
+    x, y, _ = kinds.arrays()
+    read, seeds = [], []
+    for epochs in (2, 4):
+        strategy = tfpara.PeriodicSyncStrategy(
+            tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"]
+        )
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        read.append([])
+        callbacks = [tfpara.callbacks.Checkpoint(str(tmp_path / "run"))]
+        model.fit(Noted((x, y, read[-1])), epochs=epochs, verbose=0, callbacks=callbacks)
+        seeds.append(strategy.extended.order.seed)
+    assert seeds[0] == seeds[1]
+    orders = [reading.shuffled(6, seeds[0], epoch) for epoch in range(4)]
+    # Each fit reads two batches first, for their shapes.
+    assert read[0] == [0, 1, *orders[0], *orders[1]]
+    assert read[1] == [0, 1, *orders[2], *orders[3]]
+
+
+def test_nested_inputs_are_divided(strategy):
+    def model():
+        a, b = keras.Input((2,), name="a"), keras.Input((1,), name="b")
+        joined = keras.layers.Concatenate()([a, b])
+        return keras.Model({"a": a, "b": b}, {"c": keras.layers.Dense(1)(joined), "d": b})
+
+    class Nested(kinds.Batches):
+        def __getitem__(self, index):
+            x, y, w = super().__getitem__(index)
+            return {"a": x, "b": y}, {"c": y, "d": y}, {"c": w, "d": w}
+
+    x, y, w = kinds.arrays()
+    losses = []
+    a, b, c = Nested((x, y, w), batch=len(x))[0]
+    for scope, given in [
+        (tf.distribute.get_strategy(), {"x": Nested((x, y, w))}),
+        (strategy, {"x": Nested((x, y, w), workers=2)}),
+        (strategy, {"x": (Nested((x, y, w))[k] for k in range(6))}),
+        (strategy, {"x": a, "y": b, "sample_weight": c, "batch_size": 8}),
+    ]:
+        keras.utils.set_random_seed(1)
+        with scope.scope():
+            net = model()
+            net.compile(keras.optimizers.SGD(0.0), {"c": "mse", "d": "mse"})
+        losses.append(net.fit(**given, verbose=0).history["loss"])
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 3, rtol=1e-5)

@@ -1,0 +1,189 @@
+"""Who reads what, reading ahead, and what tells one worker's data from another's."""
+
+import random
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfpara import division, reading
+from tfpara.steps import with_own_memory
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+def test_each_part_of_each_batch_has_one_reader(count, workers):
+    order = reading.shuffled(count, seed=7, epoch=2)
+    plans = [reading.reads(order, worker, workers) for worker in range(workers)]
+    for plan in plans:
+        assert sum(len(read.parts) for read in plan) == count, "steps"
+    rows = [0] * (10 * count)
+    for read in (read for plan in plans for read in plan):
+        for part in read.parts:
+            for row in range(10)[reading.bounds(10, part, read.of)]:
+                rows[10 * read.batch + row] += 1
+    assert rows == [1] * (10 * count)
+
+
+def test_whole_batches_have_one_reader_each():
+    plans = [reading.reads([4, 2, 0, 3, 1], worker, 2) for worker in range(2)]
+    assert [[read.batch for read in plan] for plan in plans] == [[4, 0, 1], [2, 3, 1]]
+
+
+def test_endless_data_are_read_in_turn():
+    plans = [reading.endless_reads(worker, 2) for worker in range(2)]
+    assert [[next(plan).batch for _ in range(3)] for plan in plans] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_orders_are_by_seed_and_epoch():
+    orders = {(s, e): tuple(reading.shuffled(30, s, e)) for s in range(3) for e in range(3)}
+    assert len(set(orders.values())) == 9
+    assert reading.shuffled(30, 1, 2) == list(orders[1, 2])
+
+
+class Slow:
+    """Later numbers are there sooner."""
+
+    def __init__(self):
+        self.threads, self.read = set(), []
+
+    def __getitem__(self, number):
+        self.threads.add(threading.get_ident())
+        self.read.append(number)
+        time.sleep(0.02 * (number % 2 == 0))
+        if number == 90:
+            raise KeyError("no such row")
+        return number
+
+
+@pytest.mark.parametrize("workers, processes", [(0, False), (1, False), (3, False)])
+def test_what_is_read_ahead_comes_in_order(workers, processes):
+    data, numbers = Slow(), [5, 3, 8, 2, 9, 1, 0, 4]
+    assert list(reading.ahead(data, numbers, workers, processes, 3)) == numbers
+    assert (threading.get_ident() in data.threads) == (workers < 2)
+
+
+def test_no_more_is_read_ahead_than_allowed_and_an_abandoned_pass_ends():
+    before, data = threading.active_count(), Slow()
+    batches = reading.ahead(data, range(80), 2, False, 4)
+    next(batches)
+    batches.close()
+    assert len(data.read) <= 6
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_an_error_in_a_thread_comes_where_its_batch_would():
+    batches = reading.ahead(Slow(), [1, 90, 2], 2, False, 4)
+    assert next(batches) == 1
+    with pytest.raises(KeyError, match="no such row"):
+        next(batches)
+
+
+def test_common_randomness_leaves_no_trace():
+    random.seed(1), np.random.seed(1)
+    expected = random.random(), np.random.normal()
+    random.seed(1), np.random.seed(1)
+    draws = []
+    for _ in range(2):
+        with reading.common_randomness("3/4"):
+            draws.append((random.random(), np.random.normal()))
+    assert draws[0] == draws[1]
+    assert (random.random(), np.random.normal()) == expected
+
+
+def facts(**changes):
+    return {"kind": "arrays", "rows": 9, "values": [1.0, 2.0], **changes}
+
+
+@pytest.mark.parametrize(
+    "theirs, words",
+    [
+        (facts(), ""),
+        (facts(values=[1.0, 2.0 + 1e-5]), ""),
+        (facts(values=[1.0, 2.1]), "rows: those of worker 1 are not those of worker 0"),
+        (facts(values=[1.0]), "rows: those of worker 1"),
+        (facts(rows=8), "rows: worker 0 has 9, worker 1 has 8"),
+        ({"kind": division.OWN}, "kind: worker 0 has 'arrays'"),
+        (facts(**{"shuffle seed": 3}), "the same seed|set_random_seed"),
+    ],
+)
+def test_differences_are_told(theirs, words):
+    mine = facts(**{"shuffle seed": 2}) if "shuffle seed" in theirs else facts()
+    found = division.difference([mine, theirs])
+    assert bool(found) == bool(words)
+    assert any(word in found for word in words.split("|"))
+
+
+def test_own_data_may_differ():
+    assert not division.difference([{"kind": division.OWN}] * 3)
+
+
+@pytest.mark.parametrize("order", [np.arange(40), np.arange(40).reshape(8, 5)])
+def test_values_tell_orders_apart(order):
+    values = division.values_of({"a": order, "none": None})
+    assert values == division.values_of({"a": tf.constant(order), "none": None})
+    assert values != division.values_of({"a": order[::-1], "none": None})
+    if order.ndim > 1:
+        assert values != division.values_of({"a": order[:, ::-1], "none": None})
+
+
+def test_facts_tell_datasets_apart(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text("one\n")
+    text = tf.data.TextLineDataset
+    numbers = tf.data.Dataset.range(8)
+    pairs = [
+        (numbers.shard(2, 0).batch(2), numbers.shard(2, 1).batch(2)),
+        (numbers.shuffle(8, seed=1).batch(2), numbers.shuffle(8, seed=2).map(abs).batch(2)),
+        (text(str(tmp_path / "a")).batch(2), text(str(tmp_path / "b")).batch(2)),
+        (numbers.batch(2), numbers.take(6).batch(2)),
+        (numbers.batch(2), numbers.batch(4, drop_remainder=True)),
+        (
+            tf.data.Dataset.from_tensor_slices(["a", "b"]).batch(2),
+            tf.data.Dataset.from_tensor_slices(["a", "c"]).batch(2),
+        ),
+    ]
+    for one, other in pairs:
+        mine, theirs = division.facts_of_dataset(one), division.facts_of_dataset(other)
+        assert not division.difference([mine, division.facts_of_dataset(one)])
+        assert division.difference([mine, theirs]), (mine, theirs)
+
+
+class Pair(NamedTuple):
+    x: tf.Tensor
+    y: tf.Tensor
+
+
+def test_copies_have_the_elements_and_the_structure_of_what_they_copy():
+    ragged = tf.ragged.constant([[1], [2, 3]])
+    sparse = tf.sparse.from_dense([[0, 1], [2, 0]])
+    element = {"a": Pair(tf.constant([1, 2]), tf.constant(["u", "v"])), "b": (ragged, sparse)}
+    for one in (element, Pair(tf.constant([1.0]), tf.constant([True])), tf.constant([1, 2])):
+        dataset = tf.data.Dataset.from_tensors(one)
+        copies = with_own_memory(dataset)
+        assert copies.element_spec == dataset.element_spec
+        assert int(copies.cardinality()) == 1
+        tensors = [
+            tf.nest.flatten(next(iter(d)), expand_composites=True) for d in (dataset, copies)
+        ]
+        for original, copy in zip(*tensors, strict=True):
+            np.testing.assert_array_equal(original.numpy(), copy.numpy())
+
+
+def test_batches_have_a_first_axis_in_common():
+    def spec(*shape):
+        return tf.TensorSpec(shape)
+
+    for good in [(spec(None, 4), spec(None)), spec(8, 3), {"a": spec(8, 3), "b": spec(8)}]:
+        division.check_batched(good)
+    division.check_batched((tf.RaggedTensorSpec([None, None]), spec(None)))
+    division.check_batched(tf.TensorSpec(None))
+    for bad in [(spec(4), spec()), (spec(64), spec(10)), spec()]:
+        with pytest.raises(ValueError, match=r"Write dataset.batch\(32\)"):
+            division.check_batched(bad)

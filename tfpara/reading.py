@@ -1,0 +1,156 @@
+"""Python data read ahead, and who reads what.
+
+Without TensorFlow, for other processes import this to read.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import itertools
+import multiprocessing
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Read(NamedTuple):
+    """A batch that a worker reads, and which parts of it, among `of`, are its steps."""
+
+    batch: int
+    parts: range
+    of: int
+
+
+def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
+    """What a worker reads in one pass over `order`, so that each part of each batch has one reader.
+
+    Batches are read by one worker each, in turn, and are `workers` steps of it. Those that are left
+    over at the end are read by all, and are one step of each. So every worker takes as many steps
+    as there are batches.
+
+    Args:
+        order: the numbers of the batches of this pass.
+        worker: 0 … workers − 1, the one that reads.
+        workers: that share the data.
+    """
+    order = list(order)
+    whole = len(order) // workers * workers
+    own = [Read(batch, range(workers), workers) for batch in order[worker:whole:workers]]
+    return own + [Read(batch, range(worker, worker + 1), workers) for batch in order[whole:]]
+
+
+def endless_reads(worker: int, workers: int) -> Iterator[Read]:
+    """`reads` of data without an end, in their own order."""
+    for batch in itertools.count(worker, workers):
+        yield Read(batch, range(workers), workers)
+
+
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """The numbers 0 … count − 1 in the order of an epoch, which all who have the seed agree on."""
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+class Order:
+    """What the orders of shuffled Python data come from; kept in checkpoints."""
+
+    seed: int | None = None
+
+    def get_state(self) -> int | None:
+        return self.seed
+
+    def set_state(self, state: int | None) -> None:
+        self.seed = state
+
+
+def random_states() -> list[Any]:
+    """The states of Python's and NumPy's common generators, as JSON carries them."""
+    kind, keys, *rest = np.random.get_state()
+    return [random.getstate(), [kind, [int(k) for k in keys], *rest]]
+
+
+def set_random_states(states: list[Any]) -> None:
+    """Goes back to what `random_states` returned."""
+    (version, internal, gauss), numpys = states
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(tuple(numpys))
+
+
+@contextlib.contextmanager
+def common_randomness(seed: str) -> Iterator[None]:
+    """Python's and NumPy's common generators draw by a seed meanwhile, and then as before."""
+    states = random_states()
+    random.seed(seed)
+    np.random.seed(random.getrandbits(32))
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+def bounds(rows: int, part: int, of: int) -> slice:
+    """The rows of a batch that are one of its parts; these differ by one row at most."""
+    return slice(rows * part // of, rows * (part + 1) // of)
+
+
+def ahead(
+    dataset: Any, numbers: Iterable[int], workers: int, processes: bool, size: int
+) -> Generator[Any, None, None]:
+    """`dataset[number]` of each number in turn, read ahead by threads or processes.
+
+    Args:
+        dataset: what is read; with `processes` a copy of it, as it is now.
+        numbers: what is read of it.
+        workers: threads, or processes; with fewer than 2 threads nothing is read ahead.
+        processes: whether to read in processes, of Python's chosen start method.
+        size: how many are read ahead at most.
+
+    Raises:
+        RuntimeError: a process ended.
+    """
+    if workers < 2 and not processes:
+        yield from (dataset[number] for number in numbers)
+        return
+    executor: concurrent.futures.Executor
+    read: Callable[[int], Any]
+    if processes:
+        executor = concurrent.futures.ProcessPoolExecutor(
+            max(1, workers), multiprocessing.get_context(), _keep, (dataset,)
+        )
+        read = _kept
+    else:
+        executor = concurrent.futures.ThreadPoolExecutor(workers)
+        read = dataset.__getitem__
+    waiting: collections.deque[concurrent.futures.Future] = collections.deque()
+    try:
+        for number in numbers:
+            waiting.append(executor.submit(read, number))
+            if len(waiting) > max(1, size):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except concurrent.futures.BrokenExecutor as error:
+        raise RuntimeError(
+            "a process that reads a PyDataset ended. Start methods spawn and forkserver let it "
+            "import the script: put all that this does below "
+            'if __name__ == "__main__":.'
+        ) from error
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+_dataset: Any = None  # of a process that reads
+
+
+def _keep(dataset: Any) -> None:
+    global _dataset
+    _dataset = dataset
+
+
+def _kept(number: int) -> Any:
+    return _dataset[number]
