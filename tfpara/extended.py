@@ -206,6 +206,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._trained: dict[int, _Trained] = {}  # by the model's id
         self._synchronizers_made = 0
         self.fits = self.tests = 0  # calls of Keras' fit and evaluate that run
+        self._creates_alone = False  # whether other workers create no variables now
         self._undivided = False  # whether each worker gets all of the data that are distributed
         self._created = 0
         horovod = settings.collectives == "horovod" and found.num_workers > 1
@@ -551,6 +552,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return self._experimental_distribute_dataset(dataset, None)
 
     @contextlib.contextmanager
+    def creating_alone(self) -> Iterator[None]:
+        """Variables that are created meanwhile are this worker's own, unknown to the others."""
+        former, self._creates_alone = self._creates_alone, True
+        try:
+            yield
+        finally:
+            self._creates_alone = former
+
+    @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
         """Datasets that are distributed meanwhile go whole to this worker's replicas."""
         self._undivided = True
@@ -619,9 +629,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 if isinstance(first, _CheckpointInitialValue):
                     first = first.wrapped_value
                 first = tf.convert_to_tensor(first, kwargs.get("dtype"))
-                if tf.executing_eagerly() and kwargs.get("synchronization") != (
-                    tf.VariableSynchronization.ON_READ
-                ):
+                shared = kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ
+                if shared and tf.executing_eagerly() and not self._creates_alone:
                     first = self._chiefs_value(first, kwargs.get("name") or "Variable")
             else:
                 first = tf.identity(primary_var.read_value())

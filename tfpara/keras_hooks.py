@@ -103,13 +103,17 @@ def _by_the_chief(write: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(write)
     def saving(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = _strategy(model) if isinstance(filepath, (str, os.PathLike)) else None
+        strategy = _strategy(model)
         if strategy is None:
             return write(model, filepath, *args, **kwargs)
-        if not strategy.is_chief:
-            return None
-        with _scratch(os.fspath(filepath)) as scratch:
-            return write(model, scratch, *args, **kwargs)
+        # To see what optimizers and layers have by nature, Keras makes some, with variables.
+        with strategy.extended.creating_alone():
+            if not isinstance(filepath, (str, os.PathLike)):
+                return write(model, filepath, *args, **kwargs)
+            if not strategy.is_chief:
+                return None
+            with _scratch(os.fspath(filepath)) as scratch:
+                return write(model, scratch, *args, **kwargs)
 
     return saving
 

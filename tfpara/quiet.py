@@ -28,12 +28,13 @@ for line in sys.stdin.buffer:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 """
-# Of MultiWorkerMirroredStrategy: its cluster, health checks that are ours, and operations that are
-# configured when the strategy is made, as they have to be.
+# Of MultiWorkerMirroredStrategy: its cluster and devices, health checks that are ours, and
+# operations that are configured when the strategy is made, as they have to be.
 _ABOUT_TENSORFLOW = re.compile(
     "MultiWorkerMirroredStrategy with cluster_spec|Check health not enabled"
     "|Single-worker MultiWorkerMirroredStrategy|Collective ops is not configured"
-    "|Enabling collective ops after"
+    "|Enabling collective ops after|Enabled multi-worker collective ops with available devices"
+    "|Using MirroredStrategy with devices"
 )
 
 

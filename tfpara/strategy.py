@@ -135,7 +135,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         settings = dataclasses.replace(settings, collectives=chosen)
         if found.num_workers > 1 and found.is_chief and collectives == "auto":
             # Shown by default only where there was a choice.
-            level = logging.WARNING if found.rank_variable else logging.INFO
+            level = logging.WARNING if found.rank_variable else logging.DEBUG
             _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
         if found.num_workers > 1 and chosen == "horovod":
             horovod_group.join(found, startup_timeout_seconds, timeout_seconds)
