@@ -1,7 +1,9 @@
-"""`python -m tfpara`."""
+"""What newcomers meet first: `python -m tfpara`, and the names that editors show."""
 
+import ast
 import importlib
 import re
+from pathlib import Path
 
 import keras
 import tensorflow as tf
@@ -24,3 +26,10 @@ def test_it_prints_the_versions_and_examples_that_there_are(capsys):
 def test_it_says_what_to_write_in_place_of_arguments(capsys):
     assert main(["-n", "2", "script.py"]) == 2
     assert "was given '-n 2 script.py'. Write tfpara-launch" in capsys.readouterr().err
+
+
+def test_editors_and_type_checkers_see_the_names_that_there_are():
+    tree = ast.parse(Path(tfpara.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {name.asname: node.module for node in block.body for name in node.names}
+    assert seen == tfpara._LOCATION | dict.fromkeys(tfpara._MODULES, "tfpara")

@@ -7,9 +7,52 @@ The names below load TensorFlow when they are first used, so that `tfpara.cluste
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfpara.version import __version__
+
+if TYPE_CHECKING:  # for type checkers and editors; the same names as below
+    from tfpara import callbacks as callbacks
+    from tfpara import cluster as cluster
+    from tfpara import launch as launch
+    from tfpara import optimizers as optimizers
+    from tfpara import pretraining as pretraining
+    from tfpara import schedules as schedules
+    from tfpara import startup as startup
+    from tfpara.algorithms import ASGD as ASGD
+    from tfpara.algorithms import BMUF as BMUF
+    from tfpara.algorithms import BSP as BSP
+    from tfpara.algorithms import EASGD as EASGD
+    from tfpara.algorithms import EMA as EMA
+    from tfpara.algorithms import MA as MA
+    from tfpara.algorithms import AsyncEASGD as AsyncEASGD
+    from tfpara.algorithms import AveragedASGD as AveragedASGD
+    from tfpara.algorithms import BMUFAdam as BMUFAdam
+    from tfpara.algorithms import DiLoCo as DiLoCo
+    from tfpara.algorithms import Downpour as Downpour
+    from tfpara.algorithms import Outer as Outer
+    from tfpara.algorithms import RunningThenMean as RunningThenMean
+    from tfpara.algorithms import SlowMo as SlowMo
+    from tfpara.checkpoint_store import CheckpointError as CheckpointError
+    from tfpara.fingerprint import FingerprintError as FingerprintError
+    from tfpara.parameter_server.books import Pushed as Pushed
+    from tfpara.parameter_server.checkpointing import AsyncCheckpoint as AsyncCheckpoint
+    from tfpara.parameter_server.chunks import Chunks as Chunks
+    from tfpara.parameter_server.errors import ChunkError as ChunkError
+    from tfpara.parameter_server.errors import DivergedError as DivergedError
+    from tfpara.parameter_server.lobby import ParameterServerError as ParameterServerError
+    from tfpara.parameter_server.search import ChunkRateSearch as ChunkRateSearch
+    from tfpara.parameter_server.simulated import simulate_async as simulate_async
+    from tfpara.parameter_server.simulation import Speed as Speed
+    from tfpara.parameter_server.start_mean import StartMean as StartMean
+    from tfpara.parameter_server.strategy import AsyncStatistics as AsyncStatistics
+    from tfpara.parameter_server.strategy import AsyncStrategy as AsyncStrategy
+    from tfpara.program import run as run
+    from tfpara.saved_model import export as export
+    from tfpara.simulation import simulate as simulate
+    from tfpara.startup import StartupError as StartupError
+    from tfpara.statistics import SyncStatistics as SyncStatistics
+    from tfpara.strategy import PeriodicSyncStrategy as PeriodicSyncStrategy
 
 _LOCATION = {
     "ASGD": "tfpara.algorithms",
