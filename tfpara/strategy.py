@@ -450,8 +450,9 @@ def _starting_first() -> Iterator[None]:
             raise
         raise RuntimeError(
             "TensorFlow was used before the strategy was made, and cannot join a cluster any more. "
-            "Make the strategy before any tensor, variable, model or optimizer; give "
-            "tfpara.Outer a function, as in Outer(lambda: keras.optimizers.Adam(0.1))."
+            "Make the strategy before any tensor, variable, dataset, layer, metric, model or "
+            "optimizer; give tfpara.Outer a function, as in "
+            "Outer(lambda: keras.optimizers.Adam(0.1))."
         ) from error
 
 
