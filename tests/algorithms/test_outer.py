@@ -91,8 +91,9 @@ def test_adagrad_by_hand():
 
 
 def test_defaults_are_the_papers():
-    assert repr(DiLoCo()) == "Outer(SGD(learning_rate=0.7, momentum=0.9, nesterov=True))"
-    assert repr(SlowMo()) == "Outer(SGD(learning_rate=1.0, momentum=0.7))"
+    diloco, slowmo = repr(DiLoCo().resolve(2)), repr(SlowMo().resolve(2))
+    assert diloco == "Outer(SGD(learning_rate=0.7, momentum=0.9, nesterov=True))"
+    assert slowmo == "Outer(SGD(learning_rate=1.0, momentum=0.7))"
 
 
 @given(models, trajectories)
@@ -260,6 +261,14 @@ def test_repr_is_the_same_on_every_worker_and_tells_settings_apart():
     assert repr(Outer(O.Adam(0.1))) != repr(Outer(O.Adam(0.2)))
     assert repr(Outer(O.Adam(schedule()))) == repr(Outer(O.Adam(schedule())))
     assert "0x" not in repr(Outer(O.Adam(schedule())))
+
+
+def test_repr_before_the_strategy_calls_no_function():
+    made = []
+    rule = Outer(lambda: made.append(O.Adam(0.1)) or made[-1])
+    assert repr(rule) == "Outer(a function, called when the strategy is made)" and not made
+    assert repr(rule.resolve(2)) == repr(Outer(O.Adam(0.1)))
+    assert len(made) == 1
 
 
 def test_a_rate_assigned_before_counts():

@@ -250,6 +250,14 @@ def test_one_worker_trains_like_keras(rule, period, optimizer):
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
+def test_repr_tells_the_workers_and_the_settings():
+    strategy = simulate_async(2, AsyncEASGD(), sync_period=3, averages={"mean": EMA(0.9)})
+    rule, averages = AsyncEASGD().resolve(2), {"mean": EMA(0.9)}
+    assert "elasticity=0.45" in repr(rule)
+    said = f"AsyncStrategy of 2 workers: {rule}, sync_period=3, averages={averages}"
+    assert repr(strategy) == said
+
+
 def test_without_elasticity_the_servers_model_stays():
     model, _ = train(simulate_async(2, AsyncEASGD(0.0)), epochs=1)
     np.testing.assert_array_equal(model.get_weights()[0], np.full((INPUTS, CLASSES), 1 / 8))

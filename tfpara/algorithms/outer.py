@@ -74,15 +74,18 @@ class Outer:
     keras_optimizer: keras.optimizers.Optimizer | Callable[[], keras.optimizers.Optimizer]
 
     def __post_init__(self) -> None:
-        given = self.keras_optimizer
-        if isinstance(given, keras.optimizers.Optimizer | type) or not callable(given):
+        if not self._is_function:
             self._check_element_by_element()
+
+    @property
+    def _is_function(self) -> bool:
+        given = self.keras_optimizer
+        return callable(given) and not isinstance(given, keras.optimizers.Optimizer | type)
 
     @functools.cached_property
     def _optimizer(self) -> keras.optimizers.Optimizer:
         given: Any = self.keras_optimizer
-        is_function = callable(given) and not isinstance(given, keras.optimizers.Optimizer | type)
-        optimizer = given() if is_function else given
+        optimizer = given() if self._is_function else given
         _check_kind(optimizer)
         _check_options(optimizer)
         return optimizer
@@ -92,6 +95,9 @@ class Outer:
         return KerasStep(self._optimizer)
 
     def __repr__(self) -> str:
+        if self._is_function and "_optimizer" not in vars(self):
+            # To print a rule must not start TensorFlow before it knows the cluster.
+            return "Outer(a function, called when the strategy is made)"
         return f"Outer({_settings(self._optimizer)})"
 
     def resolve(self, num_replicas: int) -> Outer:
