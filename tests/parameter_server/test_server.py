@@ -51,7 +51,7 @@ def check_counts(got, times, pushes, workers):
 
 @pytest.mark.long
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("ps", "minibatches"), [(1, 500), (2, 2500)])
+@pytest.mark.parametrize(("ps", "minibatches"), [(1, 500), (2, 1000)])
 def test_no_update_is_lost(ps, minibatches):
     pushes = 4 * minibatches
     got = run(
