@@ -5,6 +5,8 @@ weights are averaged by hand every τ steps.
 """
 
 import contextlib
+import gc
+import weakref
 
 import keras
 import numpy as np
@@ -667,6 +669,36 @@ def test_minibatches_of_a_fixed_size_are_not_dropped_at_an_uneven_end():
         parts = strategy.experimental_local_results(element)
         sizes.append([len(part["x"]) for part in parts])
     assert sizes == [[6, 6, 6], [6, 6, 6], [6, 0, 0]]
+
+
+@pytest.mark.parametrize("way", ["shared", "own", "whole"])
+def test_a_pass_owns_the_dataset_that_it_reads(monkeypatch, way):
+    """Its thread that reads ahead asks that dataset for types; freed, it ended the process."""
+    strategy = make_strategy()
+    data = tf.data.Dataset.from_tensor_slices(np.arange(96.0)).batch(4)
+    made = []
+
+    def remembering(self, options, *more):
+        found = with_options(self, options, *more)
+        if options.experimental_distribute.num_devices is not None:  # by the iterator itself
+            made.append(weakref.ref(found))
+        return found
+
+    with_options = tf.data.Dataset.with_options
+    monkeypatch.setattr(tf.data.Dataset, "with_options", remembering)
+    if way == "own":
+        distributed = strategy.distribute_datasets_from_function(lambda _: data)
+    else:
+        with strategy.extended.undivided() if way == "whole" else contextlib.nullcontext():
+            distributed = strategy.experimental_distribute_dataset(data)
+    iterator = iter(distributed)
+    next(iterator)
+    del distributed
+    gc.collect()
+    assert len(made) == 1 and made[0]() is not None
+    del iterator
+    gc.collect()
+    assert made[0]() is None
 
 
 def test_datasets_go_without_the_tuner_unless_they_ask_for_it():

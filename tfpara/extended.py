@@ -67,30 +67,64 @@ from tensorflow.python.trackable.base import CheckpointInitialValue as _Checkpoi
 
 
 @contextlib.contextmanager
-def _untuned() -> Iterator[None]:
-    """Iterators over several devices are made without tf.data's tuner.
+def _own_iterators() -> Iterator[None]:
+    """Iterators over devices are made that own their dataset, and without tf.data's tuner.
 
     Each device's part is a dataset of its own, whose options nothing public reaches; see
     `without_tuner` for why. Where an iterator is deleted its tuner's thread is waited for, by every
     device in turn.
     """
-    make = _multi_device._create_device_dataset
+    make, iterator = _multi_device._create_device_dataset, _multi_device.OwnedMultiDeviceIterator
     _multi_device._create_device_dataset = lambda *args: without_tuner(make(*args))
+    _multi_device.OwnedMultiDeviceIterator = _OwningIterator
     try:
         yield
     finally:
         _multi_device._create_device_dataset = make
+        _multi_device.OwnedMultiDeviceIterator = iterator
+
+
+class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
+    """An iterator over devices that keeps the dataset which it reads.
+
+    TensorFlow's makes that dataset itself, and gives it up. Its thread that reads ahead has a bare
+    pointer to it; since 2.21 it asks there for each element's types, and may find freed memory.
+    """
+
+    def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
+        made = None if dataset is None else _Remembering(dataset)
+        super().__init__(made, *args, **kwargs)
+        self._kept = made  # the last attribute, so it goes after the iterator
+
+
+class _Remembering:
+    """Stands for a dataset where an iterator asks for one that has options of its own."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+
+    def with_options(self, options: tf.data.Options) -> tf.data.Dataset:
+        self.with_its_options = self._dataset.with_options(options)
+        return self.with_its_options
 
 
 def _resumed(begin: Callable[[], Any], extended: PeriodicSyncExtended) -> Any:
     """A pass over a dataset, behind the minibatches trained before the run was resumed."""
     for synchronizer in extended.synchronizers:
         synchronizer.step_is_over()
-    with _untuned():
+    with _own_iterators():
         iterator = begin()
     for _ in range(extended.position.take_steps()):
         next(iterator)
     return iterator
+
+
+class _UndividedDataset(_input_lib.DistributedDataset):
+    """A dataset that this worker reads alone, and that is not trained on."""
+
+    def __iter__(self) -> Any:
+        with _own_iterators():
+            return super().__iter__()
 
 
 class _Datasets(_input_lib.DistributedDatasetsFromFunction):
@@ -583,7 +617,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         dataset = without_tuner(_safe(dataset))
         if self._undivided:
             with self._alone():
-                return super()._experimental_distribute_dataset(dataset, options)
+                whole = super()._experimental_distribute_dataset(dataset, options)
+            if isinstance(whole, _input_lib.DistributedDataset):
+                whole.__class__ = _UndividedDataset
+            return whole
         distributed = super()._experimental_distribute_dataset(dataset, options)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset

@@ -12,12 +12,7 @@ import pytest
 import tensorflow as tf
 from cluster_of_processes import run_all_well
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    # Not understood: there a worker crashed in three of six runs, once seen in Keras'
-    # EpochIterator.reset of an evaluate that a callback of the user calls.
-    pytest.mark.skipif(tf.__version__ >= "2.21", reason="a worker may crash on TensorFlow 2.21"),
-]
+pytestmark = pytest.mark.timeout(600)
 ROUNDS = 5
 X = np.random.default_rng(0).normal(size=(96, 16)).astype("float32")
 
