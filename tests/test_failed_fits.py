@@ -3,6 +3,9 @@
 Checkpoint has a test of its own in test_checkpoint.py.
 """
 
+import os
+import signal
+
 import keras
 import numpy as np
 import pytest
@@ -10,7 +13,16 @@ import tensorflow as tf
 
 import tfpara
 from tfpara import fit_call
-from tfpara.callbacks import StopTogether, SyncPeriod, Trace, WarmStart
+from tfpara.callbacks import (
+    Checkpoint,
+    Preempted,
+    SearchRate,
+    StopTogether,
+    SyncPeriod,
+    Trace,
+    WarmStart,
+    rate_search,
+)
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(96, 4)).astype("float32")
@@ -69,6 +81,58 @@ def test_after_a_warm_start_that_failed_replicas_sync(made, batch, again):
     assert strategy.sync_period == TAU
     # The block that was open, then two whole ones and the rest of the epoch.
     assert syncs(strategy) == 4 if again else syncs(strategy) >= 3
+
+
+@pytest.mark.parametrize("method", ["broadcast_replica", "set_sync_period"])
+def test_after_a_warm_start_whose_end_fails_replicas_sync(made, monkeypatch, method):
+    strategy, model = made
+    call = getattr(strategy, method)
+
+    def interrupted(*arguments):
+        if arguments != (None,):  # as where the warm epoch begins
+            raise KeyboardInterrupt
+        call(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, WarmStart(verbose=0), epochs=2)
+    assert strategy.sync_period == TAU
+
+
+def test_an_interrupted_search_for_rates_leaves_the_model_and_its_rate(made, monkeypatch):
+    strategy, model = made
+    fit(model)
+    trained = [c for v in model.variables for c in strategy.experimental_local_results(v.value)]
+    before = [c.numpy() for c in trained]
+    calls = []
+
+    def interrupted(*_):
+        calls.append([c.numpy() for c in trained])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rate_search, "evaluate", interrupted)
+    sample = tf.data.Dataset.from_tensor_slices((X, X[:, :3])).batch(8).take(4)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, SearchRate(sample, verbose=0))
+    assert any((a != b).any() for a, b in zip(calls[0], before, strict=True))  # it had trained
+    for component, value in zip(trained, before, strict=True):
+        np.testing.assert_array_equal(component, value)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+
+
+def test_a_wish_to_end_that_was_granted_is_not_that_of_the_next_fit(made, tmp_path):
+    strategy, model = made
+
+    def ask(number, logs):
+        if strategy.statistics().steps < STEPS:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(Preempted):
+        fit(model, keras.callbacks.LambdaCallback(on_train_batch_end=ask), checkpoint, epochs=2)
+    assert strategy.statistics().steps < STEPS
+    fit(model, checkpoint, epochs=2)  # caught, and gone on with
 
 
 def test_after_a_failure_inside_a_block_a_schedule_of_periods_begins_anew(made):

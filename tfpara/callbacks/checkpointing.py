@@ -267,6 +267,7 @@ class Checkpoint(keras.callbacks.Callback):
                     flush=True,
                 )
             self._stand_down()
+            self._termination.asked = False  # granted
             raise Preempted(RESTART_EXIT_CODE)
 
     def _listen(self) -> None:

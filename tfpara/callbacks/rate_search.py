@@ -108,12 +108,16 @@ class SearchRate(Schedule):
         """Each candidate's loss, infinite where it diverges; leaves the model as it was."""
         model = self.model
         before = TrainingState(model, shared=False)  # nothing is synchronised meanwhile
+        former = learning_rate(model)
         losses = []
         for rate in rates:
             model.optimizer.learning_rate = rate
-            self._train(sample)
-            losses.append(math.inf if self._any_has_diverged(before) else self._score(sample))
-            before.restore()
+            try:
+                self._train(sample)
+                losses.append(math.inf if self._any_has_diverged(before) else self._score(sample))
+            finally:
+                before.restore()
+                model.optimizer.learning_rate = former
         # The epoch's own metrics begin now.
         model.reset_metrics()
         return losses

@@ -127,11 +127,11 @@ class WarmStart(Schedule):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._alone:
             return
-        self._alone = False
         strategy = self.model.distribute_strategy
         # First this: at the end of a block the rule would change the weights.
         strategy.broadcast_replica(self.model, 0)
         strategy.set_sync_period(self._period)
+        self._alone = False
         if epoch + 1 == self._epochs:
             self.say(
                 epoch, f"all {strategy.num_replicas} replicas go on from the model of the first."
