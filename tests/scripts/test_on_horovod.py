@@ -22,8 +22,9 @@ def test_training(run_well, corpus_directory, tmp_path):
     flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path / 'run'}", *SMALL)
     ended = run_well("train", *flags, **ON_HOROVOD)
     assert json.loads((tmp_path / "run" / "history.json").read_text())["summary"]["workers"] == 2
-    [choice] = lines(ended, "[chief]")
+    choice, started = lines(ended, "[chief]")
     assert "tfpara: collectives=horovod: HOROVOD_RANK is set" in choice
+    assert started.startswith("tfpara: PeriodicSyncStrategy of 2 workers, 2 replicas")
     # Horovod has nothing to say about workers that leave one after the other.
     assert not lines(ended, "[worker 1]")
 
@@ -40,5 +41,5 @@ def test_errors_are_one_line_on_every_worker(run, corpus_directory, tmp_path, fl
     ended = run("train", *where, *SMALL, *flags, **ON_HOROVOD)
     assert ended.returncode == 1
     for prefix in ("[chief]", "[worker 1]"):
-        said = [line for line in lines(ended, prefix) if "tfpara: collectives" not in line]
+        said = [line for line in lines(ended, prefix) if "tfpara: " not in line]
         assert len(said) == 1 and said[0].startswith("train: ") and words in said[0], ended.err
