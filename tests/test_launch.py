@@ -317,6 +317,21 @@ def test_log_files_hold_what_workers_wrote(script, tmp_path):
         )
 
 
+@pytest.mark.parametrize("level", [None, "0"])
+def test_notes_of_tensorflows_import_are_shown_where_all_is_asked_for(script, monkeypatch, level):
+    notes = [
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+        "I0000 00:00:1795.449318   14332 cudart_stub.cc:31] Could not find cuda drivers",
+    ]
+    kept = ["W0000 00:00:1795.449318   14332 cudart_stub.cc:31] a warning", "the user's"]
+    path = script(f"import sys; print(*{notes + kept}, sep='\\n', file=sys.stderr)")
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    *shown, _ = launch("-n", 1, path)[2].splitlines()
+    assert shown == [f"[chief] {line}" for line in (notes + kept if level else kept)]
+
+
 def test_only_the_chief_has_a_terminal(script):
     path = script(RANK + r"import sys; print(rank, sys.stdout.isatty(), end='\r5%\r10%\n')")
     terminal, launchers_end = pty.openpty()

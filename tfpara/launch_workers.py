@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 from tfpara import launch_output as output
 from tfpara import launch_signals as signals
+from tfpara import quiet
 
 # After a failure the others have this long to end by themselves, so that their own error messages
 # come out, before they get SIGTERM.
@@ -173,6 +174,8 @@ class Launcher:
             else:
                 for line in output.read_lines(source, log):
                     self._listen(rank, line)
+                    if to_stderr and quiet.is_chatter(line):
+                        continue  # of TensorFlow's import, before the program could leave it out
                     self._console.line(rank, name, line, to_stderr)
         except OSError as error:  # nobody reads our output any more, or a disk is full
             if not isinstance(error, BrokenPipeError):

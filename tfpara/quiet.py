@@ -15,11 +15,13 @@ import warnings
 from collections.abc import Iterator
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Notes (not warnings) of TensorFlow's server, which has its own log and does not read the level.
+# Notes (not warnings) of TensorFlow's server and of its search for CUDA, which have their own log
+# and do not read the level.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
-    r"|I0000 [\d:. ]+ (grpc_server_lib|coordination_service\w*)\.cc:\d+\] "
+    r"|I0000 [\d:. ]+ (grpc_server_lib|coordination_service\w*|cudart_stub)\.cc:\d+\] "
 )
+_IS_CHATTER = re.compile(_CHATTER.encode())
 _PASS_ON = """
 import re, sys
 chatter = re.compile(sys.argv[1].encode())
@@ -61,6 +63,11 @@ def starting() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(_is_news)
+
+
+def is_chatter(line: bytes) -> bool:
+    """Whether a line of stderr, of any process, is a note that is left out."""
+    return not _shows_all() and _IS_CHATTER.match(line) is not None
 
 
 def _shows_all() -> bool:
