@@ -13,7 +13,7 @@ class Syncs:
 
     def __init__(self):
         self.began = lambda: 0.0
-        self.aborted = []
+        self.aborted, self.told = [], []
         self._looked = threading.Semaphore(0)
 
     def waiting_since(self):
@@ -31,7 +31,9 @@ class Syncs:
 @pytest.fixture
 def syncs():
     syncs = Syncs()
-    watchdog = Watchdog(1.0, syncs.waiting_since, syncs.aborted.append)
+    watchdog = Watchdog(
+        1.0, syncs.waiting_since, syncs.told.append, lambda: syncs.aborted.append(1)
+    )
     yield syncs
     watchdog.stop()
 
@@ -50,7 +52,32 @@ def test_each_sync_that_lasts_too_long_is_ended_once(syncs):
         syncs.began = lambda began=began: began
         syncs.looks(4)
         assert len(syncs.aborted) == ended
-        assert "timeout_seconds=1" in syncs.aborted[-1]
         syncs.began = lambda: 0.0
         syncs.looks(2)
     assert len(syncs.aborted) == 2
+
+
+def test_a_wait_is_told_of_at_growing_intervals(monkeypatch):
+    monkeypatch.setattr("tfpara.watchdog._TELL_SECONDS", 100.0)
+    syncs = Syncs()
+    watchdog = Watchdog(
+        1e6, syncs.waiting_since, syncs.told.append, lambda: syncs.aborted.append(1)
+    )
+    watchdog.stop()
+    assert syncs.told == []
+    began = time.monotonic()
+    waited = iter([50, 101, 150, 199, 201, 399, 401, 402, 2e6, 2e6])
+
+    class Steps(threading.Event):
+        """Each wait is a look later."""
+
+        def wait(self, timeout=None):
+            self.now = next(waited, None)
+            return self.now is None
+
+    watchdog._stop = steps = Steps()
+    watchdog._waiting_since = lambda: began
+    monkeypatch.setattr("tfpara.watchdog.time.monotonic", lambda: began + steps.now)
+    watchdog._watch()
+    assert syncs.told == [101, 201, 401]
+    assert len(syncs.aborted) == 1

@@ -76,6 +76,7 @@ _LOCATION = {
     "MA": "tfpara.algorithms",
     "Outer": "tfpara.algorithms",
     "FingerprintError": "tfpara.fingerprint",
+    "MismatchError": "tfpara.control",
     "ParameterServerError": "tfpara.parameter_server.lobby",
     "PeriodicSyncStrategy": "tfpara.strategy",
     "Pushed": "tfpara.parameter_server.books",

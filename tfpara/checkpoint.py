@@ -28,6 +28,7 @@ from tfpara.checkpoint_store import CheckpointError, Store
 from tfpara.exchange import everyones
 from tfpara.fingerprint import differences
 from tfpara.model_variables import training_variables
+from tfpara.place import Purpose
 from tfpara.settings import versions
 from tfpara.synchronizer import Synchronizer
 
@@ -163,7 +164,8 @@ class Checkpoints:
     # -- agreeing ------------------------------------------------------------------------------
 
     def _everyones(self, value: Any, name: str) -> list[Any]:
-        return everyones(value, self._extended.control, f"checkpoint/{name}")
+        advice = "give tfpara.callbacks.Checkpoint to fit on every worker"
+        return everyones(value, self._extended.control, Purpose(f"in Checkpoint ({name})", advice))
 
     def _together(self, action: Any, name: str, chief_only: bool = False) -> list[Any]:
         """Does something on every worker; returns what it gave, by rank.

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfpara.collectives import Collectives
+from tfpara.control import Control
+from tfpara.place import Purpose
 
 # What the collectives carry, and in what they carry other dtypes without loss.
 _CARRIED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -17,34 +18,34 @@ _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
 )
 
 
-def everyones(value: Any, collectives: Collectives, name: str) -> list[Any]:
+def everyones(value: Any, control: Control, purpose: Purpose) -> list[Any]:
     """What each worker has, by rank.
 
     Args:
         value: anything that JSON can carry; what it cannot is sent as its `repr`.
-        collectives: between the workers; every worker must call this with the same `name`.
-        name: of the exchange.
+        control: between the workers; every worker must call this for the same purpose.
+        purpose: of the exchange.
     """
     text = json.dumps(value, default=repr, sort_keys=True).encode()
-    lengths = collectives.all_gather(tf.constant([len(text)]), f"{name}/length").numpy()[:, 0]
+    lengths = control.together(purpose, len(text))
     # Of few lengths, for TensorFlow keeps something for every shape that was sent.
-    padded = np.zeros(1 << int(lengths.max()).bit_length(), np.int32)
+    padded = np.zeros(1 << max(lengths).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
-    table = collectives.all_gather(tf.constant(padded), f"{name}/text").numpy()
+    table = control.collectives.all_gather(tf.constant(padded), "text").numpy()
     return [
         json.loads(bytes(row[:length].astype(np.uint8)))
         for row, length in zip(table, lengths, strict=True)
     ]
 
 
-def joined(tensor: tf.Tensor, axis: int, collectives: Collectives, name: str) -> tf.Tensor:
+def joined(tensor: tf.Tensor, axis: int, control: Control, purpose: Purpose) -> tf.Tensor:
     """The workers' tensors, one after the other along an axis, by rank.
 
     Args:
         tensor: this worker's; of all but its size along `axis` the same on each worker.
         axis: along which they are joined.
-        collectives: between the workers; every worker must call this with the same `name`.
-        name: of the exchange.
+        control: between the workers; every worker must call this for the same purpose.
+        purpose: of the exchange.
 
     Raises:
         ValueError: on every worker, if they cannot be joined or sent.
@@ -52,7 +53,7 @@ def joined(tensor: tf.Tensor, axis: int, collectives: Collectives, name: str) ->
     axis = int(axis) % max(1, len(tensor.shape))
     sizes = list(tensor.shape)
     others = [size for k, size in enumerate(sizes) if k != axis]
-    facts = everyones([tensor.dtype.name, others, sizes[axis]], collectives, name)
+    facts = everyones([tensor.dtype.name, others, sizes[axis]], control, purpose)
     if any(fact[:2] != facts[0][:2] for fact in facts):
         told = "; ".join(f"worker {r}: {d} {o}" for r, (d, o, _) in enumerate(facts))
         raise ValueError(f"tensors that differ beside axis {axis} cannot be gathered: {told}.")
@@ -62,7 +63,7 @@ def joined(tensor: tf.Tensor, axis: int, collectives: Collectives, name: str) ->
     lengths = [length for _, _, length in facts]
     missing = max(lengths) - sizes[axis]
     padding = [[0, missing if k == axis else 0] for k in range(len(sizes))]
-    rows = collectives.all_gather(tf.pad(tf.cast(tensor, dtype), padding), f"{name}/rows")
+    rows = control.collectives.all_gather(tf.pad(tf.cast(tensor, dtype), padding), "rows")
     parts = [
         tf.gather(row, tf.range(length), axis=axis)
         for row, length in zip(tf.unstack(rows), lengths, strict=True)

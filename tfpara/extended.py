@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import random
 import re
 import sys
@@ -22,9 +23,10 @@ import tensorflow as tf
 # would otherwise mirror it.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfpara import cluster, failures
+from tfpara import cluster, failures, whereabouts
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
+from tfpara.control import Control
 from tfpara.division import difference, divided_between_workers
 from tfpara.epochs import Position
 from tfpara.exchange import everyones, joined
@@ -35,6 +37,7 @@ from tfpara.model_variables import (
     optimizers,
     replica_variables,
 )
+from tfpara.place import COMPILED_ANEW, VARIABLE, Place, Purpose, call
 from tfpara.reading import Order, random_states, set_random_states, shuffled
 from tfpara.settings import (
     Settings,
@@ -64,6 +67,13 @@ from tensorflow.python.data.ops import multi_device_iterator_ops as _multi_devic
 
 # What tf.train.Checkpoint hands to a variable that is created after its restore.
 from tensorflow.python.trackable.base import CheckpointInitialValue as _CheckpointInitialValue  # isort: skip
+
+_LATER_SECONDS = 10.0
+_log = logging.getLogger(__name__)
+_SYNCHRONIZE = call("strategy.synchronize()")
+_GATHER = call("strategy.gather()")
+_START = Purpose("making a strategy", "make strategies and models on every worker alike")
+_TRAIN = Purpose("beginning to train a model", "train the same models on every worker")
 
 
 @contextlib.contextmanager
@@ -234,12 +244,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.sync_period: int | None = settings.sync_period
         self.position = Position()
         self.order = Order()
+        self.place = Place()
+        self._found = found
+        self._whereabouts: whereabouts.Whereabouts | None = None
         self.blocks_closed = 0  # by Python code, on all workers alike
         self.written: list[Any] = []  # variables that optimizers write, while run() is traced
         self.states: dict[str, Any] = {"order of data": self.order}
         self._trained: dict[int, _Trained] = {}  # by the model's id
+        self.recent: keras.Model | None = None  # of these, the one that was trained last
         self._synchronizers_made = 0
-        self.fits = self.tests = 0  # calls of Keras' fit and evaluate that run
         self._creates_alone = False  # whether other workers create no variables now
         self._undivided = False  # whether each worker gets all of the data that are distributed
         self._created = 0
@@ -259,17 +272,52 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
         check_sendable(settings.compression, self.collectives)
         self.reports = self._collectives(1, host, "RING")
-        self.control = self._collectives(2, host, "RING", settings.timeout_seconds)
+        self.control = Control(
+            # The watchdog is before it, and knows who is silent.
+            self._collectives(2, host, "RING", settings.timeout_seconds + _LATER_SECONDS),
+            self.place,
+            self._in_turn,
+        )
         if self._num_workers > 1:
             self._abort = _horovod.abort if horovod else _abort
-            self._watchdog = Watchdog(settings.timeout_seconds, self._waiting_since, self._end_sync)
+            self._watchdog = Watchdog(
+                settings.timeout_seconds, self._waiting_since, self._tell_waiting, self._end_sync
+            )
 
-    def _end_sync(self, message: str) -> None:
-        failures.note_silence()
-        self._abort(message)
+    def connect(self, found: cluster.Cluster) -> None:
+        """From here on workers know of each other where they are; every one must call it."""
+        self._found = found
+        self._whereabouts = whereabouts.begin(
+            found,
+            lambda port: self.control.together(_START, port),
+            lambda: whereabouts.Row(self._where(), self._exchanges()),
+        )
+
+    def _where(self) -> str:
+        text, line = self.place.text(False), whereabouts.line_of_script()
+        return f"{text} [{line}]" if line else text
+
+    def _exchanges(self) -> list[str]:
+        """The exchanges in which this process waits."""
+        names = [s.name for s in self.synchronizers if s.waiting_since()]
+        return [*names, "meeting"] if self.place.began else names
+
+    def _tell_waiting(self, seconds: float) -> None:
+        table = self._whereabouts.table() if self._whereabouts else None
+        if table is None or not self._waiting_since():
+            return
+        _log.warning("%s", whereabouts.waiting_line(table, self._id_in_cluster, seconds))
+        # Beside a sync in the air another exchange may still begin.
+        apart = "" if self.settings.overlap else whereabouts.apart(table)
+        if apart:
+            self._abort(failures.note_apart(apart))
+
+    def _end_sync(self) -> None:
+        table = self._whereabouts.table() if self._whereabouts else None
+        self._abort(failures.note_silence(whereabouts.silent(table, self._found)))
 
     def _waiting_since(self) -> float:
-        return max((s.waiting_since() for s in self.synchronizers), default=0.0)
+        return max(self.place.began, *(s.waiting_since() for s in self.synchronizers), 0.0)
 
     def _collectives(
         self, group: int, device: str, communication: str, timeout_seconds: float = 0.0
@@ -290,18 +338,29 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "full-duplex transport": self.collectives.full_duplex,
             },
             self.control,
-            "start",
+            _START,
         )
         if self._num_workers > 1:
             # Keras shuffles arrays on every worker by itself: each would have an order of its own,
             # and the workers' parts would overlap. A seed that the user sets comes after this one.
             seed = tf.constant([random.SystemRandom().randrange(2**31)])
-            seed = self.control.broadcast(seed, "start/seed")
+            seed = self.control.collectives.broadcast(seed, "start/seed")
             if _context.global_seed() is None:
                 tf.random.set_seed(int(seed[0]))
             # What a script draws from here on, or a PyDataset shuffles by itself, as well.
-            chiefs = everyones(random_states(), self.control, "start/random")[0]
+            chiefs = everyones(random_states(), self.control, _START)[0]
             set_random_states(chiefs)
+
+    @contextlib.contextmanager
+    def in_fit(self, model: keras.Model) -> Iterator[None]:
+        """A call of a model's `fit`."""
+        former = self.recent
+        if self.trained(model):
+            self.recent = model
+        with self.place.in_fit():
+            yield
+        if self.place.fits:  # this one was called in another's callback
+            self.recent = former
 
     # -- synchronizers -----------------------------------------------------------------------
 
@@ -349,20 +408,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         _refuse(model)
         former = self._trained.get(id(model))
         if former is not None:
-            former.synchronizer.finish_block()
+            with self.place.meeting(COMPILED_ANEW):
+                former.synchronizer.finish_block()
         build_optimizer(model)
         local_results = self._container_strategy().experimental_local_results
         variables = replica_variables(
             model, local_results, self.settings.rule, self.settings.local_state
         )
-        name = f"model{self._synchronizers_made}"
-        self._synchronizers_made += 1
         # Without the layers' names, whose numbers count every model that a process has made.
         shapes = [
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
         ]
-        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, name)
+        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
+        name = f"model{self._synchronizers_made}"
+        self._synchronizers_made += 1
         settings = self.settings
         warn_of_outlasting_momentum(settings, getattr(model, "optimizer", None))
         synchronizer = Synchronizer(
@@ -378,6 +438,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             collectives=self.collectives,
             reports=self.reports,
             name=name,
+            place=self.place,
             make_variable=_plain_variable,
             overlap=settings.overlap,
             fragments=settings.fragments,
@@ -393,6 +454,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "strategy; each would keep a global model of them. Train one model that has both."
             )
         self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
+        self.recent = model
         return synchronizer
 
     def check_written(self, synchronizer: Synchronizer) -> None:
@@ -414,6 +476,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Of all models that were trained, in the order in which they were made."""
         return [trained.synchronizer for trained in list(self._trained.values())]
 
+    def _in_turn(self) -> list[Synchronizer]:
+        """All of them, first that of the model which others may still train."""
+        trained = sorted(self._trained.values(), key=lambda each: each.model is not self.recent)
+        return [each.synchronizer for each in trained]
+
     def trained(self, model: keras.Model) -> Synchronizer | None:
         """The synchronizer of a model, if it was trained."""
         found = self._trained.get(id(model))
@@ -433,10 +500,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         for synchronizer in self.synchronizers:
             synchronizer.set_sync_period(sync_period)
 
-    def finish_blocks(self) -> None:
+    def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
+        """Closes the open blocks of all models; every worker must call it for this purpose."""
         self.blocks_closed += 1
-        for synchronizer in self.synchronizers:
-            synchronizer.finish_block()
+        synchronizers = self._in_turn()
+        if synchronizers:
+            with self.place.meeting(purpose):
+                for synchronizer in synchronizers:
+                    synchronizer.finish_block()
 
     def broadcast_replica(self, model: keras.Model, replica: int) -> None:
         if not 0 <= replica < self._num_replicas_in_sync:
@@ -445,14 +516,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
         synchronizer = self.synchronizer_of(model)
         # First this: at the end of a block the rule changes the weights.
-        self.finish_blocks()
+        self.finish_blocks(call("strategy.broadcast_replica()"))
         worker, device = divmod(replica, len(self.worker_devices))
         weights, state = synchronizer.replica_values(device)
 
         def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
             mine = tensor if worker == self._id_in_cluster else tf.zeros_like(tensor)
             flat = tf.reshape(mine, [-1])
-            total = self.control.all_reduce([flat], f"replica/{k}")[0]
+            total = self.control.collectives.all_reduce([flat], f"replica/{k}")[0]
             return tf.reshape(total, tensor.shape)
 
         values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]
@@ -520,16 +591,20 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return super()._gather_to_implementation(value, destinations, axis, options)
         parts = self._container_strategy().experimental_local_results(value)
         mine = tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
-        return joined(mine, axis, self.control, "gather") if self._num_workers > 1 else mine
+        return joined(mine, axis, self.control, _GATHER) if self._num_workers > 1 else mine
 
     def _reduce_over_all(self, variable: Any, mean: bool) -> tf.Tensor:
+        purpose = self.place.of_metric()
         if tf.executing_eagerly():
-            self.finish_blocks()
+            if self.synchronizers:
+                self.finish_blocks(purpose)
+            else:
+                self.control.together(purpose)
         local = tf.add_n([v.read_value() for v in variable.values])
         if self._num_workers > 1 and tf.executing_eagerly():
             name = f"metric/{local.dtype.name}"
             flat = tf.reshape(local, [-1])
-            local = tf.reshape(self.control.all_reduce([flat], name)[0], local.shape)
+            local = tf.reshape(self.control.collectives.all_reduce([flat], name)[0], local.shape)
         return local / self._num_replicas_in_sync if mean else local
 
     # -- data --------------------------------------------------------------------------------
@@ -563,7 +638,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         drawn = (
             random.SystemRandom().getrandbits(48) if self.order.seed is None else self.order.seed
         )
-        everyone = everyones({"facts": facts, "seed": drawn}, self.control, "data")
+        everyone = everyones({"facts": facts, "seed": drawn}, self.control, self.place.of_data())
         self.order.seed = everyone[0]["seed"]
         found = difference([one["facts"] for one in everyone])
         if found:
@@ -691,14 +766,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         name = re.sub(r"_\d+(?=[/_]|$)", "", name)
         description = f"{name} {tuple(value.shape)} {value.dtype.name}"
         number = f"variable {self._created}"
-        digest = hashlib.blake2b(description.encode(), digest_size=8).digest()
-        mine = tf.constant([int.from_bytes(digest, "little", signed=True)], tf.int64)
-        everyone = self.control.all_gather(mine, "variable/check")
-        if not bool(tf.reduce_all(everyone == everyone[0])):
-            agree({f"model, {number}": description}, self.control, "variable/difference")
+        digest = hashlib.blake2b(description.encode(), digest_size=6).digest()
+        mine = int.from_bytes(digest, "little")
+        if any(theirs != mine for theirs in self.control.together(VARIABLE, mine)):
+            agree({f"model, {number}": description}, self.control, VARIABLE)
         if not (value.dtype.is_floating or value.dtype.is_integer):
             return value
-        return self.control.broadcast(value, "variable/value")
+        return self.control.collectives.broadcast(value, "variable/value")
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
         # The parent takes one CPU device at most.

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfpara.collectives import Collectives
+from tfpara.control import Control
 from tfpara.exchange import everyones
+from tfpara.place import Purpose
 
 
 class FingerprintError(ValueError):
     """Workers were started with different settings."""
 
 
-def agree(settings: Mapping[str, object], collectives: Collectives, name: str) -> None:
+def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) -> None:
     """Compares settings between workers.
 
     Args:
         settings: what has to be equal everywhere, by a key that the message can name. Values are
             compared by their JSON text.
-        collectives: between the workers; every worker must call this with the same `name`.
-        name: of the exchange.
+        control: between the workers; every worker must call this for the same purpose.
+        purpose: of the exchange.
 
     Raises:
         FingerprintError: on every worker, naming the keys that differ, and who has which value.
     """
-    everyone = everyones(settings, collectives, name)
+    everyone = everyones(settings, control, purpose)
     differing = differences({f"worker {i}": theirs for i, theirs in enumerate(everyone)})
     if differing:
         raise FingerprintError(

@@ -59,6 +59,7 @@ class Flight:
         state: NONE, FLYING or LANDED.
         fragment: the one that it carries.
         rows, table: this worker's reports, [replicas, columns], and those of all.
+        apart: who is where, if the workers have come to different exchanges; else "".
         committed: 1 if the table allowed an exchange, else 0.
         snapshots: for each local replica its buckets at the start.
         arrived: for each local device the buckets that the rule broadcast.
@@ -85,6 +86,7 @@ class Flight:
             self.committed = make(tf.zeros([], tf.int64), "flight_committed")
             self.rows = make(tf.zeros([len(devices), columns], tf.float64), "flight_rows")
             self.table = make(tf.zeros([num_replicas, columns], tf.float64), "flight_table")
+            self.apart = make(tf.constant(""), "flight_apart")
         self.snapshots: list[list[tf.Variable]] = []
         self.arrived: list[list[tf.Variable]] = []
         for number, device in enumerate(devices):

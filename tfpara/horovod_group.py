@@ -19,9 +19,10 @@ import tensorflow as tf
 
 from tfpara import ports, rendezvous, secret, startup
 from tfpara.cluster import Cluster
-from tfpara.collectives import Collectives
 from tfpara.collectives.horovod import HorovodCollectives, load
+from tfpara.control import Control
 from tfpara.exchange import everyones
+from tfpara.place import Purpose
 from tfpara.reach import unreachable
 
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
@@ -153,17 +154,17 @@ def _own_name(hvd: Any) -> str:
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
-def with_addresses(found: Cluster, collectives: Collectives) -> Cluster:
+def with_addresses(found: Cluster, control: Control) -> Cluster:
     """The cluster with the addresses at which its processes can be probed, if they can.
 
     Args:
         found: what was joined.
-        collectives: between its processes; every one must call this.
+        control: between its processes; every one must call this.
     """
     if _joined is None or (found.addresses and not found.rank_variable):
         return found
     own = f"{_own_name(load())}:{_joined.port.port}"
-    addresses = everyones(own, collectives, "addresses")
+    addresses = everyones(own, control, Purpose("telling its address"))
     whole = found._replace(addresses=tuple(addresses))
     # Behind a firewall nobody can be told from the dead.
     return found if unreachable(whole, _REACH_SECONDS) else whole

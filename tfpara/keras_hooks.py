@@ -12,6 +12,7 @@ replaced here, for models whose weights are a `PeriodicSyncStrategy`'s:
 - the progress bars of `fit`, `evaluate` and `predict` are the chief's, unless `verbose` is given;
 - `fit` and `evaluate` look first whether all workers have the same data, which they divide, and
   read Python data (`PyDataset`, generators) so that each batch has one reader;
+- `fit`, `evaluate` and lists of callbacks say where this worker is, for the others;
 - `predict` gives the worker that calls it all rows.
 
 None of them waits for other workers within a save, since scripts may call it on the chief alone.
@@ -49,8 +50,10 @@ from keras.src.trainers.data_adapters import data_adapter_utils as _adapter_util
 from tfpara import division, files, fit_call, reading, scope
 from tfpara.extended import PeriodicSyncExtended
 from tfpara.model_variables import strategy_of
+from tfpara.place import EVALUATE, FIT_END, Place
 
 _CALLBACKS = keras.callbacks
+_PLACE = "tfpara_place"  # attribute of a list of callbacks
 # The callbacks that write, and the attribute that says where.
 _PATHS = {
     _CALLBACKS.ModelCheckpoint: "filepath",
@@ -70,10 +73,12 @@ def install() -> None:
         _replace(keras.Model, method, _shown_by_the_chief)
     watch_fit()
     _replace(keras.Model, "fit", _together)
-    _replace(keras.Model, "evaluate", _noted)
+    _replace(keras.Model, "evaluate", _placed)
     _replace(keras.Model, "train_on_batch", _looked_at)
     _replace(keras.Model, "predict", _of_all_rows)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
+    for hook, make in _HOOKS.items():
+        _replace(_CALLBACKS.CallbackList, hook, make)
     _replace(_trainer, "TFEpochIterator", _with_divided_data)
     _replace(keras.Model, "_maybe_symbolic_build", _without_reading)
 
@@ -182,13 +187,40 @@ def _together(fit: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None:
             return fit(model, *args, **kwargs)
         _refuse_spent(signature.bind(model, *args, **kwargs).arguments)
-        with _within(strategy.extended, "fits"):
+        extended = strategy.extended
+        with extended.in_fit(model), _with_data("fit", strategy):
             history = fit(model, *args, **kwargs)
-        if strategy.num_workers > 1:
-            strategy.synchronize()
+            if strategy.num_workers > 1:
+                extended.finish_blocks(FIT_END)
         return history
 
     return fitting
+
+
+@contextlib.contextmanager
+def _with_data(name: str, strategy: Any) -> Iterator[None]:
+    """Says in a sentence that there are no data, for which Keras has an empty StopIteration."""
+    try:
+        yield
+    except StopIteration:
+        raise ValueError(
+            f"{name} got data without a single batch on worker {strategy.worker_index}. Every "
+            "worker needs at least one: give it data, or start fewer workers."
+        ) from None
+
+
+def _placed(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """`evaluate`, whose reading of metrics all workers must come to."""
+
+    @functools.wraps(evaluate)
+    def evaluating(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        strategy = _strategy(model)
+        if strategy is None:
+            return evaluate(model, *args, **kwargs)
+        with strategy.extended.place.in_call(EVALUATE), _with_data("evaluate", strategy):
+            return evaluate(model, *args, **kwargs)
+
+    return evaluating
 
 
 def _looked_at(train: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,28 +244,6 @@ def _look(model: keras.Model) -> None:
             "the model is trained while strategy.weights(...) shows others than the replicas' own; "
             "it would be lost on leaving. Leave first, and train then."
         )
-
-
-def _noted(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """`evaluate`, made to say that it runs."""
-
-    @functools.wraps(evaluate)
-    def evaluating(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        strategy = _strategy(model)
-        with contextlib.nullcontext() if strategy is None else _within(strategy.extended, "tests"):
-            return evaluate(model, *args, **kwargs)
-
-    return evaluating
-
-
-@contextlib.contextmanager
-def _within(extended: Any, calls: str) -> Iterator[None]:
-    """Counts a call of Keras on the strategy while it lasts."""
-    setattr(extended, calls, getattr(extended, calls) + 1)
-    try:
-        yield
-    finally:
-        setattr(extended, calls, getattr(extended, calls) - 1)
 
 
 def _of_all_rows(predict: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,8 +274,38 @@ def _with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
             prepared = [_prepared(callback, strategy) for callback in callbacks]
             given.arguments["callbacks"] = [p for p in prepared if p is not None]
         make(*given.args, **given.kwargs)
+        if strategy is not None:
+            setattr(given.arguments["self"], _PLACE, strategy.extended.place)
 
     return making
+
+
+def _in_place(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a hook of `CallbackList` say where `fit` is, and that it is in callbacks."""
+
+    def make(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def calling(callbacks: Any, *args: Any, **kwargs: Any) -> Any:
+            place: Place | None = getattr(callbacks, _PLACE, None)
+            if place is None:
+                return hook(callbacks, *args, **kwargs)
+            if name == "on_epoch_begin":
+                place.epoch_begins(*args[:1])
+            if name == "on_train_batch_begin":
+                place.step_begins(*args[:1])
+            with place.in_callbacks():
+                return hook(callbacks, *args, **kwargs)
+
+        return calling
+
+    return make
+
+
+_HOOKS = {
+    f"on_{of}_{when}": _in_place(f"on_{of}_{when}")
+    for of in ("train", "epoch", "train_batch")
+    for when in ("begin", "end")
+}
 
 
 def _prepared(callback: Any, strategy: Any) -> Any:
@@ -370,7 +410,7 @@ def _with_divided_data(make: Any) -> Callable[..., Any]:
         divided = extended.share != (0, 1)
         _check(adapter, extended, divided)
         # In the midst of an epoch the workers may be at different steps.
-        if divided and not (extended.fits and extended.tests):
+        if divided and not (extended.place.fits and extended.place.calls):
             extended.check_data(_facts(adapter), bool(getattr(adapter, "_shuffle", False)))
         if isinstance(adapter, _adapters.TFDatasetAdapter):
             dataset = adapter.get_tf_dataset()

@@ -77,8 +77,8 @@ class OverlappedSteps(SyncSteps):
     def _start_step(self) -> None:
         """Lets the sync of the block that ends here begin."""
         flight = self._in_the_air
-        began = now()
-        rows = self._rows(True, began)
+        began, mark = self._arrival()
+        rows = self._rows(True, mark)
         turn = self._turn.read_value()
 
         def start(fragment: int) -> tf.Tensor:
@@ -112,6 +112,7 @@ class OverlappedSteps(SyncSteps):
         with tf.control_dependencies([reports]):
             self._sync_began.assign(0.0)
             flight.table.assign(reports)
+            flight.apart.assign(self._apart(reports))
         committed = tf.cond(
             is_bad(reports, self._model_columns),
             lambda: tf.constant(0, tf.int64),  # `_touch_down` says why
@@ -184,7 +185,7 @@ class OverlappedSteps(SyncSteps):
     def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
         flight = self._in_the_air
         reports = flight.table.read_value()
-        problem = self._problem(reports)
+        problem = self._problem(reports, flight.apart.read_value())
 
         def landed() -> None:
             self._agree(reports)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from tfpara import cluster, failures
 from tfpara.cluster import Cluster
+from tfpara.place import END
 
 # Set to 1, an error that one sentence explains shows its frames as well.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
@@ -83,6 +84,7 @@ def _ran(
         _say(name, "interrupted")
         return _INTERRUPTED, False, "the chief has failed: interrupted"
     except Exception as error:
+        failures.say_last(error)
         sentence = _sentence(error)
         told = explain(error) if sentence is None and explain is not None else None
         if sentence is None and told is None:
@@ -115,6 +117,7 @@ def watch(strategy: Any, found: Cluster, timeout_seconds: float) -> None:
 
 def _hook(previous: Callable[..., Any]) -> Callable[..., None]:
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        failures.say_last(error)
         sentence = _sentence(error)
         if sentence is None and isinstance(error, KeyboardInterrupt) and _has_others():
             sentence = "interrupted"
@@ -200,5 +203,7 @@ def _part(strategy: Any) -> None:
     """
     import tensorflow as tf
 
-    with contextlib.suppress(tf.errors.OpError):
-        strategy.extended.control.barrier("end of the program")
+    from tfpara.control import MismatchError
+
+    with contextlib.suppress(tf.errors.OpError, MismatchError):
+        strategy.extended.control.together(END)

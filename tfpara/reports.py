@@ -2,7 +2,8 @@
 
 The reports of all replicas form a table, the same on every worker, one row per replica:
 1 while the replica has data left, else 0; index of the first weight with a NaN or Inf, or −1;
-signature of the weights that were set from outside; what its worker asks for (see `Request`); then,
+signature of the weights that were set from outside; what its worker asks for (see `Request`); its
+worker's mark (see `tfpara.place`): exchanges from Python so far, purpose of this one, epoch; then,
 for each part of the model that is averaged at times of its own, the samples and, after these, the
 minibatches since its last sync; then the steps that each optimizer has counted whose slots all
 share after the sync; then all minibatches that the replica has taken, and the learning rate of each
@@ -16,9 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
-RUNNING, NONFINITE, SIGNATURE, REQUEST, SAMPLES = range(5)  # and what follows: samples
+# And what follows: samples.
+RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 
 
 # Learning rates that differ by less, relatively, are the same, computed on two kinds of machines.
@@ -66,6 +69,23 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(bits * places) % (1 << 40), tf.float64)
 
 
+def are_apart(reports: tf.Tensor) -> tf.Tensor:
+    """Whether the workers have come to different exchanges, which only their order has paired.
+
+    All must have had as many exchanges from Python. Those that do not train must have come for the
+    same purpose; and where others train, it must be one for which these are waited for, in the same
+    epoch of `fit` or before it. An epoch of 0 is outside of `fit`.
+    """
+    running = reports[:, RUNNING] > 0.0
+    met, purpose, epoch = reports[:, MET], reports[:, PURPOSE], reports[:, EPOCH]
+    same = running | (purpose == tf.reduce_max(purpose))
+    infinity = tf.fill(tf.shape(epoch), tf.constant(np.inf, tf.float64))
+    last = tf.reduce_max(tf.where(running, epoch, -infinity))
+    awaited = tf.reduce_min(tf.where(running, infinity, epoch))
+    outside = tf.reduce_any(running & (epoch == 0.0)) & tf.reduce_any(~running & (epoch > 0.0))
+    return ~tf.reduce_all((met == met[0]) & same) | (last > awaited) | outside
+
+
 def is_bad(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
     """Whether the reports forbid a sync; `problem_of` says why."""
     good = (
@@ -73,6 +93,7 @@ def is_bad(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
         & tf.reduce_all(_have_equal_signatures(reports))
         & tf.reduce_all(_can_be_counted(reports[:, columns.samples]))
         & ~tf.reduce_any(_differing_rates(reports, columns))
+        & ~are_apart(reports)
     )
     return ~good
 
@@ -101,9 +122,21 @@ def _differing_rates(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
 
 
 def problem_of(
-    reports: tf.Tensor, columns: Columns, weight_names: Sequence[str], replicas_per_worker: int
+    reports: tf.Tensor,
+    columns: Columns,
+    weight_names: Sequence[str],
+    replicas_per_worker: int,
+    apart: tf.Tensor,
 ) -> tf.Tensor:
-    """The sentence that says why the reports forbid a sync, the same on every worker; or ""."""
+    """The sentence that says why the reports forbid a sync, the same on every worker; or "".
+
+    Args:
+        reports: of all replicas.
+        columns: what is where in them.
+        weight_names: by the index that reports give.
+        replicas_per_worker: devices of a worker.
+        apart: the sentence that says who is where, if the workers are apart, else "".
+    """
 
     def owner(replica: tf.Tensor) -> tf.Tensor:
         worker = replica // replicas_per_worker
@@ -140,7 +173,8 @@ def problem_of(
         problem = _rates_problem(reports, columns, owner)
         problem = tf.where(tf.reduce_all(counted), problem, uncounted)
         problem = tf.where(tf.reduce_all(_have_equal_signatures(reports)), problem, unequal)
-        return tf.where(tf.reduce_all(bad < 0.0), problem, nonfinite)
+        problem = tf.where(tf.reduce_all(bad < 0.0), problem, nonfinite)
+        return tf.where(apart == "", problem, apart)
 
 
 def _rates_problem(

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfpara import cluster, horovod_group, keras_hooks, program, quiet, scope, startup
 from tfpara.collectives.choice import choose
 from tfpara.extended import PeriodicSyncExtended, in_replica
+from tfpara.place import call
 from tfpara.reports import Request
 from tfpara.settings import (
     Settings,
@@ -151,6 +152,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             found = horovod_group.with_addresses(found, extended.control)
         program.watch(self, found, timeout_seconds)
         extended.start()
+        if found.num_workers > 1:
+            extended.connect(found)
         scope.watch(self)
         keras_hooks.install()
         quiet.install()
@@ -374,7 +377,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         What the chief wrote before is there after it: all workers may read it.
         """
-        self.extended.control.barrier("strategy")
+        self.extended.control.together(call("strategy.barrier()"))
 
     @contextlib.contextmanager
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
@@ -397,7 +400,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
-        self.synchronize()
+        self.extended.finish_blocks(call(f"strategy.weights(model, {which!r})"))
         synchronizer = self.extended.trained(model)
         if synchronizer is None and self.extended.is_stranger(model):
             raise ValueError(

@@ -17,12 +17,14 @@ from tfpara.averaging import Averaging, PlainWire, Shares, phase
 from tfpara.collectives import Collectives
 from tfpara.compression import CompressedWire
 from tfpara.global_state import GlobalState
+from tfpara.place import MARKS, TEXT_BYTES, Place, sentence
 from tfpara.replicas import Buckets, Replicas, ReplicaVariables
 from tfpara.reports import (
     REQUEST,
     RUNNING,
     SAMPLES,
     Columns,
+    are_apart,
     problem_of,
     signature_of,
     stop_if,
@@ -51,6 +53,7 @@ class SyncSteps:
         collectives: between the workers' lead devices, for the weights.
         reports: between the workers' hosts, for the reports.
         name: unique among the synchronizers of a run, the same on every worker.
+        place: where this process is, kept up to date by its owner.
         make_variable: creates a plain variable, `make_variable(initial_value, name)`.
         bucket_bytes: largest buffer sent in one piece.
         overlap: whether syncs run beside the training, to be merged where the next one begins; or
@@ -75,6 +78,7 @@ class SyncSteps:
         collectives: Collectives,
         reports: Collectives,
         name: str,
+        place: Place,
         make_variable: Callable[[Any, str], tf.Variable],
         bucket_bytes: int = 8 << 20,
         overlap: bool | int = False,
@@ -91,6 +95,7 @@ class SyncSteps:
         self._devices = list(devices)
         self._report_collectives = reports
         self._name = name
+        self._place = place
         self._fragments = fragments
         self._device_period = device_sync_period
         # State that no rule works on is averaged with the weights, or where a block is closed.
@@ -151,6 +156,7 @@ class SyncSteps:
         # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
         # loop's iteration too, and would not meet that of a worker elsewhere in its loop.
         self._sync = not_inlined(self._sync_step)
+        self._meet = not_inlined(self._meet_step)
         self._average_devices = not_inlined(self._average_devices_step)
 
     def _make_counters(
@@ -191,17 +197,34 @@ class SyncSteps:
 
     def _sync_step(self, running: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Whether no replica has data left, and what forbids the sync, "" if nothing does."""
-        began = now()
+        began, mark = self._arrival()
         self._sync_began.assign(began)
-        reports = self._gathered(self._rows(running, began))
+        reports = self._gathered(self._rows(running, mark))
         with tf.control_dependencies([reports]):
             met = now()
             # What the checks stop is over: only a collective can be waited for.
             self._sync_began.assign(0.0)
         is_last = tf.reduce_sum(reports[:, RUNNING]) == 0.0
-        problem = self._problem(reports)
+        problem = self._problem(reports, self._apart(reports))
         where(problem == "", lambda: self._close_block(reports, is_last, began, met))
         return is_last, problem
+
+    def _meet_step(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The numbers of all workers, and what forbids that they meet, "" if nothing does.
+
+        The exchange is that of the reports before a sync, so that a worker which comes to a sync
+        in place of it is noticed.
+        """
+        with tf.device("CPU:0"):
+            began, mark = self._arrival()
+            self._sync_began.assign(began)
+            flags = tf.constant([0.0, -1.0, 0.0, 0.0], tf.float64)  # no data, no bad weight
+            others = tf.zeros([self._columns - SAMPLES - 1], tf.float64)
+            row = tf.concat([flags, mark, number[tf.newaxis], others], 0)
+            reports = self._gathered(tf.stack([row] * len(self._devices)))
+            with tf.control_dependencies([reports]):
+                self._sync_began.assign(0.0)
+            return reports[:: len(self._devices), SAMPLES], self._apart(reports)
 
     def _close_block(
         self, reports: tf.Tensor, is_last: tf.Tensor, began: tf.Tensor, met: tf.Tensor
@@ -224,9 +247,19 @@ class SyncSteps:
             self._seconds.assign_add(tf.stack([ended - began, met - began]))
             self._next_turn(self._turn.read_value(), is_last)
 
-    def _rows(self, running: tf.Tensor | bool, after: tf.Tensor) -> tf.Tensor:
+    def _arrival(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """When and for what this worker comes to an exchange: the time as by `now`, and a mark."""
+
+        def arrival() -> np.ndarray:
+            return np.array([time.monotonic(), *self._place.mark()])
+
+        found = tf.numpy_function(arrival, [], tf.float64)
+        found.set_shape([1 + MARKS])
+        return found[0], found[1:]
+
+    def _rows(self, running: tf.Tensor | bool, mark: tf.Tensor) -> tf.Tensor:
         """This worker's reports, [replicas, columns]."""
-        with tf.control_dependencies([after]), phase("check"):
+        with tf.control_dependencies([mark]), phase("check"):
             never = self._period >= NEVER
             request = self._request.read_value()
             steps = self._block_steps.read_value()
@@ -245,7 +278,8 @@ class SyncSteps:
                 rates = [tf.cast(r[replica], tf.float64) for r in self._variables.rates]
                 rates = [tf.where(idle, tf.cast(np.nan, tf.float64), rate) for rate in rates]
                 flags = [running, bad, signature, request]
-                rows.append(tf.concat([flags, samples, steps, [*counts, taken, *rates]], 0))
+                own = [*counts, taken, *rates]
+                rows.append(tf.concat([flags, mark, samples, steps, own], 0))
             return tf.stack(rows)
 
     def _gathered(self, rows: tf.Tensor) -> tf.Tensor:
@@ -254,13 +288,29 @@ class SyncSteps:
             table = self._report_collectives.all_gather(rows, f"{self._name}/report")
         return tf.reshape(table, [self._num_replicas, self._columns])
 
+    def _apart(self, reports: tf.Tensor) -> tf.Tensor:
+        """Who is where, if the workers have come to different exchanges; else ""."""
+        workers = self._report_collectives.size
+        if workers == 1:
+            return tf.constant("")
+
+        def told() -> tf.Tensor:
+            mine = tf.numpy_function(
+                lambda: np.array(self._place.told(), np.int32), [], tf.int32, stateful=True
+            )
+            mine.set_shape([TEXT_BYTES])
+            table = self._report_collectives.all_gather(mine, f"{self._name}/places")
+            return tf.numpy_function(_sentence, [table], tf.string)
+
+        return tf.cond(are_apart(reports), told, lambda: tf.constant(""))
+
     def _agree(self, reports: tf.Tensor) -> None:
         running = tf.reduce_sum(reports[:, RUNNING])
         self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), running]))
 
-    def _problem(self, reports: tf.Tensor) -> tf.Tensor:
+    def _problem(self, reports: tf.Tensor, apart: tf.Tensor) -> tf.Tensor:
         names, own = self._replicas.averaged_names, len(self._devices)
-        return problem_of(reports, self._model_columns, names, own)
+        return problem_of(reports, self._model_columns, names, own, apart)
 
     def _next_turn(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
         """After a sync of the fragment `done`, or of all."""
@@ -399,6 +449,10 @@ def where(condition: tf.Tensor, function: Callable[[], Any]) -> tf.Tensor:
 
 def not_inlined(function: Callable[..., Any]) -> Any:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+
+
+def _sentence(table: np.ndarray) -> bytes:
+    return sentence([bytes(row.astype(np.uint8)) for row in table]).encode()
 
 
 def now() -> tf.Tensor:

@@ -23,7 +23,7 @@ from tfpara.buffers import Layout
 from tfpara.flight import FLYING, LANDED, NONE
 from tfpara.overlapped import OverlappedSteps
 from tfpara.replicas import Buckets, assign
-from tfpara.reports import Request, signature_of
+from tfpara.reports import Request, signature_of, stop_if
 from tfpara.statistics import Agreement, SyncStatistics
 from tfpara.sync_steps import NEVER
 
@@ -46,6 +46,11 @@ class Synchronizer(OverlappedSteps):
     Its arguments are those of `SyncSteps` and `OverlappedSteps`.
     """
 
+    @property
+    def name(self) -> str:
+        """The same on every worker, and another for each model."""
+        return self._name
+
     def finish_block(self) -> None:
         """Takes part in syncs until every worker has come here; closes the open block."""
         if self._device_period is not None:
@@ -55,6 +60,20 @@ class Synchronizer(OverlappedSteps):
                 self.merge()
             while not bool(self.sync(tf.constant(False))):
                 pass
+
+    def meet(self, number: float) -> list[float]:
+        """What each worker has given, by rank, in an exchange that no sync can be taken for.
+
+        Every worker must call it; a sync that is in the air is waited for.
+
+        Raises:
+            tf.errors.InvalidArgumentError: on every worker, if one has come to something else.
+        """
+        self.land()
+        with self._watched():
+            numbers, problem = self._meet(tf.constant(number, tf.float64))
+            stop_if(problem)
+        return numbers.numpy().tolist()
 
     def give_up_block(self) -> None:
         """What was trained since the last sync counts no more: a checkpoint takes its place.

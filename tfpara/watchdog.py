@@ -1,4 +1,4 @@
-"""Ends syncs in which another worker stays silent."""
+"""Says for whom a sync waits, and ends it where another worker stays silent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
+# From when on a wait is told of, and then each time that it has become twice as long.
+_TELL_SECONDS = 10.0
+
 
 class Watchdog:
     """A thread that looks now and then whether a sync has lasted too long.
@@ -14,17 +17,20 @@ class Watchdog:
     Args:
         timeout_seconds: the longest that a sync may last.
         waiting_since: when the sync under way began, on the monotonic clock; 0 if none is.
-        abort: makes the sync fail with a message.
+        tell: says for whom the sync has waited so many seconds.
+        abort: makes the sync fail.
     """
 
     def __init__(
         self,
         timeout_seconds: float,
         waiting_since: Callable[[], float],
-        abort: Callable[[str], None],
+        tell: Callable[[float], None],
+        abort: Callable[[], None],
     ) -> None:
         self._timeout = timeout_seconds
         self._waiting_since = waiting_since
+        self._tell = tell
         self._abort = abort
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tfpara-watchdog", daemon=True)
@@ -39,11 +45,17 @@ class Watchdog:
 
     def _watch(self) -> None:
         ended = 0.0  # when that sync began which was ended last
+        seen, tell_after = 0.0, _TELL_SECONDS  # the sync under way, and when to tell of it next
         while not self._stop.wait(min(1.0, self._timeout / 10.0)):
             began = self._waiting_since()
-            if began and began != ended and time.monotonic() - began > self._timeout:
+            if began != seen:
+                seen, tell_after = began, _TELL_SECONDS
+            waited = time.monotonic() - began
+            if not began or began == ended:
+                continue
+            if waited > self._timeout:
                 ended = began
-                self._abort(
-                    f"a sync lasted longer than timeout_seconds={self._timeout:g}; "
-                    "another worker is silent"
-                )
+                self._abort()
+            elif waited > tell_after:
+                tell_after *= 2.0
+                self._tell(waited)

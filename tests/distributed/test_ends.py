@@ -12,7 +12,10 @@ from launched import LAUNCH
 DEADLINE = 180.0  # seconds; reached only by a hang
 STARTED = "tfpara: PeriodicSyncStrategy of 2 workers, 2 replicas: BSP(), sync_period=2"
 # The second, while the connection is closed and the port is not yet.
-GONE = r"tfpara: a sync failed because ({} \(127\.0\.0\.1:\d+\) is gone|another worker stopped); .*"
+GONE = (
+    r"tfpara: a sync failed because ({} \(127\.0\.0\.1:\d+\) (is gone|has failed \(.*\))|"
+    r"another worker stopped); .*"
+)
 QUIET = [{"TF_CPP_MIN_LOG_LEVEL": "3"}] * 2  # as under the launcher
 PROGRAM = HERE / "programs/end.py"
 

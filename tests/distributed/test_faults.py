@@ -72,7 +72,40 @@ def test_a_dead_peer_is_named(fault, devices):
     assert gone.returncode == (-signal.SIGKILL if fault == "kill" else 0)
     assert survivor.returncode != 0
     assert "trained" not in survivor.output
-    assert f"worker 1 ({workers.addresses[1]})" in survivor.output
+    how = "is gone" if fault == "kill" else "has ended its program while others went on"
+    assert f"because worker 1 ({workers.addresses[1]}) {how}" in survivor.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("absent", "has ended its program while others went on; start all workers again."),
+        (
+            "empty",
+            "has failed (ValueError: fit got data without a single batch on worker 2. Every worker "
+            "needs at least one: give it data, or start fewer workers.); start all workers again.",
+        ),
+    ],
+)
+def test_a_worker_without_fit_or_data_is_named(fault, why):
+    with Workers("faults.py", [{"fault": "own"}, {"fault": "own"}, {"fault": fault}]) as workers:
+        *others, odd = workers.results()
+    assert odd.returncode == (0 if fault == "absent" else 1)
+    for result in others:
+        assert result.returncode != 0
+        assert f"because worker 2 ({workers.addresses[2]}) {why}\n" in result.output
+
+
+def test_a_long_wait_is_told_of():
+    """While it lasts: for whom, and where that is."""
+    options = {"timeout_seconds": 100}
+    waiting, late = run("faults.py", [options, {**options, "fault": "sleep"}])
+    assert waiting.returncode == late.returncode == 0
+    line = next(line for line in waiting.output.splitlines() if line.startswith("Waiting for"))
+    since, _, where = line.partition(" s: ")
+    assert since.startswith("Waiting for worker 1 in a sync since 1")
+    assert where.startswith("it is in callbacks of epoch 1 of fit, step 5 [faults.py, line ")
+    assert "Waiting" not in late.output
 
 
 def test_a_silent_peer_is_an_error_after_the_timeout():
@@ -84,4 +117,5 @@ def test_a_silent_peer_is_an_error_after_the_timeout():
             os.kill(workers.processes[1].pid, signal.SIGCONT)
         assert workers.processes[0].returncode != 0
         assert "trained" not in output
-        assert "timeout_seconds=5" in output
+        assert f"a sync failed because worker 1 ({workers.addresses[1]}) was silent" in output
+        assert "for longer than timeout_seconds=5" in output

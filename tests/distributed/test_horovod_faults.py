@@ -28,7 +28,8 @@ def test_a_silent_peer_is_an_error_after_the_timeout(fault):
             os.kill(workers.processes[1].pid, signal.SIGCONT)
         assert workers.processes[0].returncode == 1
     assert "trained" not in output
-    assert "a worker was silent for longer than timeout_seconds=5" in output
+    assert "a sync failed because worker 1 (127.0.0.1:" in output
+    assert "was silent for longer than timeout_seconds=5" in output
 
 
 def test_bad_weights_on_one_worker_stop_all():

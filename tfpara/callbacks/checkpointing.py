@@ -13,9 +13,11 @@ from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.termination import RESTART_EXIT_CODE, Termination
 from tfpara.checkpoint import IF_DAMAGED, Checkpoints, taken_up
 from tfpara.exchange import everyones
+from tfpara.place import Purpose
 from tfpara.reports import Request
 from tfpara.statistics import Agreement
 
+_WISHES = Purpose("in StopTogether", "give StopTogether to fit on every worker")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other
 
 
@@ -318,7 +320,7 @@ class StopTogether(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         extended = self.model.distribute_strategy.extended
         asked = extended.synchronizer_of(self.model).agreement().request == Request.STOP
-        wishes = everyones(bool(self.model.stop_training) or asked, extended.control, "stop")
+        wishes = everyones(bool(self.model.stop_training) or asked, extended.control, _WISHES)
         self.model.stop_training = any(wishes)
         self.model.distribute_strategy.answered()
         self._asked = False

@@ -17,6 +17,9 @@ from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.exchange import everyones
 from tfpara.model_variables import carried_states
+from tfpara.place import Purpose
+
+_LENGTH = Purpose("in HeldOut", "give HeldOut to fit on every worker")
 
 
 class HeldOut(keras.callbacks.Callback):
@@ -133,7 +136,7 @@ class HeldOut(keras.callbacks.Callback):
         mine = self._steps_per_epoch or self.params.get("steps") or 0
         extended = getattr(self.model.distribute_strategy, "extended", None)
         control = getattr(extended, "control", None)
-        lengths = everyones(int(mine), control, "epoch length") if control else [int(mine)]
+        lengths = everyones(int(mine), control, _LENGTH) if control else [int(mine)]
         if not all(lengths):
             raise ValueError(
                 f"HeldOut(times_per_epoch={self._times}): the number of steps in an epoch is not "

@@ -12,9 +12,12 @@ import tensorflow as tf
 from tfpara.callbacks.held_out import evaluate
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.exchange import everyones
+from tfpara.place import Purpose
 from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
 from tfpara.training_state import TrainingState
+
+_TRIED = Purpose("in SearchRate", "give SearchRate to fit on every worker")
 
 
 class SearchRate(Schedule):
@@ -130,7 +133,7 @@ class SearchRate(Schedule):
         """Whether a replica has, of any worker: `evaluate`, whose end is a sync, would refuse."""
         mine = before.has_diverged()
         control = getattr(self.model.distribute_strategy.extended, "control", None)
-        return any(everyones(mine, control, "rate search")) if control else mine
+        return any(everyones(mine, control, _TRIED)) if control else mine
 
     def _train(self, sample: Any) -> None:
         if self._step is None:

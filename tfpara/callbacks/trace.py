@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpara import fit_call, keras_hooks, traces
 from tfpara.exchange import everyones
+from tfpara.place import Purpose
 
 # Around the second sync: the first one compiles.
 _BEFORE, _AFTER = 20, 5
@@ -110,7 +111,7 @@ class Trace(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         mine = self._spans or []
         if getattr(strategy, "num_workers", 1) > 1:
-            found = everyones(mine, strategy.extended.control, "trace")
+            found = everyones(mine, strategy.extended.control, Purpose("writing a trace"))
         else:
             found = [mine]
         if getattr(strategy, "is_chief", True):

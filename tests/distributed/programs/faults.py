@@ -5,8 +5,9 @@ local_devices, look (whether it looks at the global model after a failure as wel
 (whether rates are searched and fall, an epoch is given up, and data are uneven), momentum (of the
 optimizer), and fault: null, "nan" (weights become NaN),
 "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other weights than the chief's),
-"leave" (exits with 0 in the middle of training), "sleep" (longer than the others wait), "rate"
-(a learning rate of its own).
+"leave" (exits with 0 in the middle of training), "absent" (before it), "sleep" (longer than the
+others wait), "rate" (a learning rate of its own), "own" (none, but data of its own), "empty" (no
+data of its own).
 """
 
 import json
@@ -100,7 +101,12 @@ def main():
         model.set_weights([w + 1.0 for w in model.get_weights()])
     x = np.random.default_rng(0).normal(size=(400, 6)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :4])).batch(8)
-    callbacks = [Fault(strategy, fault)] if fault not in (None, "load") else []
+    if fault in ("own", "empty"):
+        count = 0 if fault == "empty" else 20
+        data = strategy.distribute_datasets_from_function(lambda _, all=data: all.take(count))
+    if fault == "absent":
+        return
+    callbacks = [Fault(strategy, fault)] if fault not in (None, "load", "own", "empty") else []
     if scheduled:
         callbacks += schedules(strategy)
         count = 20 + strategy.worker_index  # of minibatches, one more on the second worker

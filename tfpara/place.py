@@ -1,0 +1,209 @@
+"""What this process is in, as it tells the others: its call, and the epoch and step of `fit`.
+
+Workers meet in exchanges, and all must come to the same ones. So each exchange carries a mark: how
+many exchanges this worker has had from Python, and what this one is for. Only the standard library
+is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+MARKS = 3  # numbers in a mark
+TEXT_BYTES = 512  # of what a worker says of itself
+
+
+class Purpose(NamedTuple):
+    """What all workers come to an exchange for.
+
+    Attributes:
+        text: where a worker in it is, as in "worker 0 is TEXT".
+        advice: what to do where not all are in it.
+        awaits_data: whether some may come to it while others still have data in the same epoch.
+    """
+
+    text: str
+    advice: str = "do the same on every worker, in the same order"
+    awaits_data: bool = False
+
+    @property
+    def number(self) -> float:
+        """The same for equal purposes, and almost surely another for others; at least 1."""
+        return 1.0 + zlib.crc32(self.text.encode())
+
+
+def call(text: str) -> Purpose:
+    """Of a function that is to be called by all."""
+    return Purpose(f"in {text}", f"call {text} on every worker or on none")
+
+
+EVALUATE = call("evaluate")
+METRIC = Purpose("reading a metric", "read metrics on every worker or on none")
+VARIABLE = Purpose("making a variable", "make models and variables on every worker alike")
+FIT_BEGIN = Purpose("at the beginning of fit", "call fit on every worker or on none")
+EPOCH_END = Purpose("at the end of an epoch", awaits_data=True)
+FIT_END = Purpose(
+    "at the end of fit",
+    "train as many epochs on every worker; where one alone may want to stop, add "
+    "tfpara.callbacks.StopTogether()",
+    awaits_data=True,
+)
+END = Purpose("at the end of its program")
+COMPILED_ANEW = Purpose("training a model that was compiled anew")
+
+
+class Place:
+    """Where this process is; kept up to date by what Keras and scripts call.
+
+    Attributes:
+        fits: calls of `fit` that are under way.
+        calls: what metrics are read for: calls such as those of `evaluate` that are under way.
+        met: exchanges from Python that all workers have come to.
+        began: since when this process waits in one of these, on the monotonic clock; 0 if it does
+            not.
+    """
+
+    def __init__(self) -> None:
+        self.fits = 0
+        self.met = 0
+        self.began = 0.0
+        self.calls: list[Purpose] = []
+        self._epoch = 0  # of fit, from 1 as Keras prints it; 0 before the first
+        self._step = 0  # the last that has begun in the epoch, from 1
+        self._callbacks = 0
+        self._purpose: Purpose | None = None
+
+    @contextlib.contextmanager
+    def in_fit(self) -> Iterator[None]:
+        """A call of `fit`."""
+        former = self.fits, self._epoch, self._step, self._callbacks
+        self.fits, self._epoch, self._step, self._callbacks = self.fits + 1, 0, 0, 0
+        try:
+            yield
+        finally:
+            self.fits, self._epoch, self._step, self._callbacks = former
+
+    @contextlib.contextmanager
+    def in_call(self, purpose: Purpose) -> Iterator[None]:
+        """A call in which metrics are read for a purpose."""
+        self.calls.append(purpose)
+        try:
+            yield
+        finally:
+            self.calls.pop()
+
+    @contextlib.contextmanager
+    def in_callbacks(self) -> Iterator[None]:
+        """Callbacks of `fit` run: what they call is not the end of an epoch."""
+        self._callbacks += 1
+        try:
+            yield
+        finally:
+            self._callbacks -= 1
+
+    @contextlib.contextmanager
+    def meeting(self, purpose: Purpose) -> Iterator[None]:
+        """An exchange of all workers; counts it, unless it fails."""
+        former, self._purpose = self._purpose, purpose
+        try:
+            yield
+            self.met += 1
+        finally:
+            self._purpose = former
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A wait that no model's sync knows of."""
+        self.began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.began = 0.0
+
+    def epoch_begins(self, epoch: int) -> None:
+        """Epoch number `epoch`, from 0, of `fit` begins."""
+        self._epoch, self._step = epoch + 1, 0
+
+    def step_begins(self, step: int) -> None:
+        """Step number `step`, from 0, of the epoch begins."""
+        self._step = step + 1
+
+    def of_metric(self) -> Purpose:
+        """What a metric is read for."""
+        if self.calls:
+            return self.calls[-1]
+        return EPOCH_END if self.fits and not self._callbacks else METRIC
+
+    def of_data(self) -> Purpose:
+        """What data are handed over for; in an epoch of `fit` they are those of validation."""
+        if self.calls:
+            return self.calls[-1]
+        return EVALUATE if self.fits and self._epoch else FIT_BEGIN
+
+    def mark(self) -> tuple[float, float, float]:
+        """What is compared: exchanges so far, what this one is for, and the epoch.
+
+        The purpose is 0 in a training step. The epoch is 0 outside of `fit`, and −1 where all
+        others have to come to the same exchange before they train on.
+        """
+        purpose = self._purpose
+        epoch = self._epoch if self.fits else 0
+        if purpose is None:
+            return float(self.met), 0.0, float(epoch)
+        alone = self.fits and not purpose.awaits_data
+        return float(self.met), purpose.number, -1.0 if alone else float(epoch)
+
+    def text(self, in_exchange: bool = True) -> str:
+        """Where this process is, as in "worker 0 is TEXT".
+
+        Args:
+            in_exchange: whether it is known to be in an exchange with others.
+        """
+        purpose = self._purpose or (self.calls[-1] if self.calls else None)
+        if not self.fits:
+            otherwise = "in a training step" if in_exchange else "outside of fit and evaluate"
+            return purpose.text if purpose else otherwise
+        epoch = f"epoch {self._epoch} of fit" if self._epoch else "the beginning of fit"
+        if purpose == FIT_BEGIN:
+            return purpose.text
+        if purpose == FIT_END:
+            return f"{purpose.text}, after epoch {self._epoch}"
+        if purpose == EPOCH_END:
+            return f"at the end of {epoch}"
+        if purpose:
+            return f"{purpose.text} ({'in' if self._epoch else 'at'} {epoch})"
+        if not self._epoch:
+            return f"at {epoch}"
+        if self._callbacks:
+            return f"in callbacks of {epoch}" + (f", step {self._step}" if self._step else "")
+        return f"in {epoch}" + (f" (step {self._step})" if self._step else "")
+
+    def told(self) -> list[int]:
+        """`TEXT_BYTES` bytes of which `sentence` makes, of all workers, what does not match."""
+        purpose = self._purpose or Purpose("", "")
+        rank = 0 if not purpose.text else 1 if purpose.awaits_data else 2
+        text = "\n".join([str(rank), self.text()[:300], purpose.advice])
+        return list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+
+
+def sentence(told: Sequence[bytes]) -> str:
+    """Who is where, and what to do.
+
+    Args:
+        told: what each worker has `told`, by rank.
+    """
+    said = [row.rstrip(b"\0").decode(errors="replace").split("\n") for row in told]
+    where: dict[str, list[str]] = {}
+    for rank, (_, text, _) in enumerate(said):
+        where.setdefault(text, []).append(str(rank))
+    parts: list[str] = []
+    for text, ranks in where.items():
+        who = f"worker{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        verb = "" if parts else "are " if len(ranks) > 1 else "is "
+        parts.append(f"{who} {verb}{text}")
+    advice = max(said, key=lambda each: int(each[0]))[2]
+    return f"{', '.join(parts)}; {advice}."
