@@ -65,7 +65,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 
     def checked() -> None:
         with bad_input():  # before TensorFlow, which would hang over a wrong one
-            if '"ps"' in os.environ.get("TF_CONFIG", ""):
+            if tfpara.parameter_server.cluster.is_meant():
                 tfpara.parameter_server.cluster.read()
             else:
                 tfpara.cluster.read()

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -789,3 +790,24 @@ def test_a_resumed_recurrent_model_carries_its_state_on(tmp_path):
         checkpoint._checkpoints.store.release()
     assert len(ends) == 2
     assert_same(*ends)
+
+
+def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(tmp_path):
+    # Written at commit 776c663 (version 0.1.0, TensorFlow 2.17) by this program with two epochs of
+    # six steps, stopped in the second of them, in the sync after four; end.npz is what it ends
+    # with where nothing stops it.
+    golden, steps = Path(__file__).with_name("golden"), 6
+    shutil.copytree(golden / "checkpoint", tmp_path / "run")
+    strategy, model = make(seed=9)
+    log = []
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run", every_syncs=1, keep=1)
+    data = epoch_data(strategy, log, total=2 * steps)
+    model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint])
+    epoch, minibatches = log[-1]
+    assert (epoch, minibatches[0]) == (1, 2 * 4)
+    assert strategy.statistics().steps == 2 * steps
+    expected = np.load(golden / "end.npz")
+    found = everything(strategy, model)
+    assert len(found) == len(expected.files)
+    for value, name in zip(found, expected.files, strict=True):
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)

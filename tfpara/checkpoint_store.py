@@ -38,6 +38,8 @@ _LOCKS: dict[str, Store] = {}  # the directories that this process has locked
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, or cannot be used. The message says which and why."""
 
+    of_all_workers = True  # raised on each of them, at the same place
+
 
 class Store:
     """A directory of checkpoints. All workers see the same one, and the chief makes the changes.

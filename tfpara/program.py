@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from tfpara import cluster, failures
 from tfpara.cluster import Cluster
+from tfpara.parameter_server import cluster as async_cluster
 from tfpara.place import END
 
 # Set to 1, an error that one sentence explains shows its frames as well.
@@ -22,7 +23,7 @@ FRAMES_VARIABLE = "TFPARA_TRACEBACK"
 _PARTING_SECONDS = 10.0
 _INTERRUPTED = 130  # of a shell, for SIGINT
 
-_strategies: list[Any] = []  # the one that was made last, if any
+_strategy: Any = None  # the one that was made last
 
 
 def run(
@@ -55,7 +56,7 @@ def run(
     Raises:
         SystemExit: always, where the process is the only one of its cluster.
     """
-    asynchronous = '"ps"' in os.environ.get("TF_CONFIG", "")
+    asynchronous = async_cluster.is_meant()
     code, orderly, sentence = _ran(main, name, explain)
     if asynchronous:
         if code and sentence:
@@ -108,11 +109,11 @@ def watch(strategy: Any, found: Cluster, timeout_seconds: float) -> None:
         found: its workers, with the addresses where they are known.
         timeout_seconds: its longest wait for other workers.
     """
-    hooked = bool(_strategies)
-    _strategies[:] = [strategy]
-    failures.know(found, timeout_seconds)
-    if not hooked:
+    global _strategy
+    if _strategy is None:
         sys.excepthook = _hook(sys.excepthook)
+    _strategy = strategy
+    failures.know(found, timeout_seconds)
 
 
 def _hook(previous: Callable[..., Any]) -> Callable[..., None]:
@@ -147,7 +148,7 @@ def _is_ours(error: BaseException) -> bool:
 def _is_everyones(error: BaseException | None) -> bool:
     """Whether all workers raise the error, at the same place."""
     return error is not None and (
-        type(error).__name__ == "CheckpointError" or _is_everyones(error.__cause__)
+        getattr(error, "of_all_workers", False) or _is_everyones(error.__cause__)
     )
 
 
@@ -157,8 +158,8 @@ def _shows_frames() -> bool:
 
 def _has_others() -> bool:
     """Whether this process is one of several workers, as far as it can tell."""
-    if _strategies:
-        return _strategies[0].num_workers > 1
+    if _strategy is not None:
+        return _strategy.num_workers > 1
     with contextlib.suppress(ValueError):
         return cluster.read().num_workers > 1
     return False
@@ -179,9 +180,9 @@ def _leave(code: Any, orderly: bool) -> NoReturn:
     if isinstance(code, str):
         print(code, file=sys.stderr)
     code = code if isinstance(code, int) else int(code is not None)
-    if orderly and _strategies:
+    if orderly and _strategy is not None:
         # A worker that left at once could take with it the rest of a message that another reads.
-        parting = threading.Thread(target=_part, args=(_strategies[0],), daemon=True)
+        parting = threading.Thread(target=_part, args=(_strategy,), daemon=True)
         parting.start()
         parting.join(None if code == 0 else _PARTING_SECONDS)
     if "tfpara.horovod_group" in sys.modules:

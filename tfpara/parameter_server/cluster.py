@@ -111,6 +111,11 @@ def label(job: str, index: int) -> str:
     return job if job == "chief" else f"{job} {index}"
 
 
+def is_meant(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether TF_CONFIG, which may be wrong otherwise, names parameter servers."""
+    return '"ps"' in environ.get("TF_CONFIG", "")
+
+
 def read(environ: Mapping[str, str] = os.environ) -> AsyncCluster:
     """Reads and checks TF_CONFIG in `environ`.
 
