@@ -416,14 +416,23 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path, change, messag
         run(tmp_path, **{**common, **change})
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+@pytest.mark.parametrize("change", ["version", "format"])
+def test_a_checkpoint_of_another_version_is_used_and_of_another_format_refused(tmp_path, change):
     run(tmp_path, epochs=1)
     for path in tmp_path.glob("checkpoint-*/manifest.json"):
         manifest = json.loads(path.read_text())
-        manifest["run"]["tfpara version"] = "0.0.1"
+        if change == "version":
+            # Where version 0.1 had it, too.
+            manifest["run"]["tfpara version"] = manifest["versions"]["tfpara version"] = "0.0.1"
+        else:
+            manifest["format"] += 1
         path.write_text(json.dumps(manifest))
-    with pytest.raises(tfpara.CheckpointError, match="tfpara version: the checkpoint has '0.0.1'"):
-        run(tmp_path)
+    if change == "version":
+        with pytest.warns(UserWarning, match="was written with tfpara version 0.0.1; numbers may"):
+            assert run(tmp_path, epochs=1)
+    else:
+        with pytest.raises(tfpara.CheckpointError, match="has format 2; this version reads 1"):
+            run(tmp_path)
 
 
 def test_a_checkpoint_with_other_buckets_is_refused(tmp_path):

@@ -203,7 +203,6 @@ class Checkpoints:
         return {
             "run": {
                 **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
-                "tfpara version": versions()["tfpara version"],
                 "sync_period": self._extended.settings.sync_period,
                 "model": "; ".join(shapes),
                 "optimizer": type(optimizer).__name__,
@@ -389,7 +388,9 @@ def check_run(path: Any, manifest: Mapping[str, Any], mine: Mapping[str, Any]) -
         CheckpointError: they differ; the message says in what.
     """
     mine = json.loads(json.dumps(mine, default=repr))
-    differing = differences({"the checkpoint": manifest["run"], "this run": mine})
+    # Version 0.1 had its own number among the settings; the format's number is what decides.
+    theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
+    differing = differences({"the checkpoint": theirs, "this run": mine})
     if differing:
         raise CheckpointError(
             f"{path} is of another run. {differing}. Resume with the same settings, or give this "

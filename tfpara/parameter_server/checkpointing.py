@@ -175,7 +175,6 @@ class AsyncCheckpoint(keras.callbacks.Callback):
             "chunks": self._running.num_chunks,
             "model": "; ".join(shapes),
             "optimizer": type(model.optimizer).__name__,
-            "tfpara version": versions()["tfpara version"],
             **{f"data_plan.{key}": value for key, value in self._plan.items()},
         }
 
