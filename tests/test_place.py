@@ -6,7 +6,7 @@ import pytest
 from tfpara.cluster import Cluster
 from tfpara.place import EPOCH_END, EVALUATE, FIT_BEGIN, FIT_END, METRIC, Place, call, sentence
 from tfpara.reports import EPOCH, MET, PURPOSE, RUNNING, SAMPLES, are_apart
-from tfpara.whereabouts import Row, silent, waiting_line
+from tfpara.whereabouts import Row, mute, silent, waiting_line
 from tfpara.whereabouts import apart as wait_apart
 
 TRAINS = "trains"
@@ -117,14 +117,14 @@ def test_the_sentence_has_the_advice_of_who_is_elsewhere():
 def test_for_whom_is_waited():
     here, there = Row("in epoch 1 of fit (step 3)", waits=["model0"]), Row("in evaluate")
     assert waiting_line([here, there], 0, 10.2) == (
-        "Waiting for worker 1 in a sync since 10 s: it is in evaluate."
+        "Waiting for worker 1 in a sync for 10 s: it is in evaluate."
     )
     assert waiting_line([there, here, Row("")], 1, 40.0) == (
-        "Waiting for workers 0, 2 in a sync since 40 s: worker 0 is in evaluate, worker 2 does not "
+        "Waiting for workers 0, 2 in a sync for 40 s: worker 0 is in evaluate, worker 2 does not "
         "answer."
     )
     assert waiting_line([here, Row("in evaluate", waits=["model0"])], 0, 20.0) == (
-        "All workers are in a sync since 20 s: worker 0 in epoch 1 of fit (step 3), worker 1 in "
+        "All workers have been in a sync for 20 s: worker 0 in epoch 1 of fit (step 3), worker 1 in "
         "evaluate."
     )
     found = Cluster(("a:1", "b:2", "c:3"), "worker", 0)
@@ -132,6 +132,8 @@ def test_for_whom_is_waited():
         silent([here, there, Row("")], found) == "worker 1 (b:2), in evaluate, and worker 2 (c:3)"
     )
     assert silent([here, here, here], found) == silent(None, found) == ""
+    assert mute([here, there, Row("")], found) == "worker 2 (c:3)"
+    assert mute([here, there, here], found) == mute(None, found) == ""
 
 
 def test_a_wait_in_different_exchanges_has_no_end():

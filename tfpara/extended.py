@@ -292,6 +292,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             lambda port: self.control.together(_START, port),
             lambda: whereabouts.Row(self._where(), self._exchanges()),
         )
+        failures.ask(lambda: whereabouts.mute(self._table(), found))
 
     def _where(self) -> str:
         text, line = self.place.text(False), whereabouts.line_of_script()
@@ -302,8 +303,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         names = [s.name for s in self.synchronizers if s.waiting_since()]
         return [*names, "meeting"] if self.place.began else names
 
+    def _table(self) -> list[whereabouts.Row] | None:
+        """Where all workers are; None if it is not known."""
+        return self._whereabouts.table() if self._whereabouts else None
+
     def _tell_waiting(self, seconds: float) -> None:
-        table = self._whereabouts.table() if self._whereabouts else None
+        table = self._table()
         if table is None or not self._waiting_since():
             return
         _log.warning("%s", whereabouts.waiting_line(table, self._id_in_cluster, seconds))
@@ -313,8 +318,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self._abort(failures.note_apart(apart))
 
     def _end_sync(self) -> None:
-        table = self._whereabouts.table() if self._whereabouts else None
-        self._abort(failures.note_silence(whereabouts.silent(table, self._found)))
+        self._abort(failures.note_silence(whereabouts.silent(self._table(), self._found)))
 
     def _waiting_since(self) -> float:
         return max(self.place.began, *(s.waiting_since() for s in self.synchronizers), 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Callable
 
 from tfpara.cluster import Cluster
 from tfpara.reach import unreachable
@@ -17,6 +18,7 @@ _timeout: float | None = None  # of the strategy that was made last
 # Who was silent, if this process has ended a sync in which another worker was; "" if it is not
 # known who.
 _silence: str | None = None
+_who_is_mute: Callable[[], str] = str  # asks those who answer; "" if it is not known
 _apart = ""  # who is where, if this process has ended an exchange in which not all were
 _ended: dict[int, str] = {}  # why, of each worker that has said that it ends; "" if in good order
 # Why this one ends, to be told to the others; None if they know as well as this one.
@@ -64,7 +66,7 @@ def explain(
     silent = "Horovod has" in text and bool(cluster.addresses)
     told = _WHO_WAS_SILENT.search(text)  # by the worker that ended the sync
     if silent or told or _silence is not None or isinstance(error, tf.errors.DeadlineExceededError):
-        who = _silence or (told[1] if told else "a worker")
+        who = _silence or (told[1] if told else _who_is_mute() or "a worker")
         value = "" if timeout_seconds is None else f"={timeout_seconds:g}"
         return (
             f"a sync failed because {who} was silent for longer than timeout_seconds{value}, "
@@ -141,6 +143,12 @@ def know(cluster: Cluster, timeout_seconds: float) -> None:
     """
     global _known, _timeout
     _known, _timeout = cluster, timeout_seconds
+
+
+def ask(who_is_mute: Callable[[], str]) -> None:
+    """Takes note of what finds out which workers do not answer; it gives their names, or ""."""
+    global _who_is_mute
+    _who_is_mute = who_is_mute
 
 
 def is_of_tensorflow(error: BaseException) -> bool:

@@ -205,5 +205,6 @@ def sentence(told: Sequence[bytes]) -> str:
         who = f"worker{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
         verb = "" if parts else "are " if len(ranks) > 1 else "is "
         parts.append(f"{who} {verb}{text}")
-    advice = max(said, key=lambda each: int(each[0]))[2]
-    return f"{', '.join(parts)}; {advice}."
+    strongest = max(int(strength) for strength, _, _ in said)
+    advice = dict.fromkeys(each[2] for each in said if int(each[0]) == strongest)
+    return f"{', '.join(parts)}; {', and '.join(advice)}."

@@ -59,15 +59,15 @@ def awaited(table: Sequence[Row], own_rank: int) -> list[int]:
 def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
     """For whom a worker waits in an exchange, and where these are."""
     ranks = awaited(table, own_rank)
-    since = f"since {seconds:.0f} s"
+    lasting = f"for {seconds:.0f} s"
     if not ranks:
         others = ", ".join(f"worker {rank} {row.text}" for rank, row in enumerate(table))
-        return f"All workers are in a sync {since}: {others}."
+        return f"All workers have been in a sync {lasting}: {others}."
     said = [(f"is {table[rank].text}" if table[rank].text else "does not answer") for rank in ranks]
     if len(ranks) == 1:
-        return f"Waiting for worker {ranks[0]} in a sync {since}: it {said[0]}."
+        return f"Waiting for worker {ranks[0]} in a sync {lasting}: it {said[0]}."
     each = ", ".join(f"worker {rank} {what}" for rank, what in zip(ranks, said, strict=True))
-    return f"Waiting for workers {', '.join(map(str, ranks))} in a sync {since}: {each}."
+    return f"Waiting for workers {', '.join(map(str, ranks))} in a sync {lasting}: {each}."
 
 
 def apart(table: Sequence[Row]) -> str:
@@ -88,6 +88,12 @@ def silent(table: Sequence[Row] | None, found: Cluster) -> str:
         for rank in ranks
     )
     return " and ".join(names)
+
+
+def mute(table: Sequence[Row] | None, found: Cluster) -> str:
+    """Who does not answer at all, by name; "" if nobody is, or nothing is known."""
+    rows = enumerate(table or ())
+    return " and ".join(found.describe(rank) for rank, row in rows if not (row.text or row.waits))
 
 
 def line_of_script() -> str:

@@ -103,7 +103,7 @@ def test_a_long_wait_is_told_of():
     assert waiting.returncode == late.returncode == 0
     line = next(line for line in waiting.output.splitlines() if line.startswith("Waiting for"))
     since, _, where = line.partition(" s: ")
-    assert since.startswith("Waiting for worker 1 in a sync since 1")
+    assert since.startswith("Waiting for worker 1 in a sync for 1")
     assert where.startswith("it is in callbacks of epoch 1 of fit, step 5 [faults.py, line ")
     assert "Waiting" not in late.output
 
