@@ -124,8 +124,8 @@ def test_for_whom_is_waited():
         "answer."
     )
     assert waiting_line([here, Row("in evaluate", waits=["model0"])], 0, 20.0) == (
-        "All workers have been in a sync for 20 s: worker 0 in epoch 1 of fit (step 3), worker 1 in "
-        "evaluate."
+        "All workers have been in a sync for 20 s: worker 0 in epoch 1 of fit (step 3), worker 1 "
+        "in evaluate."
     )
     found = Cluster(("a:1", "b:2", "c:3"), "worker", 0)
     assert (
