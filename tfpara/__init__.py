@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.algorithms import RunningThenMean as RunningThenMean
     from tfpara.algorithms import SlowMo as SlowMo
     from tfpara.checkpoint_store import CheckpointError as CheckpointError
+    from tfpara.control import MismatchError as MismatchError
     from tfpara.fingerprint import FingerprintError as FingerprintError
     from tfpara.parameter_server.books import Pushed as Pushed
     from tfpara.parameter_server.checkpointing import AsyncCheckpoint as AsyncCheckpoint

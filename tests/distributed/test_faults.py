@@ -1,6 +1,7 @@
 """Faults end in one clear message and a non-zero exit on every worker that is left."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -118,4 +119,5 @@ def test_a_silent_peer_is_an_error_after_the_timeout():
         assert workers.processes[0].returncode != 0
         assert "trained" not in output
         assert f"a sync failed because worker 1 ({workers.addresses[1]}) was silent" in output
-        assert "for longer than timeout_seconds=5" in output
+        # TensorFlow's own limit for signs of life is not much longer.
+        assert re.search("for (longer than timeout_seconds=5|so long that TensorFlow)", output)
