@@ -27,6 +27,7 @@ import tensorflow as tf
 from tfpara.checkpoint_store import CheckpointError, Store
 from tfpara.exchange import everyones
 from tfpara.fingerprint import differences
+from tfpara.keras_hooks import build_optimizers
 from tfpara.model_variables import training_variables
 from tfpara.place import Purpose
 from tfpara.settings import versions
@@ -44,11 +45,15 @@ class Checkpoints:
         directory: shared by all workers.
         keep: how many of the newest stay.
         may_change: keys of the strategy's `data_plan` that may differ where a run is resumed.
+
+    Raises:
+        ValueError: the model has an optimizer whose slots cannot be made before its first step.
     """
 
     def __init__(
         self, model: keras.Model, directory: Any, keep: int, may_change: tuple[str, ...] = ()
     ) -> None:
+        build_optimizers(model)
         self._model = model
         self._strategy = model.distribute_strategy
         self._may_change = may_change

@@ -31,8 +31,10 @@ from tfpara.division import difference, divided_between_workers
 from tfpara.epochs import Position
 from tfpara.exchange import everyones, joined
 from tfpara.fingerprint import agree
+from tfpara.group import Group
 from tfpara.model_variables import (
     build_optimizer,
+    check_optimizers_known,
     hyperparameters,
     optimizers,
     replica_variables,
@@ -72,6 +74,7 @@ _LATER_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 _SYNCHRONIZE = call("strategy.synchronize()")
 _GATHER = call("strategy.gather()")
+_REDUCE = call("strategy.reduce()")
 _START = Purpose("making a strategy", "make strategies and models on every worker alike")
 _TRAIN = Purpose("beginning to train a model", "train the same models on every worker")
 
@@ -249,12 +252,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._whereabouts: whereabouts.Whereabouts | None = None
         self.blocks_closed = 0  # by Python code, on all workers alike
         self.written: list[Any] = []  # variables that optimizers write, while run() is traced
+        self.used: list[Any] = []  # optimizers, since run() has begun
         self.states: dict[str, Any] = {"order of data": self.order}
         self._trained: dict[int, _Trained] = {}  # by the model's id
         self.recent: keras.Model | None = None  # of these, the one that was trained last
         self._synchronizers_made = 0
         self._creates_alone = False  # whether other workers create no variables now
         self._undivided = False  # whether each worker gets all of the data that are distributed
+        self.stepping: dict[int, Any] = {}  # optimizers that take steps in run(), by id
+        self._looking = False  # whether what is reduced is a batch that Keras looks at
         self._created = 0
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         super().__init__(
@@ -377,10 +383,31 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def synchronizer_of(self, model: keras.Model) -> Synchronizer:
         """The synchronizer of a model that is built and compiled; made if there is none."""
+        model = self._owner(model)
         trained = self._trained.get(id(model))
         if trained is None or trained.identity != _identity(model):
             return self.make_synchronizer(model)
         return trained.synchronizer
+
+    def track(self, models: Sequence[keras.Model], given: Sequence[Any]) -> None:
+        """Makes these models, and the optimizers that are given, what `run` trains."""
+        if len(models) == 1 and not given and isinstance(models[0], keras.Model):
+            self.tracked = models[0]
+            return
+        former = next((g for g in self._groups() if g.is_of(models, given)), None)
+        with self._container_strategy().scope():
+            self.tracked = former or Group(models, given)
+
+    def _groups(self) -> list[Group]:
+        known = [self.tracked, *(trained.model for trained in self._trained.values())]
+        return [model for model in known if isinstance(model, Group)]
+
+    def _owner(self, model: keras.Model) -> keras.Model:
+        """The models that are synchronised with a model; itself if that is alone."""
+        if id(model) in self._trained:
+            return model
+        of = (g for g in self._groups() if any(member is model for member in g.members))
+        return next(of, model)
 
     def model_of(self, fn: Any) -> keras.Model | None:
         # Keras hands its bound train_step or test_step to run().
@@ -428,7 +455,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         name = f"model{self._synchronizers_made}"
         self._synchronizers_made += 1
         settings = self.settings
-        warn_of_outlasting_momentum(settings, getattr(model, "optimizer", None))
+        for optimizer in optimizers(model):
+            warn_of_outlasting_momentum(settings, optimizer)
         synchronizer = Synchronizer(
             variables,
             rule=settings.rule,
@@ -461,6 +489,52 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.recent = model
         return synchronizer
 
+    def of_those_that_stepped(self, outputs: Any, samples: Sequence[Any]) -> Any:
+        """What a step of Keras returned, without the zeros of replicas that had no samples.
+
+        Keras averages it over the replicas; those without samples are given the mean of the others.
+
+        Args:
+            outputs: of `run`.
+            samples: of each local replica, as `batch_size` gives it.
+        """
+        if len(samples) == 1 or not any(tf.is_tensor(number) for number in samples):
+            return outputs
+        stepped = tf.stack([tf.convert_to_tensor(1 if n is None else n) for n in samples]) > 0
+
+        def filled(leaf: Any) -> Any:
+            parts = self._container_strategy().experimental_local_results(leaf)
+            if len(parts) == 1 or not all(tf.is_tensor(p) and p.dtype.is_floating for p in parts):
+                return leaf
+            weights = tf.cast(stepped, parts[0].dtype)
+            total = tf.tensordot(weights, tf.stack(parts), 1)
+            mean = tf.math.divide_no_nan(total, tf.reduce_sum(weights))
+            # The type in which Keras finds the values of replicas.
+            return _values.PerReplica(
+                [tf.where(stepped[k], part, mean) for k, part in enumerate(parts)]
+            )
+
+        return tf.nest.map_structure(filled, outputs)
+
+    def step_counts(self) -> list[int]:
+        """How many steps each optimizer that `run` has seen has taken here, over the replicas."""
+        counts = [optimizer._iterations.value for optimizer in self.stepping.values()]
+        local_results = self._container_strategy().experimental_local_results
+        return [sum(int(part) for part in local_results(count)) for count in counts]
+
+    def check_optimizers(self, model: keras.Model | None) -> None:
+        """Raises ValueError if a sync writes slots, and `run` steps with an unknown optimizer."""
+        used, self.used = self.used, []
+        settings = self.settings
+        if model is None or (
+            settings.local_state == "keep" and not hasattr(settings.rule, "check_optimizer")
+        ):
+            return
+        setting = (
+            "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
+        )
+        check_optimizers_known(model, used, f"{settings.rule}{setting}")
+
     def check_written(self, synchronizer: Synchronizer) -> None:
         """Raises ValueError if `run` is to train weights that no sync would average."""
         written, self.written = self.written, []
@@ -471,8 +545,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             ):
                 raise ValueError(
                     f"run() trains {variable.name!r}, which is not a weight of the model that is "
-                    "synchronised: the replicas would drift apart. Call strategy.track(model) with "
-                    "a model that holds all weights that are trained."
+                    "synchronised: the replicas would drift apart. Call strategy.track([...]) with "
+                    "all models that are trained."
                 )
 
     @property
@@ -487,7 +561,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def trained(self, model: keras.Model) -> Synchronizer | None:
         """The synchronizer of a model, if it was trained."""
-        found = self._trained.get(id(model))
+        found = self._trained.get(id(self._owner(model)))
         return found.synchronizer if found else None
 
     def is_stranger(self, model: keras.Model) -> bool:
@@ -554,6 +628,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
+    def note_step(self, optimizer: Any) -> None:
+        """An optimizer takes a step in a replica."""
+        self.used.append(optimizer)
+        self.stepping[id(optimizer)] = optimizer
+
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         # Python code that sets a weight (load_weights, set_weights, assign) comes through here.
         result = super()._update(var, fn, args, kwargs, group)
@@ -563,24 +642,38 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return result
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        # A metric variable that Python reads is that of all replicas; everything else (step
-        # outputs, a batch that Keras looks at) is reduced over this worker's replicas.
         del destinations, options
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if isinstance(value, _values.SyncOnReadVariable):
             return self._reduce_over_all(value, mean)
+        local_results = self._container_strategy().experimental_local_results
+        if self._looking:
+            return tf.nest.map_structure(lambda leaf: local_results(leaf)[0], value)
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else self._reduced(local_results(leaf), mean), value
+        )
 
-        def reduce(leaf: Any) -> Any:
-            if not isinstance(leaf, tf.distribute.DistributedValues):
-                return leaf
-            parts = self._container_strategy().experimental_local_results(leaf)
-            # Of the parts of a batch Keras wants the shape alone.
-            if any(part.dtype == tf.bool or part.shape != parts[0].shape for part in parts):
-                return parts[0]
-            total = tf.add_n([tf.convert_to_tensor(part) for part in parts])
-            return total / len(parts) if mean else total
-
-        return tf.nest.map_structure(reduce, value)
+    def _reduced(self, local: Sequence[Any], mean: bool) -> tf.Tensor:
+        """The sum or mean over the replicas of all workers, of what those of this worker have."""
+        if self._num_workers > 1 and not tf.executing_eagerly():
+            raise ValueError(
+                "strategy.reduce inside a tf.function would have the workers wait for each other "
+                "in every step. Return the values that strategy.run gives, and call "
+                "strategy.reduce outside of the function, on every worker; or update a "
+                "keras.metrics.Mean in the step, and read its result() where an epoch ends."
+            )
+        parts = [tf.convert_to_tensor(part) for part in local]
+        if not all(part.shape.is_compatible_with(parts[0].shape) for part in parts):
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise ValueError(
+                f"strategy.reduce: the replicas' values have the shapes {shapes}. Give the axis of "
+                "the samples too, as in strategy.reduce(op, value, axis=0)."
+            )
+        # What is no value of replicas is the same on each.
+        total = tf.add_n(parts) * (len(self.worker_devices) // len(parts))
+        if self._num_workers > 1:
+            total = tf.reduce_sum(joined(total[tf.newaxis], 0, self.control, _REDUCE), 0)
+        return total / self._num_replicas_in_sync if mean else total
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: Any, options: Any
@@ -681,6 +774,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             yield
         finally:
             self._undivided = False
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """What is reduced meanwhile is a batch of which Keras wants the shapes alone."""
+        former, self._looking = self._looking, True
+        try:
+            yield
+        finally:
+            self._looking = former
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -839,9 +941,9 @@ def _refuse(model: keras.Model) -> None:
 
 def _identity(model: keras.Model) -> Any:
     """What a synchronizer was made for; compiling anew or freezing layers changes it."""
-    optimizer = getattr(model, "optimizer", None)
-    slots = len(getattr(optimizer, "variables", ()))
-    return optimizer, slots, [id(v) for v in model.trainable_variables]
+    # What has no slots yet gets them in its first step.
+    slots = [(optimizer, len(optimizer.variables)) for optimizer in optimizers(model)]
+    return slots, [id(v) for v in model.trainable_variables]
 
 
 def _plain_variable(value: Any, name: str) -> tf.Variable:

@@ -9,6 +9,7 @@ replaced here, for models whose weights are a `PeriodicSyncStrategy`'s:
 - `fit` and `train_on_batch` look first whether the model was made in a strategy's scope;
 - `fit` tells callbacks of its end, where it raises too;
 - `fit` returns when all workers have come to its end, so what the chief wrote in it is there;
+- the log of an epoch and of `evaluate` is the same on all workers;
 - the progress bars of `fit`, `evaluate` and `predict` are the chief's, unless `verbose` is given;
 - `fit` and `evaluate` look first whether all workers have the same data, which they divide, and
   read Python data (`PyDataset`, generators) so that each batch has one reader;
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 # Where fit, evaluate and predict make datasets of what they are given, and what they make them of.
@@ -48,8 +50,14 @@ from keras.src.trainers import data_adapters as _adapters
 from keras.src.trainers.data_adapters import data_adapter_utils as _adapter_utils
 
 from tfpara import division, files, fit_call, reading, scope
-from tfpara.extended import PeriodicSyncExtended
-from tfpara.model_variables import strategy_of
+from tfpara.exchange import everyones
+from tfpara.extended import PeriodicSyncExtended, in_replica
+from tfpara.model_variables import (
+    build_optimizer,
+    check_optimizers_built,
+    strategy_of,
+    unbuilt_optimizers,
+)
 from tfpara.place import EVALUATE, FIT_END, Place
 
 _CALLBACKS = keras.callbacks
@@ -61,6 +69,8 @@ _PATHS = {
     _CALLBACKS.TensorBoard: "log_dir",
 }
 _replaced: set[tuple[int, str, Callable[..., Any]]] = set()
+_to_build: list[Any] = []  # optimizers, while a step is traced for the sake of their slots
+_element_specs: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -76,11 +86,17 @@ def install() -> None:
     _replace(keras.Model, "evaluate", _placed)
     _replace(keras.Model, "train_on_batch", _looked_at)
     _replace(keras.Model, "predict", _of_all_rows)
+    # With what a custom step has returned, `fit` and `evaluate` ask this for their log.
+    _replace(keras.Model, "_get_metrics_result_or_logs", _of_all_workers)
+    # Which optimizers a loop has, it does not say.
+    for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        _replace(kind, "apply", _step_noted)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
     for hook, make in _HOOKS.items():
         _replace(_CALLBACKS.CallbackList, hook, make)
     _replace(_trainer, "TFEpochIterator", _with_divided_data)
     _replace(keras.Model, "_maybe_symbolic_build", _without_reading)
+    _replace(keras.Model, "_maybe_symbolic_build", _looking)  # around the former
 
 
 def watch_fit() -> None:
@@ -244,6 +260,132 @@ def _look(model: keras.Model) -> None:
             "the model is trained while strategy.weights(...) shows others than the replicas' own; "
             "it would be lost on leaving. Leave first, and train then."
         )
+
+
+def _of_all_workers(read: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes the log of an epoch, made to give all workers the same.
+
+    Keras takes the metrics' values only if the last step returned these and no others; else all of
+    its log is what that step returned on this worker. Here metrics are those of all replicas in
+    each case, and of another value the workers' means of their last steps are averaged.
+    """
+
+    @functools.wraps(read)
+    def reading(model: keras.Model, logs: Any) -> Any:
+        strategy = _strategy(model)
+        if strategy is None or not isinstance(logs, dict):
+            return read(model, logs)
+        metrics = model.get_metrics_result()
+        if not _has_own_steps(model):
+            return metrics  # A worker that has taken no step of a resumed epoch has no logs.
+        extended = strategy.extended
+        returned = everyones(_plain(logs), extended.control, extended.place.of_metric())
+        names = {name: None for of_worker in returned for name in of_worker} or metrics
+        if names.keys() == metrics.keys():
+            return metrics
+        log = {}
+        for name in names:
+            values = [of_worker[name] for of_worker in returned if name in of_worker]
+            counted = name in metrics and not _counted_nothing(model, name, metrics[name])
+            log[name] = metrics[name] if counted else _mean(values)
+        return log
+
+    return reading
+
+
+def _has_own_steps(model: keras.Model) -> bool:
+    """Whether steps of a model may return other values than its metrics; alike on all workers."""
+    names = ("train_step", "test_step", "compute_metrics")
+    own = (getattr(getattr(model, name), "__func__", None) for name in names)
+    return any(one is not getattr(keras.Model, name) for one, name in zip(own, names, strict=True))
+
+
+def _plain(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs as numbers and lists; what is under a name of its own within a dict comes out of it."""
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        found |= _plain(value) if isinstance(value, dict) else {name: np.asarray(value).tolist()}
+    return found
+
+
+def _mean(values: list[Any]) -> Any:
+    """Of numbers and arrays the mean; of what has none the first worker's."""
+    try:
+        mean = np.mean(np.array(values, np.float64), 0)
+    except (TypeError, ValueError):
+        return values[0]
+    return mean if mean.ndim else float(mean)
+
+
+def _counted_nothing(model: keras.Model, name: str, value: Any) -> bool:
+    """Whether the step left out a metric of this name, as one that returns a loss of its own does.
+
+    Keras makes a metric "loss" for each compiled model. The variables, whose reading is an exchange
+    of all workers, are looked at only where the value, which all have alike, is 0.
+    """
+    if np.any(value):
+        return False
+    of_name = [metric for metric in model.metrics if metric.name == name]
+    return not any(np.any(v) for metric in of_name for v in metric.variables)
+
+
+def _looking(build: Callable[..., Any]) -> Callable[..., Any]:
+    """What builds a model from a first batch, made to look at its shapes alone."""
+
+    @functools.wraps(build)
+    def building(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        strategy = _strategy(model)
+        if strategy is None:
+            return build(model, *args, **kwargs)
+        with strategy.extended.looking():
+            built = build(model, *args, **kwargs)
+        iterator = (*args, kwargs.get("iterator"))[0]
+        if iterator is not None:
+            # What `fit` iterates over; it has no public name.
+            _element_specs[model] = iterator._distributed_dataset.element_spec
+        return built
+
+    return building
+
+
+def _step_noted(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's step, made to be noticed by the strategy in whose replica it is taken."""
+
+    @functools.wraps(apply)
+    def applying(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        strategy = tf.distribute.get_strategy()
+        if isinstance(strategy.extended, PeriodicSyncExtended) and in_replica():
+            strategy.extended.note_step(optimizer)
+            if optimizer in _to_build and not optimizer.built:
+                with tf.init_scope(), strategy.scope():
+                    optimizer.build(trainable_variables)
+        return apply(optimizer, grads, trainable_variables)
+
+    return applying
+
+
+def build_optimizers(model: keras.Model) -> None:
+    """Makes the slots of all of a model's optimizers, which its first step would make later.
+
+    Which weights one of several optimizers trains, only the model's `train_step` knows: it is
+    traced for the data of the `fit` that is under way, and not run.
+
+    Raises:
+        ValueError: an optimizer has none even so; the message has the line that makes them.
+    """
+    build_optimizer(model)
+    spec = _element_specs.get(model)
+    unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
+    if unbuilt and spec is not None and not model.run_eagerly:
+        step = tf.autograph.experimental.do_not_convert(
+            lambda minibatch: model.distribute_strategy.run(model.train_step, args=(minibatch,))
+        )
+        _to_build.extend(unbuilt)
+        try:
+            tf.function(step).get_concrete_function(spec)
+        finally:
+            _to_build.clear()
+    check_optimizers_built(model)
 
 
 def _of_all_rows(predict: Callable[..., Any]) -> Callable[..., Any]:

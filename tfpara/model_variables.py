@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara.group import Group
 from tfpara.replicas import ReplicaVariables
 
 
@@ -24,10 +25,33 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
 
 def build_optimizer(model: keras.Model) -> None:
     """Makes the compiled optimizer's slots, which its first step would make later."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and model.trainable_variables:
-        with strategy_of(model).scope():
-            optimizer.build(model.trainable_variables)
+    for one in _parts(model):
+        optimizer = getattr(one, "optimizer", None)
+        if optimizer is not None and not optimizer.built and one.trainable_variables:
+            with strategy_of(one).scope():
+                optimizer.build(one.trainable_variables)
+
+
+def unbuilt_optimizers(model: keras.Model) -> list[str]:
+    """The attributes of a model that are optimizers without slots."""
+    attributes = vars(model).items()
+    return [k for k, v in attributes if isinstance(v, keras.optimizers.Optimizer) and not v.built]
+
+
+def check_optimizers_built(model: keras.Model) -> None:
+    """Makes sure that all of a model's optimizers have their slots.
+
+    Raises:
+        ValueError: one has not; the message has the line that makes them.
+    """
+    for name in unbuilt_optimizers(model):
+        parts = [k for k, v in vars(model).items() if isinstance(v, keras.Model)]
+        raise ValueError(
+            f"the optimizer {name!r} of model {model.name!r} has no slots yet, so what is kept now "
+            f"could not be put back. Before fit, in the scope, write model.{name}.build("
+            "model.PART.trainable_variables), with the part that it trains "
+            f"({', '.join(parts) or 'a layer'}); or remove it from the model if it trains none."
+        )
 
 
 def replica_variables(
@@ -176,12 +200,43 @@ def optimizers(model: keras.Model) -> list[Any]:
 
     Those inside a LossScaleOptimizer or a MultiOptimizer stand for these.
     """
-    found = [getattr(model, "optimizer", None), *vars(model).values()]
-    found = [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
-    inner = [getattr(o, "inner_optimizer", o) for o in found]
+    inner = [getattr(o, "inner_optimizer", o) for o in _outer_optimizers(model)]
     # How Keras' MultiOptimizer keeps what it hands the weights to.
     inner = [one for o in inner for one in getattr(o, "_inner_optimizers", [o])]
     return list({id(o): o for o in inner}.values())
+
+
+def _parts(model: keras.Model) -> list[keras.Model]:
+    return [model, *(model.members if isinstance(model, Group) else [])]
+
+
+def _outer_optimizers(model: keras.Model) -> list[Any]:
+    found = [
+        o for one in _parts(model) for o in (getattr(one, "optimizer", None), *vars(one).values())
+    ]
+    found += model.optimizers if isinstance(model, Group) else []
+    return [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
+
+
+def check_optimizers_known(model: keras.Model, used: Sequence[Any], why: str) -> None:
+    """Makes sure that the optimizers of a step are among those of the model it trains.
+
+    Args:
+        model: whose step was traced.
+        used: the optimizers that took the step.
+        why: what has to know the optimizers.
+
+    Raises:
+        ValueError: there is one more.
+    """
+    known = {id(optimizer) for optimizer in (*_outer_optimizers(model), *optimizers(model))}
+    unknown = [optimizer.name for optimizer in used if id(optimizer) not in known]
+    if unknown:
+        raise ValueError(
+            f"{why} has to know the optimizers, and {unknown[0]!r} is not known. Write "
+            "strategy.track(model, optimizers=[...]) with all of a loop; for fit, make each an "
+            "attribute of the model."
+        )
 
 
 def carried_states(model: keras.Model) -> list[keras.Variable]:

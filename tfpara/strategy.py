@@ -12,9 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara import cluster, horovod_group, keras_hooks, program, quiet, scope, startup
+from tfpara import average_loss, cluster, horovod_group, keras_hooks, program, quiet, scope, startup
 from tfpara.collectives.choice import choose
 from tfpara.extended import PeriodicSyncExtended, in_replica
+from tfpara.group import as_list
 from tfpara.place import call
 from tfpara.reports import Request
 from tfpara.settings import (
@@ -157,6 +158,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         scope.watch(self)
         keras_hooks.install()
         quiet.install()
+        average_loss.install()
         if self.is_chief:
             # So that it shows where TF_CONFIG is not what was meant.
             print(f"tfpara: {self}", file=sys.stderr, flush=True)
@@ -274,28 +276,56 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         extended = self.extended
         with self.scope():
-            synchronizer = extended.synchronizer_for(fn)
-            if synchronizer is None and tf.executing_eagerly() and _is_train_step(fn):
-                # From the weights before the step, which is taken at once.
-                synchronizer = extended.make_synchronizer(extended.model_of(fn))
+            if tf.executing_eagerly() and extended.synchronizer_for(fn) is None:
+                model = extended.model_of(fn)
+                if _is_train_step(fn) or (model is extended.tracked and _has_weights(model)):
+                    # From the weights before the step, which is taken at once.
+                    extended.make_synchronizer(model)
+            # What is traced in an earlier call does not show that it steps, but counts.
+            counts = extended.step_counts() if tf.executing_eagerly() else []
             extended.optimizer_stepped = False
-            extended.written = []
+            extended.written, extended.used = [], []
             outputs = super().run(skip_empty(fn), args, kwargs, options)
+            locals_ = self.experimental_local_results((args, kwargs or {}))
+            samples = [batch_size(values) for values in locals_]
+            if _is_step_of_keras(fn):
+                outputs = extended.of_those_that_stepped(outputs, samples)
+            if tf.executing_eagerly() and extended.step_counts() != counts:
+                extended.optimizer_stepped = True
             if not extended.optimizer_stepped and not _is_train_step(fn):
                 return outputs
+            extended.check_optimizers(extended.model_of(fn))
+            # The step may have made slots of optimizers.
+            synchronizer = extended.synchronizer_for(fn)
             if synchronizer is None:
                 with tf.init_scope():
                     synchronizer = extended.make_synchronizer(extended.model_of(fn))
                 scope.check(extended.model_of(fn), self)
             extended.check_written(synchronizer)
-            locals_ = self.experimental_local_results((args, kwargs or {}))
-            samples = [batch_size(values) for values in locals_]
             with after(locals_):
                 synchronizer.after_step(
                     [1 if n is None else n for n in samples],
                     [extended.weight_of(fn, *values) for values in locals_],
                 )
             return outputs
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """The sum or mean of a value over the replicas of all workers.
+
+        Every worker must call it, as often as the others, and outside of a `tf.function` where
+        there are several workers. It closes no block. A replica that took no step, since its part
+        of the batch was empty, has zeros.
+
+        Args:
+            reduce_op: "SUM" or "MEAN".
+            value: what `run` returned, or a structure of that.
+            axis: that of the samples, over which the values are summed, or averaged, too.
+
+        Raises:
+            ValueError: inside a `tf.function`, if there are several workers; or values of different
+                shapes, on every worker.
+        """
+        return super().reduce(reduce_op, value, axis)
 
     def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
         """Training data for `fit` that are another dataset in every epoch, and can be resumed.
@@ -361,9 +391,25 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         self.extended.minibatch_weight = weight
 
-    def track(self, model: keras.Model) -> None:
-        """Names the model that a custom loop trains through `run`; Keras' `fit` needs no call."""
-        self.extended.tracked = model
+    def track(
+        self,
+        model: keras.Model | Sequence[keras.Model],
+        optimizers: Any = (),
+    ) -> None:
+        """Names what a custom loop trains through `run`; Keras' `fit` needs no call.
+
+        Several models are synchronised as one: a call of `run` that trains any of them is a step of
+        all, and `weights`, `broadcast_replica` and `state_bytes`, given one of them, are of all.
+
+        Args:
+            model: the model, or a list of all that the loop trains.
+            optimizers: those of the loop, one or a list, beside what the models are compiled with;
+                for `local_state` "reset" and "average" and for BMUFAdam.
+
+        Raises:
+            TypeError: what is given is no model, or no optimizer.
+        """
+        self.extended.track(as_list(model), as_list(optimizers))
 
     def synchronize(self) -> None:
         """Closes the open block: every worker must call it, and joins syncs until all have.
@@ -386,7 +432,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Every worker must enter, since the open block is closed first. Leaving the context puts the
         former weights back, bit for bit, on every device. Statistics such as those of batch
         normalisation are those of the last sync in each case. A model that has not been trained yet
-        has the same weights under every name. Contexts may be nested: the inner one holds.
+        has the same weights under every name. Models that are tracked together all have them.
+        Contexts may be nested: the inner one holds.
 
         Args:
             model: a model that was made in the scope.
@@ -459,11 +506,16 @@ def _starting_first() -> Iterator[None]:
         ) from error
 
 
+def _is_step_of_keras(fn: Any, names: Sequence[str] = ("train_step", "test_step")) -> bool:
+    """Whether `fn` is what `fit` or `evaluate` runs on a minibatch."""
+    owner = getattr(fn, "__self__", None)
+    return isinstance(owner, keras.Model) and getattr(fn, "__name__", "") in names
+
+
+def _has_weights(model: keras.Model | None) -> bool:
+    return model is not None and bool(model.trainable_variables)
+
+
 def _is_train_step(fn: Any) -> bool:
     """Whether `fn` is the training step of a model with weights, whatever writes these."""
-    model = getattr(fn, "__self__", None)
-    return (
-        isinstance(model, keras.Model)
-        and getattr(fn, "__name__", "") == "train_step"
-        and bool(model.trainable_variables)
-    )
+    return _is_step_of_keras(fn, ["train_step"]) and _has_weights(fn.__self__)

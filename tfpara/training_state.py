@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.model_variables import build_optimizer, optimizers, training_variables
+from tfpara.keras_hooks import build_optimizers
+from tfpara.model_variables import optimizers, training_variables
 
 
 class TrainingState:
@@ -33,7 +34,7 @@ class TrainingState:
         if shared and hasattr(strategy, "snapshot"):
             self._go_back = strategy.snapshot(model)  # of the servers, which have the optimizer
         else:
-            build_optimizer(model)
+            build_optimizers(model)
         variables = [*_components(model), *(_of_synchronizer(model) if shared else ())]
         # A tensor that is kept is copied by TensorFlow when its variable is next written.
         self._kept = [(variable, tf.identity(variable)) for variable in variables]

@@ -149,7 +149,6 @@ class Checkpoint(keras.callbacks.Callback):
             first, steps = resumed["minibatches"], resumed["steps"]
         if steps:  # Else those of the epoch before.
             self._at_sync.restore_epoch()
-            self._give_metrics_without_steps()
         if self._saved is not None and epoch < self._saved[0]:
             raise ValueError(
                 f"fit begins epoch {epoch} again, and {self._directory} has later checkpoints. A "
@@ -180,9 +179,6 @@ class Checkpoint(keras.callbacks.Callback):
         by_number = self._every_syncs and agreement.syncs - self._saved_syncs >= self._every_syncs
         return bool(by_number) or agreement.request in _ANSWERED
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.model.__dict__.pop("_get_metrics_result_or_logs", None)
-
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         try:
             if self._in_epoch:
@@ -200,19 +196,6 @@ class Checkpoint(keras.callbacks.Callback):
             self._checkpoints.store.release()
         self._asked, self._resumed, self._in_epoch = Request.NOTHING, None, False
         self.model._initial_epoch = None
-        self.model.__dict__.pop("_get_metrics_result_or_logs", None)
-
-    def _give_metrics_without_steps(self) -> None:
-        """Gives an epoch the metrics with which it was resumed, if no steps of it are left.
-
-        Keras drops them where a worker takes no step, after reading them as the others do.
-        """
-        model = self.model
-        read = model._get_metrics_result_or_logs
-        # In the instance, for this epoch alone.
-        model.__dict__["_get_metrics_result_or_logs"] = lambda steps_logs: (
-            read(steps_logs) if steps_logs else model.get_metrics_result()
-        )
 
     # -- saving ----------------------------------------------------------------------------------
 

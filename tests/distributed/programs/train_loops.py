@@ -1,0 +1,275 @@
+"""Training that is not Keras' own: steps of a user's, TensorFlow's loop, and GANs.
+
+Each is a function of a strategy, and knows nothing of how many workers and devices that has: with
+TensorFlow's default strategy it is plain Keras on whole batches. As a program: trains all of them
+on a worker of two devices.
+
+Options (JSON): out (npz path), folder (of checkpoints).
+"""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpara
+from tfpara.simulation import make_devices
+
+BATCH, STEPS, RATE = 16, 6, 0.1
+X = np.random.default_rng(0).normal(size=(BATCH * STEPS, 6)).astype("float32")
+Y = (X @ np.random.default_rng(1).normal(size=(6, 2))).astype("float32")
+
+
+def data():
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+
+
+def network(seed=0, regularizer=None, outputs=2, inputs=6):
+    def kernel(k):
+        return keras.initializers.GlorotUniform(seed + k)
+
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            keras.layers.Dense(
+                5, "tanh", kernel_initializer=kernel(1), kernel_regularizer=regularizer
+            ),
+            keras.layers.Dense(outputs, kernel_initializer=kernel(2)),
+        ]
+    )
+
+
+def weights_of(model):
+    return np.concatenate([np.ravel(w) for w in model.get_weights()])
+
+
+# -- fit with steps of a user's --------------------------------------------------------------------
+
+
+class OfAUser(keras.Model):
+    """Its steps return a metric, and values beside it."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.net, self.tracker = network(**options), keras.metrics.Mean(name="loss")
+
+    def call(self, x):
+        return self.net(x)
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def step(self, minibatch, train):
+        x, y = minibatch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=train), training=train)
+            scaled = self.optimizer.scale_loss(loss)
+        if train:
+            weights = self.trainable_weights
+            self.optimizer.apply(tape.gradient(scaled, weights), weights)
+        self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"loss": self.tracker.result(), "raw": loss, "more": {"first": tf.reduce_mean(x)}}
+
+    def train_step(self, minibatch):
+        return self.step(minibatch, True)
+
+    def test_step(self, minibatch):
+        return self.step(minibatch, False)
+
+
+def own_step(strategy, model=None, optimizer=None, **options):
+    with strategy.scope():
+        model = model or OfAUser()
+        model.compile(optimizer or keras.optimizers.SGD(RATE, momentum=0.9), "mse", **options)
+    stopping = keras.callbacks.EarlyStopping("raw", patience=5, mode="min")
+    history = model.fit(data(), epochs=2, verbose=0, callbacks=[stopping]).history
+    evaluated = model.evaluate(data(), verbose=0, return_dict=True)
+    log = {f"log/{k}": v for k, v in history.items()}
+    return {"weights": weights_of(model)} | log | {f"evaluate/{k}": v for k, v in evaluated.items()}
+
+
+class WithLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * tf.reduce_mean(x**2))
+        return x
+
+
+def losses(strategy):
+    """A regularizer's, a layer's own, and all scaled up while gradients are computed."""
+    with strategy.scope():
+        model = OfAUser(regularizer=keras.regularizers.L2(0.05))
+        model.net = keras.Sequential([*model.net.layers, WithLoss()])
+        model.net.build((None, 6))
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE))
+    return own_step(strategy, model, optimizer)
+
+
+def accumulated(strategy):
+    """Of two minibatches each, in executions of three."""
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(RATE, gradient_accumulation_steps=2)
+    return own_step(strategy, None, optimizer, steps_per_execution=3)
+
+
+def mixed(strategy):
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    try:
+        return own_step(strategy)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def tutorial(strategy):
+    """As TensorFlow's has it, but for `track` and `synchronize`, and where it reduces."""
+    loss_object = keras.losses.MeanSquaredError(reduction=None)
+    with strategy.scope():
+        model = network(regularizer=keras.regularizers.L2(0.05))
+        optimizer = keras.optimizers.SGD(RATE, momentum=0.9)
+    if hasattr(strategy, "track"):
+        strategy.track(model)
+
+    def train_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(loss_object(y, model(x, training=True)))
+            loss += tf.nn.scale_regularization_loss(tf.add_n(model.losses))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def distributed_train_step(batch):
+        return strategy.run(train_step, args=batch)
+
+    losses, means = [], []
+    for _ in range(2):
+        for batch in strategy.experimental_distribute_dataset(data()):
+            per_replica = distributed_train_step(batch)
+            losses.append(float(strategy.reduce("SUM", per_replica, axis=None)))
+            means.append(strategy.reduce("MEAN", batch[0], axis=0).numpy())
+        if hasattr(strategy, "synchronize"):
+            strategy.synchronize()
+    return {"weights": weights_of(model), "losses": losses, "means": means}
+
+
+def gan_loop(strategy):
+    """A step of the one, then of the other, each a call of `run`."""
+    with strategy.scope():
+        models = generator, discriminator = network(0, inputs=3), network(10, None, 1, 2)
+        optimizers = [keras.optimizers.SGD(RATE, momentum=0.5) for _ in models]
+        for optimizer, model in zip(optimizers, models, strict=True):
+            optimizer.build(model.trainable_variables)  # in one call of tf.function none could
+    if hasattr(strategy, "track"):
+        strategy.track(models)
+
+    def scores(x, y):
+        made = discriminator(generator(x[:, :3]))
+        return tf.reduce_mean(made**2), tf.reduce_mean((discriminator(y) - 1.0) ** 2) - made
+
+    @tf.function
+    def step(batch, which):
+        def of_replica(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(scores(x, y)[which])
+            weights = models[which].trainable_variables
+            optimizers[which].apply(tape.gradient(loss, weights), weights)
+
+        strategy.run(of_replica, args=batch)
+
+    for batch in strategy.experimental_distribute_dataset(data()):
+        for which in (1, 0):
+            step(batch, which)
+    if hasattr(strategy, "synchronize"):
+        strategy.synchronize()
+    return {"generator": weights_of(generator), "discriminator": weights_of(discriminator)}
+
+
+CASES = {f.__name__: f for f in (own_step, losses, accumulated, mixed, tutorial, gan_loop)}
+
+
+# -- what a strategy of ours alone can do ----------------------------------------------------------
+
+
+class GAN(keras.Model):
+    """As in Keras' guide: the optimizers of `compile` have slots from their first step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = network(0, inputs=3), network(10, None, 1, 2)
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.built = True
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def compile(self, d_optimizer, g_optimizer):
+        super().compile(optimizer=None)
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def train_step(self, minibatch):
+        x, y = minibatch
+        parts = (self.discriminator, self.d_optimizer), (self.generator, self.g_optimizer)
+        for part, optimizer in parts:
+            with tf.GradientTape() as tape:
+                made = self.discriminator(self.generator(x[:, :3]))
+                loss = tf.reduce_mean(made - self.discriminator(y))
+                loss = loss if part is self.discriminator else -tf.reduce_mean(made)
+            weights = part.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def gan_resumed(strategy, folder):
+    """The end of a GAN's run, whole and interrupted."""
+
+    def trained(run, epochs):
+        with strategy.scope():
+            model = GAN()
+            model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
+        checkpoint = tfpara.callbacks.Checkpoint(f"{folder}/{run}")
+        model.fit(data(), epochs=epochs, verbose=0, callbacks=[checkpoint])
+        state = (*model.weights, *model.d_optimizer.variables, *model.g_optimizer.variables)
+        values = [strategy.experimental_local_results(v.value) for v in state]
+        return np.concatenate([np.ravel(part) for parts in values for part in parts])
+
+    whole = trained("whole", 3)
+    trained("broken", 1)
+    return {"whole": whole, "resumed": trained("broken", 3)}
+
+
+def refused(strategy):
+    """What is not done inside a tf.function by several workers."""
+
+    @tf.function
+    def inside(x):
+        return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(x,)), axis=None)
+
+    try:
+        inside(next(iter(strategy.experimental_distribute_dataset(data())))[0])
+    except ValueError as error:
+        return {"message": str(error)}
+    return {"message": "nothing"}
+
+
+def main():
+    options = json.loads(sys.argv[1])
+    make_devices(2)
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(), sync_period=1, devices=["CPU:0", "CPU:1"], timeout_seconds=60
+    )
+    found = {}
+    for name, case in CASES.items():
+        found |= {f"{name}/{key}": value for key, value in case(strategy).items()}
+    found |= gan_resumed(strategy, options["folder"]) | refused(strategy)
+    np.savez(options["out"], **found)
+
+
+if __name__ == "__main__":
+    main()

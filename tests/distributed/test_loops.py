@@ -1,0 +1,81 @@
+"""Steps, loops and GANs of a user's, on devices of a process and on two workers.
+
+A sync after each minibatch is plain Keras on whole batches.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from cluster_of_processes import run_all_well
+
+import tfpara
+
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+import train_loops  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)
+DEVICES = [f"CPU:{k}" for k in range(4)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A function: what a case gives with plain Keras."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            found[name] = train_loops.CASES[name](tf.distribute.get_strategy())
+        return found[name]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four replicas in this process."""
+    return tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, devices=DEVICES)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """What two workers of two devices found."""
+    if tf.__version__ >= "2.21":
+        pytest.skip("a worker may crash on TensorFlow 2.21, see test_files.py")
+    place = tmp_path_factory.mktemp("loops")
+    outs = [place / f"{rank}.npz" for rank in range(2)]
+    options = [{"out": str(out), "folder": str(place / "run")} for out in outs]
+    run_all_well("train_loops.py", options, timeout=400)
+    return [dict(np.load(out)) for out in outs]
+
+
+def assert_alike(found, expected, name):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        close = {"rtol": 0.02, "atol": 0.02} if name == "mixed" else {"rtol": 1e-4, "atol": 1e-5}
+        np.testing.assert_allclose(found[key], value, err_msg=f"{name}: {key}", **close)
+
+
+@pytest.mark.parametrize("name", train_loops.CASES)
+def test_devices_of_a_process_do_what_plain_keras_does(four, plain, name):
+    assert_alike(train_loops.CASES[name](four), plain(name), name)
+
+
+def test_the_run_of_a_gan_is_resumed_exactly(workers, four, tmp_path):
+    for found in (*workers, train_loops.gan_resumed(four, tmp_path)):
+        np.testing.assert_array_equal(found["whole"], found["resumed"])
+        assert np.ptp(found["whole"]) > 0.1
+
+
+def test_workers_do_not_reduce_inside_a_tf_function(workers):
+    for worker in workers:
+        assert "have the workers wait for each other in every step" in str(worker["message"])
+
+
+@pytest.mark.parametrize("name", train_loops.CASES)
+def test_two_workers_do_what_plain_keras_does(workers, plain, name):
+    for worker in workers:
+        mine = {k.split("/", 1)[1]: v for k, v in worker.items() if k.startswith(f"{name}/")}
+        assert_alike(mine, plain(name), name)

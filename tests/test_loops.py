@@ -1,0 +1,285 @@
+"""Custom loops and steps on two devices of one process."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+
+BATCH, STEPS = 8, 7
+X = np.random.default_rng(0).normal(size=(BATCH * STEPS, 4)).astype("float32")
+Y = X[:, :2] - X[:, 2:]
+
+
+def make(rule=None, sync_period=1, **options):
+    devices = ["CPU:0", "CPU:1"]
+    rule = rule or tfpara.BSP()
+    return tfpara.PeriodicSyncStrategy(rule, sync_period=sync_period, devices=devices, **options)
+
+
+def data(batch=BATCH):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch)
+
+
+def network(seed=0, units=2):
+    kernel = keras.initializers.GlorotUniform(seed)
+    layers = [keras.layers.Dense(units, kernel_initializer=kernel), keras.layers.Dense(2)]
+    layers[1].kernel_initializer = kernel
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def weights_of(strategy, model):
+    values = [strategy.experimental_local_results(v.value) for v in model.weights]
+    return [[v[r].numpy() for v in values] for r in range(len(values[0]))]
+
+
+def assert_same(found, expected, **close):
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, **({"rtol": 1e-5, "atol": 1e-6} | close))
+
+
+def step_of(models, optimizers, loss=None):
+    loss = loss or (lambda y, made: tf.reduce_mean((made - y) ** 2))
+
+    def step(x, y):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                value = loss(y, model(x, training=True))
+            weights = model.trainable_variables
+            optimizer.apply(tape.gradient(value, weights), weights)
+        return value
+
+    return step
+
+
+# -- run -------------------------------------------------------------------------------------------
+
+
+def trained(manner):
+    strategy = make(tfpara.BMUF(0.5), sync_period=3)
+    with strategy.scope():
+        model, optimizer = network(), keras.optimizers.SGD(0.1, momentum=0.9)
+    strategy.track(model)
+    step = step_of([model], [optimizer])
+    compiled = tf.function(step)
+
+    def train(batch):
+        if manner == "function within":
+            strategy.run(lambda *given: compiled(*given), args=batch)
+        else:
+            strategy.run(compiled if manner == "function in run" else step, args=batch)
+
+    if manner == "run in function":
+        train = tf.function(train)
+    for batch in strategy.experimental_distribute_dataset(data()):
+        train(batch)
+    strategy.synchronize()
+    assert strategy.statistics().steps == STEPS and strategy.statistics().syncs == 3
+    return weights_of(strategy, model)
+
+
+def test_steps_count_in_a_function_outside_of_one_and_around_one():
+    expected = trained("run in function")
+    for manner in ("function in run", "function within", "eager"):
+        for found, of_replica in zip(trained(manner), expected, strict=True):
+            assert_same(found, of_replica)
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def looped(strategy, batch, **options):
+    """Weights and losses of TensorFlow's loop, which reduces inside its function."""
+    with strategy.scope():
+        model, optimizer = network(), keras.optimizers.SGD(0.1)
+    if hasattr(strategy, "track"):
+        strategy.track(model)
+
+    def loss(y, made):
+        weights = model.trainable_variables
+        average = tf.nn.compute_average_loss(
+            tf.reduce_mean((made - y) ** 2, 1), sample_weight=tf.abs(y[:, 0]), **options
+        )
+        return average + tf.nn.scale_regularization_loss([tf.nn.l2_loss(w) for w in weights])
+
+    step = step_of([model], [optimizer], loss)
+
+    @tf.function
+    def train(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    batches = strategy.experimental_distribute_dataset(data(batch))
+    losses = [float(train(batch)) for batch in batches]
+    return model.get_weights(), losses
+
+
+def test_average_losses_are_those_of_plain_tensorflow():
+    found, expected = looped(make(), BATCH), looped(tf.distribute.get_strategy(), BATCH)
+    assert_same(found[0], expected[0])
+    assert_same(found[1], expected[1])
+
+
+def test_unequal_parts_have_the_weights_of_plain_tensorflow():
+    """56 rows in batches of 9: parts of 5 and 4, and at last of 1 and 1."""
+    assert_same(looped(make(), 9)[0], looped(tf.distribute.get_strategy(), 9)[0])
+
+
+def test_a_global_batch_size_is_refused_in_a_replica_of_ours_alone():
+    with pytest.raises(ValueError, match="Leave out global_batch_size="):
+        looped(make(), BATCH, global_batch_size=BATCH)
+    _, losses = looped(tf.distribute.get_strategy(), BATCH, global_batch_size=2 * BATCH)
+    assert len(losses) == STEPS
+    value = tf.nn.compute_average_loss([2.0, 4.0], global_batch_size=4)
+    assert float(value) == 1.5
+
+
+def test_reduce_takes_structures_and_refuses_differing_shapes():
+    strategy = make()
+    (batch,) = list(strategy.experimental_distribute_dataset(data(5).take(1)))
+    assert [len(part) for part in strategy.experimental_local_results(batch[0])] == [3, 2]
+    assert_same([strategy.reduce("MEAN", batch[0], axis=0)], [X[:5].mean(0)])
+    assert_same([strategy.reduce("SUM", batch[1], axis=0)], [Y[:5].sum(0)])
+    with pytest.raises(ValueError, match=r"shapes \(3, 4\), \(2, 4\).*axis=0"):
+        strategy.reduce("SUM", batch[0], axis=None)
+    rows = strategy.run(lambda x, y: {"rows": tf.shape(x)[0], "none": None, "one": 1.0}, args=batch)
+    total = strategy.reduce("SUM", rows, axis=None)
+    assert (int(total["rows"]), total["none"], float(total["one"])) == (5, None, 2.0)
+    assert float(strategy.reduce("MEAN", rows, axis=None)["rows"]) == 2.5
+
+
+# -- several models --------------------------------------------------------------------------------
+
+
+def test_models_that_are_tracked_together_have_one_global_model(tmp_path):
+    strategy = make(tfpara.EASGD(0.3), 2, averages={"ema": tfpara.EMA(0.5)})
+    with strategy.scope():
+        models = network(0), network(1, 3)
+        optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)]
+    for _ in range(2):
+        strategy.track(models)  # as where a cell is run again
+    step = step_of(models, optimizers)
+
+    @tf.function
+    def train(batch):
+        strategy.run(step, args=batch)
+
+    batches = strategy.experimental_distribute_dataset(data())
+    for _ in range(2):
+        for batch in batches:
+            train(batch)
+        strategy.synchronize()
+        strategy.track(models)
+    assert strategy.statistics().steps == 2 * STEPS and len(strategy.extended.synchronizers) == 1
+    local = [weights_of(strategy, model) for model in models]
+    shown = {}
+    for which in ("global", "ema"):
+        with strategy.weights(models[1], which):
+            shown[which] = [weights_of(strategy, model) for model in models]
+    for number, of_model in enumerate(local):
+        one, two = of_model
+        assert max(np.abs(a - b).max() for a, b in zip(one, two, strict=True)) > 1e-3
+        for which in shown:
+            first, second = shown[which][number]
+            assert_same(first, second, rtol=0, atol=0)
+            assert max(np.abs(a - b).max() for a, b in zip(first, one, strict=True)) > 1e-3
+        assert_same(weights_of(strategy, models[number])[0], one, rtol=0, atol=0)
+    tfpara.export(models[0], tmp_path / "model", which="ema")
+    loaded = tf.saved_model.load(tmp_path / "model")
+    with strategy.weights(models[0], "ema"):
+        assert_same([loaded.serve(X[:3])], [models[0](X[:3])])
+    assert sum(strategy.state_bytes(models[0])) == sum(strategy.state_bytes(models[1])) > 0
+    strategy.broadcast_replica(models[0], 1)
+    for (first, second), (_, chosen) in zip(
+        (weights_of(strategy, model) for model in models), local, strict=True
+    ):
+        assert_same(first, chosen, rtol=0, atol=0)
+        assert_same(second, chosen, rtol=0, atol=0)
+
+
+def test_the_optimizers_of_a_loop_are_reset_or_refused():
+    strategy = make(sync_period=STEPS, local_state="reset")
+    with strategy.scope():
+        model, optimizer = network(), keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+    step = step_of([model], [optimizer])
+    train = tf.function(lambda batch: strategy.run(step, args=batch))
+    batches = strategy.experimental_distribute_dataset(data())
+    strategy.track(model)
+    with pytest.raises(ValueError, match=r"track\(model, optimizers=\[...\]\)"):
+        train(next(iter(batches)))
+    strategy.track(model, optimizers=optimizer)
+    moments = optimizer.variables[2:]
+    moved = []
+    for batch in batches:
+        train(batch)
+        moved.append(max(np.abs(m.numpy()).max() for m in moments))
+    assert all(value > 0 for value in moved[:-1]) and moved[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (([],), ValueError, "give the models that the loop trains"),
+        ((["a"],), TypeError, "'a' is no keras Model"),
+        (("model", ["sgd"]), TypeError, "'sgd' is no keras Optimizer"),
+    ],
+)
+def test_what_cannot_be_tracked_is_refused(given, error, message):
+    strategy = make()
+    with strategy.scope():
+        model = network()
+    with pytest.raises(error, match=message):
+        strategy.track(*[model if one == "model" else one for one in given])
+
+
+# -- steps of fit ----------------------------------------------------------------------------------
+
+
+class Returning(keras.Sequential):
+    """Returns its loss by the name of Keras' metric, which it leaves alone, and numbers of rows."""
+
+    def train_step(self, minibatch):
+        x, y = minibatch
+        loss = tf.reduce_mean((self(x) - y) ** 2)
+        return {"loss": loss, "rows": tf.cast(tf.shape(x)[0], tf.float32)}
+
+
+@pytest.mark.parametrize("batch", [55, 56])
+def test_a_returned_value_is_averaged_over_the_replicas_that_had_samples(batch):
+    strategy = make()
+    with strategy.scope():
+        model = Returning([keras.Input((4,)), *network().layers])
+        model.compile("sgd", "mse")
+    history = model.fit(data(batch), verbose=0).history
+    # The last minibatch is one row, on one replica, or two halves of all.
+    rows, last = (1, slice(55, 56)) if batch == 55 else (28, slice(0, 56))
+    expected = np.mean((model(X[last]).numpy() - Y[last]) ** 2)
+    assert history["rows"] == [rows]
+    np.testing.assert_allclose(history["loss"], [expected], rtol=1e-5)
+
+
+class Unready(keras.Model):
+    """Has an optimizer that takes no step."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.other = network(), keras.optimizers.SGD(0.1)
+        self.built = True
+
+    def call(self, x):
+        return self.head(x)
+
+
+def test_an_optimizer_without_slots_is_refused_where_they_would_be_kept(tmp_path):
+    strategy = make()
+    with strategy.scope():
+        model = Unready()
+        model.compile("sgd", "mse")
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run")
+    line = r"model\.other\.build\(model\.PART\.trainable_variables\).*\(head\)"
+    with pytest.raises(ValueError, match=line):
+        model.fit(data(), verbose=0, callbacks=[checkpoint])
+    with strategy.scope():
+        model.other.build(model.head.trainable_variables)
+    model.fit(data(), verbose=0, callbacks=[checkpoint])

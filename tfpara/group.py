@@ -1,0 +1,45 @@
+"""Several models that a custom loop trains, synchronised as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+class Group(keras.Model):
+    """Models that are trained together, and the optimizers with which they are.
+
+    Args:
+        models: built.
+        optimizers: of the loop; those that the models are compiled with need not be given.
+
+    Raises:
+        TypeError: something else is given.
+        ValueError: there is no model.
+    """
+
+    def __init__(
+        self, models: Sequence[keras.Model], optimizers: Sequence[keras.optimizers.Optimizer]
+    ) -> None:
+        for given, kind in ((models, keras.Model), (optimizers, keras.optimizers.Optimizer)):
+            strange = [one for one in given if not isinstance(one, kind)]
+            if strange:
+                raise TypeError(f"strategy.track: {strange[0]!r} is no keras {kind.__name__}.")
+        if not models:
+            raise ValueError("strategy.track([]): give the models that the loop trains.")
+        super().__init__(name="_and_".join(model.name for model in models))
+        self.members = list(models)
+        self.optimizers = list(optimizers)
+        self.built = True  # Its parts are.
+
+    def is_of(self, models: Sequence[keras.Model], optimizers: Sequence[Any]) -> bool:
+        """Whether it was made of these."""
+        mine, given = [*self.members, *self.optimizers], [*models, *optimizers]
+        return [id(one) for one in mine] == [id(one) for one in given]
+
+
+def as_list(given: Any) -> list[Any]:
+    """One thing, or several, as a list."""
+    return list(given) if isinstance(given, (list, tuple)) else [given]
