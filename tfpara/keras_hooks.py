@@ -69,7 +69,8 @@ _PATHS = {
     _CALLBACKS.TensorBoard: "log_dir",
 }
 _replaced: set[tuple[int, str, Callable[..., Any]]] = set()
-_to_build: list[Any] = []  # optimizers, while a step is traced for the sake of their slots
+# While a step is traced to see them, the weights that optimizers without slots train, by their ids.
+_unbuilt: dict[int, Any] = {}
 _element_specs: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
 
 
@@ -279,7 +280,10 @@ def _of_all_workers(read: Callable[..., Any]) -> Callable[..., Any]:
         if not _has_own_steps(model):
             return metrics  # A worker that has taken no step of a resumed epoch has no logs.
         extended = strategy.extended
-        returned = everyones(_plain(logs), extended.control, extended.place.of_metric())
+        purpose = extended.place.of_metric()
+        # Others may still have data, and with no metrics to read nothing has waited for them.
+        extended.finish_blocks(purpose)
+        returned = everyones(_plain(logs), extended.control, purpose)
         names = {name: None for of_worker in returned for name in of_worker} or metrics
         if names.keys() == metrics.keys():
             return metrics
@@ -353,12 +357,12 @@ def _step_noted(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def applying(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if id(optimizer) in _unbuilt:
+            _unbuilt[id(optimizer)] = trainable_variables
+            return None
         strategy = tf.distribute.get_strategy()
         if isinstance(strategy.extended, PeriodicSyncExtended) and in_replica():
             strategy.extended.note_step(optimizer)
-            if optimizer in _to_build and not optimizer.built:
-                with tf.init_scope(), strategy.scope():
-                    optimizer.build(trainable_variables)
         return apply(optimizer, grads, trainable_variables)
 
     return applying
@@ -377,14 +381,22 @@ def build_optimizers(model: keras.Model) -> None:
     spec = _element_specs.get(model)
     unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
     if unbuilt and spec is not None and not model.run_eagerly:
+        strategy = model.distribute_strategy
+        # Of TensorFlow's, for ours would make what a sync needs, before there are slots.
+        run = tf.distribute.MultiWorkerMirroredStrategy.run
         step = tf.autograph.experimental.do_not_convert(
-            lambda minibatch: model.distribute_strategy.run(model.train_step, args=(minibatch,))
+            lambda minibatch: run(strategy, model.train_step, args=(minibatch,))
         )
-        _to_build.extend(unbuilt)
+        _unbuilt.update((id(optimizer), None) for optimizer in unbuilt)
         try:
             tf.function(step).get_concrete_function(spec)
+            weights = dict(_unbuilt)
         finally:
-            _to_build.clear()
+            _unbuilt.clear()
+        with strategy.scope():
+            for optimizer in unbuilt:
+                if weights[id(optimizer)] is not None:
+                    optimizer.build(weights[id(optimizer)])
     check_optimizers_built(model)
 
 

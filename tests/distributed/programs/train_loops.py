@@ -244,6 +244,26 @@ def gan_resumed(strategy, folder):
     return {"whole": whole, "resumed": trained("broken", 3)}
 
 
+class WithoutMetrics(OfAUser):
+    @property
+    def metrics(self):
+        return []
+
+    def train_step(self, minibatch):
+        super().train_step(minibatch)
+        return {"first": tf.reduce_mean(minibatch[0])}
+
+
+def unequal(strategy):
+    """The log of workers of which each has two minibatches more than that before it."""
+    count = 4 + 2 * strategy.worker_index
+    with strategy.scope():
+        model = WithoutMetrics()
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+    given = strategy.distribute_datasets_from_function(lambda context: data().take(count))
+    return {"first": model.fit(given, epochs=2, verbose=0).history["first"]}
+
+
 def refused(strategy):
     """What is not done inside a tf.function by several workers."""
 
@@ -267,7 +287,7 @@ def main():
     found = {}
     for name, case in CASES.items():
         found |= {f"{name}/{key}": value for key, value in case(strategy).items()}
-    found |= gan_resumed(strategy, options["folder"]) | refused(strategy)
+    found |= gan_resumed(strategy, options["folder"]) | unequal(strategy) | refused(strategy)
     np.savez(options["out"], **found)
 
 
