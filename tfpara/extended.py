@@ -518,6 +518,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def step_counts(self) -> list[int]:
         """How many steps each optimizer that `run` has seen has taken here, over the replicas."""
+        # The public number does not change while gradients are accumulated.
         counts = [optimizer._iterations.value for optimizer in self.stepping.values()]
         local_results = self._container_strategy().experimental_local_results
         return [sum(int(part) for part in local_results(count)) for count in counts]

@@ -382,7 +382,7 @@ def build_optimizers(model: keras.Model) -> None:
     unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
     if unbuilt and spec is not None and not model.run_eagerly:
         strategy = model.distribute_strategy
-        # Of TensorFlow's, for ours would make what a sync needs, before there are slots.
+        # TensorFlow's: ours would make the model's synchronizer, which is to know the slots.
         run = tf.distribute.MultiWorkerMirroredStrategy.run
         step = tf.autograph.experimental.do_not_convert(
             lambda minibatch: run(strategy, model.train_step, args=(minibatch,))

@@ -391,11 +391,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         self.extended.minibatch_weight = weight
 
-    def track(
-        self,
-        model: keras.Model | Sequence[keras.Model],
-        optimizers: Any = (),
-    ) -> None:
+    def track(self, model: keras.Model | Sequence[keras.Model], optimizers: Any = ()) -> None:
         """Names what a custom loop trains through `run`; Keras' `fit` needs no call.
 
         Several models are synchronised as one: a call of `run` that trains any of them is a step of
@@ -408,6 +404,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Raises:
             TypeError: what is given is no model, or no optimizer.
+            ValueError: the list of models is empty.
         """
         self.extended.track(as_list(model), as_list(optimizers))
 
