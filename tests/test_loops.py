@@ -245,12 +245,12 @@ class Returning(keras.Sequential):
         return {"loss": loss, "rows": tf.cast(tf.shape(x)[0], tf.float32)}
 
 
-@pytest.mark.parametrize("batch", [55, 56])
-def test_a_returned_value_is_averaged_over_the_replicas_that_had_samples(batch):
+@pytest.mark.parametrize(("batch", "eagerly"), [(55, False), (56, False), (55, True)])
+def test_a_returned_value_is_averaged_over_the_replicas_that_had_samples(batch, eagerly):
     strategy = make()
     with strategy.scope():
         model = Returning([keras.Input((4,)), *network().layers])
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", run_eagerly=eagerly)
     history = model.fit(data(batch), verbose=0).history
     # The last minibatch is one row, on one replica, or two halves of all.
     rows, last = (1, slice(55, 56)) if batch == 55 else (28, slice(0, 56))

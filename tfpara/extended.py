@@ -498,7 +498,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             outputs: of `run`.
             samples: of each local replica, as `batch_size` gives it.
         """
-        if len(samples) == 1 or not any(tf.is_tensor(number) for number in samples):
+        if len(samples) == 1 or not any(tf.is_tensor(number) or number == 0 for number in samples):
             return outputs
         stepped = tf.stack([tf.convert_to_tensor(1 if n is None else n) for n in samples]) > 0
 

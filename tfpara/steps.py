@@ -12,13 +12,19 @@ import tensorflow as tf
 def skip_empty(fn: Any) -> Any:
     """`fn`, but not run where the replica's batch has no samples; its results are then zeros."""
 
+    stepped: list[Any] = []  # results of replicas before this one; TensorFlow runs them in turn
+
     def guarded(*args: Any, **kwargs: Any) -> Any:
         count = batch_size((args, kwargs))
+        if tf.executing_eagerly():
+            if stepped and count is not None and not int(count):
+                like = tf.nest.map_structure(_tensor_or_none, stepped[0])
+                return tf.nest.map_structure(_zeros_like_or_none, like)
+            stepped.append(fn(*args, **kwargs))
+            return stepped[-1]
         if count is None or isinstance(count, int):
             with after((args, kwargs)):
                 return fn(*args, **kwargs)
-        if tf.executing_eagerly():
-            return fn(*args, **kwargs) if int(count) else None
         outputs = []  # AutoGraph, which converts this with a user's step, knows no annotation.
 
         def step() -> Any:
