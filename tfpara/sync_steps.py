@@ -5,6 +5,7 @@ Of a model with fragments, one takes part in a sync, in turn; all do where no re
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -155,8 +156,8 @@ class SyncSteps:
             self._make_counters(make_variable, sync_period)
         # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
         # loop's iteration too, and would not meet that of a worker elsewhere in its loop.
-        self._sync = not_inlined(self._sync_step)
-        self._meet = not_inlined(self._meet_step)
+        self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
+        self._meet = not_inlined(self._meet_step, tf.TensorSpec([], tf.float64))
         self._average_devices = not_inlined(self._average_devices_step)
 
     def _make_counters(
@@ -447,8 +448,16 @@ def where(condition: tf.Tensor, function: Callable[[], Any]) -> tf.Tensor:
     return tf.cond(condition, called, lambda: tf.constant(False))
 
 
-def not_inlined(function: Callable[..., Any]) -> Any:
-    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Callable[..., Any]:
+    """The operations of `function`, whose arguments are of these specs, as a function of their own.
+
+    They are made once. A tf.function would make them again for the first call from Python, which
+    is out of the strategy's scope, after that in a step's graph: half a second or more of each run.
+    """
+    attributes = {"_noinline": True}
+    in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
+    made = functools.cache(in_graph.get_concrete_function)
+    return lambda *arguments: made()(*arguments)
 
 
 def _sentence(table: np.ndarray) -> bytes:
