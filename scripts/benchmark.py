@@ -94,6 +94,7 @@ def main() -> None:
         "memory": _memory_systems,
         "input": _input_systems,
     }[_SUITE.value]()
+    systems = {name: systems[name] for name in benchmark_peers.chosen(list(systems))}
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
         measured = {}
@@ -241,19 +242,18 @@ def _row(
         "sync_period": options.get("sync_period"),
     }
     values = {key: [r[name][key] for r in rounds] for key in rounds[0][name]}
-    if "samples_per_second" in values:
-        independent = [r["plain Keras, independent"]["samples_per_second"] for r in rounds]
-        alone = [r["plain Keras"]["samples_per_second"] for r in rounds]
-        speed = values["samples_per_second"]
-        values["ratio_to_independent"] = [a / b for a, b in zip(speed, independent, strict=True)]
-        values["ratio_to_plain"] = [a / b for a, b in zip(speed, alone, strict=True)]
+    bases = {
+        "ratio_to_independent": ("samples_per_second", "plain Keras, independent"),
+        "ratio_to_plain": ("samples_per_second", "plain Keras"),
+        "ratio_to_training": ("frames_per_second", "training, data in memory"),
+    }
     if options["system"] == "syncs":
-        none = [r[f"{options['strategy']['aggregation']}, no averages"]["sync_ms"] for r in rounds]
-        values["ratio_to_none"] = [a / b for a, b in zip(values["sync_ms"], none, strict=True)]
-    if "frames_per_second" in values:
-        training = [r["training, data in memory"]["frames_per_second"] for r in rounds]
-        frames = values["frames_per_second"]
-        values["ratio_to_training"] = [a / b for a, b in zip(frames, training, strict=True)]
+        none = f"{options['strategy']['aggregation']}, no averages"
+        bases["ratio_to_none"] = ("sync_ms", none)
+    for ratio, (key, base) in bases.items():
+        if key in values and base in rounds[0]:  # --only may leave it out
+            measured = [r[base][key] for r in rounds]
+            values[ratio] = [a / b for a, b in zip(values[key], measured, strict=True)]
     for key, series in values.items():
         row[key] = statistics.median(series)
         row[f"{key}_range"] = [min(series), max(series)]

@@ -43,7 +43,7 @@ _TORCH = flags.DEFINE_string(
 )
 # Names have commas in them.
 _ONLY = flags.DEFINE_string(
-    "only", "", "suite peers: only systems whose names begin with one of these, ; between them"
+    "only", "", "only systems whose names begin with one of these, ; between them"
 )
 
 LOOPBACK = "loopback"
@@ -82,7 +82,9 @@ def measured(
         rounds: on loopback.
         limits: the limited links, in Mbit/s.
     """
-    systems = _chosen(systems_of(sizes, periods, steps))
+    systems = systems_of(sizes, periods, steps)
+    names = chosen([s.name for s in systems])
+    systems = [s for s in systems if s.name in names]
     rows = _measure_at(LOOPBACK, Loopback(), systems, rounds)
     speeds = {r["system"]: r["samples_per_second"] for r in rows if "samples_per_second" in r}
     made: list[tuple[str, float, float]] = []
@@ -99,15 +101,20 @@ def measured(
         yield {"rows": rows, "links": made, "notes": notes}
 
 
-def _chosen(systems: list[System]) -> list[System]:
+def chosen(names: list[str]) -> list[str]:
+    """Those of the systems that --only asks for.
+
+    Raises:
+        Failure: it asks for none of them.
+    """
     if not _ONLY.value:
-        return systems
+        return names
     beginnings = tuple(part.strip() for part in _ONLY.value.split(";") if part.strip())
-    chosen = [s for s in systems if s.name.startswith(beginnings)]
-    if not chosen:
-        names = "; ".join(s.name for s in systems)
-        raise common.Failure(f"--only={_ONLY.value} names no system. There are: {names}.")
-    return chosen
+    found = [name for name in names if name.startswith(beginnings)]
+    if not found:
+        known = "; ".join(names)
+        raise common.Failure(f"--only={_ONLY.value} names no system. There are: {known}.")
+    return found
 
 
 def _shortened(system: System, mbit: float) -> System:
