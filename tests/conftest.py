@@ -23,6 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--no-processes", action="store_true", help="skip a test where it starts a process"
     )
+    parser.addoption(
+        "--first-cases",
+        action="store_true",
+        help="of a test with parameters take its first case, unless it is marked all_cases",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,11 +53,40 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         pytest.exit(f"tfpara comes from {found}, not from the wheel in {installed}", 3)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests first, then large ones, so that no process is left with one of them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The files that take longest first, so that no process is left with one of them.
+
+    Those are files with long tests, then those whose tests may take longer than others, then large
+    ones.
+    """
+    if config.getoption("--first-cases"):
+        _leave_first_cases(config, items)
     long = {item.path for item in items if item.get_closest_marker("long")}
     size = {item.path: item.path.stat().st_size for item in items}
-    items.sort(key=lambda item: (item.path not in long, -size[item.path], item.path))
+    patience = dict.fromkeys(size, 0)
+    for item in items:
+        for timeout in item.iter_markers("timeout"):
+            patience[item.path] = max(patience[item.path], timeout.args[0])
+    items.sort(
+        key=lambda item: (
+            item.path not in long,
+            -patience[item.path],
+            -size[item.path],
+            item.path,
+        )
+    )
+
+
+def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left, others, seen = [], [], set()
+    for item in items:
+        test = item.path, getattr(item, "originalname", item.name)
+        first = test not in seen or item.get_closest_marker("all_cases")
+        if item.get_closest_marker("one_version") is None:  # else none would be left of some
+            seen.add(test)
+        (left if first else others).append(item)
+    items[:] = left
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session", autouse=True)

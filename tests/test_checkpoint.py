@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import keras
@@ -120,16 +122,41 @@ def run(directory, rule=None, stop=None, epochs=EPOCHS, log=None, devices=DEVICE
     return everything(strategy, model), history, strategy
 
 
+@functools.cache
+def uninterrupted(**options):
+    """What `run` gives without a stop; how often it writes checkpoints does not change that."""
+    with tempfile.TemporaryDirectory() as directory:
+        return run(Path(directory), **options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a run of an epoch, to copy."""
+    directory = tmp_path_factory.mktemp("finished")
+    run(directory, epochs=1)
+    return directory
+
+
+@pytest.fixture
+def finished_run(finished, tmp_path):
+    """A copy of it, that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
 def assert_same(first, second):
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
-@pytest.mark.parametrize("rule", [tfpara.BMUF(0.5), tfpara.EASGD(0.2)], ids=["bmuf", "easgd"])
+@pytest.mark.parametrize(
+    ("rule", "aggregation"),
+    [(tfpara.BMUF(0.5), "sharded"), (tfpara.EASGD(0.2), "replicated")],
+    ids=["bmuf-sharded", "easgd-replicated"],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, rule, aggregation):
-    options = {"every_syncs": 1, "rule": rule, "aggregation": aggregation}
-    whole, history, strategy = run(tmp_path / "whole", **options)
+    options = {"rule": rule, "aggregation": aggregation}
+    whole, history, strategy = uninterrupted(**options)
+    options["every_syncs"] = 1
     broken = tmp_path / "broken"
     assert run(broken, stop=(0, 4), **options) is None  # inside a block
     assert run(broken, stop=(1, 7), **options) is None  # at the end of an epoch
@@ -148,18 +175,19 @@ def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
     """Epochs of 8 minibatches in blocks of 3, and of 6 for each of two fragments."""
     options = {"every_syncs": 1, "rule": tfpara.BMUF(0.5), "sync_period": 3, "fragments": 2}
     whole, _, _ = run(tmp_path / "whole", **options)
-    assert run(tmp_path / "broken", stop=(0, 4), **options) is None
-    assert run(tmp_path / "broken", stop=(1, 7), **options) is None
+    # After a part of a block, inside one, and before the next part of one.
+    assert run(tmp_path / "broken", stop=(1, 4), **options) is None
     resumed, _, _ = run(tmp_path / "broken", **options)
     assert_same(resumed, whole)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("first", "second"), [("sharded", "replicated"), ("replicated", "sharded")]
 )
 def test_a_run_resumes_under_another_aggregation(tmp_path, first, second):
-    options = {"every_syncs": 1, "rule": tfpara.BMUF(0.5), "averages": {"ema": tfpara.EMA(0.8)}}
-    whole, _, _ = run(tmp_path / "whole", aggregation=first, **options)
+    whole, _, _ = uninterrupted(rule=tfpara.BMUF(0.5), aggregation=first)
+    options = {"every_syncs": 1, "rule": tfpara.BMUF(0.5)}
     assert run(tmp_path / "moved", stop=(0, 4), aggregation=first, **options) is None
     moved, _, _ = run(tmp_path / "moved", aggregation=second, **options)
     for a, b in zip(moved, whole, strict=True):
@@ -190,8 +218,9 @@ def test_data_that_know_no_epochs_are_read_again_up_to_the_position(tmp_path, ow
     assert_same(*ends)
 
 
+@pytest.mark.one_version
 def test_resuming_after_the_last_minibatch_of_an_epoch(tmp_path):
-    whole, whole_history, _ = run(tmp_path / "whole", every_syncs=1)
+    whole, whole_history, _ = uninterrupted()
     assert run(tmp_path / "run", every_syncs=1, stop=(1, 0)) is None
     # What is left was written after the last step, before the epoch's end.
     newest = max((tmp_path / "run").glob("checkpoint-*"))
@@ -214,6 +243,7 @@ class Scores(keras.callbacks.Callback):
         self.logs[epoch] = dict(logs)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("stop", [(1, 5), (1, 7)])
 def test_epochs_logs_and_validation_are_those_of_an_uninterrupted_run(tmp_path, stop):
     """At (1, 7) no step of the resumed epoch is left; validation reads data that know no epochs."""
@@ -244,8 +274,9 @@ def test_epochs_logs_and_validation_are_those_of_an_uninterrupted_run(tmp_path, 
     assert set(whole[1]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 
+@pytest.mark.one_version
 def test_more_epochs_are_added_to_a_finished_run(tmp_path):
-    whole, whole_history, _ = run(tmp_path / "whole", epochs=3)
+    whole, whole_history, _ = uninterrupted()
     run(tmp_path / "run", epochs=2)
     resumed, history, _ = run(tmp_path / "run", epochs=3)
     assert_same(resumed, whole)
@@ -255,6 +286,7 @@ def test_more_epochs_are_added_to_a_finished_run(tmp_path):
     assert history == {}
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_path, replicas):
     assert run(tmp_path, every_syncs=2, stop=(0, 5)) is None
@@ -298,9 +330,7 @@ def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_
     assert abs(history["accuracy"][0] * 64 - round(history["accuracy"][0] * 64)) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"overlap": True}, {"overlap": 1, "fragments": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{"overlap": 1, "fragments": 2}, {}], ids=str)
 def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path, options):
     log = []
     assert run(tmp_path, every_syncs=1, stop=(0, 4), **options) is None
@@ -349,6 +379,7 @@ def model_weights(weights, model):
     return [w for w, v in zip(weights, model.weights, strict=True) if id(v) in trainable]
 
 
+@pytest.mark.one_version
 def test_only_the_newest_are_kept_and_what_was_interrupted_goes(tmp_path):
     (tmp_path / ".partial-00000007-0").mkdir()
     run(tmp_path, every_syncs=1, keep=2)
@@ -369,8 +400,9 @@ def damage(path):
     path.write_bytes(data)
 
 
+@pytest.mark.one_version
 def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itself(tmp_path):
-    whole = run(tmp_path / "whole")[0]
+    whole = uninterrupted()[0]
     assert run(tmp_path / "run", stop=(2, 5)) is None
     newest, *older = sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)
     damage(newest / "part-00000.data-00000-of-00001")
@@ -388,17 +420,19 @@ def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itse
     assert older
 
 
-def test_a_missing_part_is_damage(tmp_path):
-    run(tmp_path, epochs=1)
-    for path in tmp_path.glob("checkpoint-*/part-00000.index"):
+def test_a_missing_part_is_damage(finished_run):
+    for path in finished_run.glob("checkpoint-*/part-00000.index"):
         path.unlink()
     with pytest.warns(UserWarning, match="part-00000.index"), pytest.raises(tfpara.CheckpointError):
-        run(tmp_path)
+        run(finished_run)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+@pytest.mark.one_version
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
+    common = {"data_plan": {"minibatch": 4, "epochs": 1}, "may_change": ("epochs",)}
+    run(tmp_path, epochs=1, **common)
+    run(tmp_path, epochs=1, **{**common, "data_plan": {"minibatch": 4, "epochs": 7}})
+    for change, message in [
         ({"rule": tfpara.BSP()}, "rule: the checkpoint has 'BMUF.*this run has 'BSP"),
         ({"averages": {"ema": tfpara.EMA(0.7)}}, "averages: "),
         ({"sync_period": 4}, "sync_period: the checkpoint has 2, this run has 4"),
@@ -406,20 +440,16 @@ def test_a_missing_part_is_damage(tmp_path):
             {"data_plan": {"minibatch": 8}},
             r"data_plan.minibatch: the checkpoint has 4, this run has 8",
         ),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path, change, message):
-    common = {"data_plan": {"minibatch": 4, "epochs": 1}, "may_change": ("epochs",)}
-    run(tmp_path, epochs=1, **common)
-    run(tmp_path, epochs=1, **{**common, "data_plan": {"minibatch": 4, "epochs": 7}})
-    with pytest.raises(tfpara.CheckpointError, match=message):
-        run(tmp_path, **{**common, **change})
+    ]:
+        with pytest.raises(tfpara.CheckpointError, match=message):
+            run(tmp_path, **{**common, **change})
 
 
 @pytest.mark.parametrize("change", ["version", "format"])
-def test_a_checkpoint_of_another_version_is_used_and_of_another_format_refused(tmp_path, change):
-    run(tmp_path, epochs=1)
-    for path in tmp_path.glob("checkpoint-*/manifest.json"):
+def test_a_checkpoint_of_another_version_is_used_and_of_another_format_refused(
+    finished_run, change
+):
+    for path in finished_run.glob("checkpoint-*/manifest.json"):
         manifest = json.loads(path.read_text())
         if change == "version":
             # Where version 0.1 had it, too.
@@ -429,22 +459,22 @@ def test_a_checkpoint_of_another_version_is_used_and_of_another_format_refused(t
         path.write_text(json.dumps(manifest))
     if change == "version":
         with pytest.warns(UserWarning, match="was written with tfpara version 0.0.1; numbers may"):
-            assert run(tmp_path, epochs=1)
+            assert run(finished_run, epochs=1)
     else:
         with pytest.raises(tfpara.CheckpointError, match="has format 2; this version reads 1"):
-            run(tmp_path)
+            run(finished_run)
 
 
-def test_a_checkpoint_with_other_buckets_is_refused(tmp_path):
-    run(tmp_path, epochs=1)
-    for path in tmp_path.glob("checkpoint-*/manifest.json"):
+def test_a_checkpoint_with_other_buckets_is_refused(finished_run):
+    for path in finished_run.glob("checkpoint-*/manifest.json"):
         manifest = json.loads(path.read_text())
         manifest["bucket_sizes"].append(1)
         path.write_text(json.dumps(manifest))
     with pytest.raises(tfpara.CheckpointError, match="buckets, of other sizes than the 1 of this"):
-        run(tmp_path)
+        run(finished_run)
 
 
+@pytest.mark.one_version
 def test_a_directory_in_use_is_refused(tmp_path):
     with (tmp_path / "lock").open("w") as other:  # as another process would have it
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -476,6 +506,7 @@ def test_what_flock_says_is_told_apart(tmp_path, monkeypatch, number, message):
     assert (tmp_path / "lock").read_text() == "process 7 on elsewhere"
 
 
+@pytest.mark.one_version
 def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
     run(tmp_path, epochs=1)
     assert capsys.readouterr().out == ""
@@ -490,6 +521,7 @@ def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
     assert capsys.readouterr().out == "Resuming from checkpoint 2: epoch 2.\n"
 
 
+@pytest.mark.one_version
 def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
     def fit():
         strategy, model = make()
@@ -521,10 +553,11 @@ def test_one_callback_in_several_fits(tmp_path):
     assert len(history["loss"]) == 1
 
 
+@pytest.mark.one_version
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     from tfpara import checkpoint_store
 
-    whole = run(tmp_path / "whole")[0]
+    whole = uninterrupted()[0]
     writes = []
 
     def full(path):
@@ -587,7 +620,7 @@ def test_a_state_that_json_cannot_carry_is_named(tmp_path):
 
 @pytest.mark.parametrize("when", ["inside", "last block", "validation"])
 def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
-    whole = run(tmp_path / "whole", epochs=2)[0]
+    whole = uninterrupted(epochs=2)[0]
     validation = tf.data.Dataset.from_tensor_slices(minibatch(99, 0)).batch(2)
     strategy, model = make()
 
@@ -619,6 +652,7 @@ def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
     assert_same(run(tmp_path / "run", epochs=2)[0], whole)
 
 
+@pytest.mark.one_version
 def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
     strategy, model = make()
     ask = keras.callbacks.LambdaCallback(
@@ -637,7 +671,7 @@ def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_fit_that_fails_leaves_nothing_behind_and_the_next_one_goes_on(tmp_path, overlap):
     """In one process, each time with a callback of its own, as in a loop that tries again."""
-    whole = run(tmp_path / "whole", overlap=overlap, every_syncs=1)[0]
+    whole = uninterrupted(**({"overlap": True} if overlap else {}))[0]
     strategy, model = make(overlap=overlap)
     data, received = epoch_data(strategy), []
 
@@ -699,6 +733,7 @@ def test_a_model_of_no_strategy_is_told_what_to_use(tmp_path):
         )
 
 
+@pytest.mark.one_version
 def test_a_block_closed_by_hand_does_not_keep_checkpoints_from_being_written(tmp_path):
     strategy, model = make()
     close = keras.callbacks.LambdaCallback(

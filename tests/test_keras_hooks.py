@@ -58,6 +58,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("write", WRITERS.values(), ids=list(WRITERS))
 def test_another_worker_writes_nothing_and_a_plain_model_is_as_ever(worker, tmp_path, write):
     write(make_model(worker), tmp_path)
@@ -66,6 +67,7 @@ def test_another_worker_writes_nothing_and_a_plain_model_is_as_ever(worker, tmp_
     assert left(tmp_path) != []
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("write", WRITERS.values(), ids=list(WRITERS))
 def test_the_chief_writes_what_keras_writes(strategy, tmp_path, write):
     for name, model in (("plain", make_model()), ("ours", make_model(strategy))):

@@ -56,6 +56,9 @@ def test_nesterov_bmuf_by_hand():
 def test_cntk_and_fairseq_by_hand():
     # CNTK, N = 2: Δ = (1−½)·2·1 = 1, W = 0 + 1 + ½ = 1.5; Δ = ½ + 1·(3 − 1.5) = 2, W = 4.5.
     assert follow(BMUF(0.5, compat="cntk"), 0.0, [1.0, 3.0]) == [(1.5, 1.5), (4.5, 4.5)]
+    # fairseq: Δ = 1, W = 1 + ½; Δ = ½ + (3 − 1.5) = 2, W = 1.5 + 2 + 1.
+    got = follow(BMUF(0.5, compat="fairseq"), 0.0, [1.0, 3.0], num_replicas=4)
+    assert got == [(1.5, 1.5), (4.5, 4.5)]
     # fairseq without look-ahead: Δ = 1, W = 1; Δ = ½ + 2, W = 3.5.
     got = follow(BMUF(0.5, compat="fairseq", nesterov=False), 0.0, [1.0, 3.0], num_replicas=4)
     assert got == [(1.0, 1.0), (3.5, 3.5)]

@@ -13,7 +13,7 @@ from cluster_of_processes import run_all_well
 from horovod_here import needs_horovod
 
 # The first test of each backend waits for all its trainings.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.all_cases]
 
 # Every replica has ten minibatches; and an uneven variant in which one worker's data end early, one
 # replica has a short minibatch and another one fewer.
@@ -42,39 +42,34 @@ SHARDED = {"aggregation": "sharded", "averages": AVERAGES, "minibatches": UNEVEN
 UNEVEN_TWICE = {"minibatches": UNEVEN, "epochs": 2, "steps_per_execution": 2}
 OVERLAPPED = {"minibatches": ONE_EACH, "epochs": 2, "aggregation": "sharded"}
 
+# Every rule once and every option once, in pairs: what a rule computes does not depend on how the
+# weights came. One process has the rest of the product: test_strategy.py, test_syncs.py.
 TRAININGS = {
-    "bsp": Training("tfpara.BSP()", "bsp", {}, {"local_state": "average"}),
-    "bsp-reset": Training("tfpara.BSP()", "bsp", {}, {"local_state": "reset"}),
-    "bsp-sharded": Training("tfpara.BSP()", "bsp", {}, SHARDED),
     # One worker closes its epoch from Python while the other syncs in its compiled step.
-    "bsp-uneven": Training("tfpara.BSP()", "bsp", {}, {"minibatches": ONE_EACH, "epochs": 2}),
-    "bmuf": Training(*BMUF, {"averages": AVERAGES}),
-    "bmuf-sharded": Training(*BMUF, SHARDED),
-    "bmuf-uneven": Training(*BMUF, UNEVEN_TWICE),
+    "bsp-uneven": Training(
+        "tfpara.BSP()", "bsp", {}, {"minibatches": ONE_EACH, "epochs": 2, "local_state": "reset"}
+    ),
+    "bmuf-sharded": Training(*BMUF, {**SHARDED, "evaluated": True}),
     "bmuf-classical": Training(
         "tfpara.BMUF(0.5, block_learning_rate=1.2, nesterov=False)",
         "classical",
         {"eta": 0.5, "zeta": 1.2},
-        {},
+        UNEVEN_TWICE,
     ),
     "bmuf-cntk": Training(
-        "tfpara.BMUF(0.6, compat='cntk')", "lookahead_anchor", {"eta": 0.6, "gain": 0.4 * 4}, {}
+        "tfpara.BMUF(0.6, compat='cntk')",
+        "lookahead_anchor",
+        {"eta": 0.6, "gain": 0.4 * 4},
+        {"local_state": "average"},
     ),
-    "bmuf-fairseq": Training(
-        "tfpara.BMUF(0.6, compat='fairseq')", "lookahead_anchor", {"eta": 0.6, "gain": 1.0}, {}
-    ),
-    "easgd": Training(*EASGD, {}),
-    "easgd-sharded": Training(*EASGD, SHARDED),
-    "easgd-uneven": Training(*EASGD, UNEVEN_TWICE),
+    "easgd-uneven": Training(*EASGD, {**UNEVEN_TWICE, "averages": AVERAGES}),
     "diloco": Training("tfpara.DiLoCo()", None, {}, {"aggregation": "sharded"}),
-    "slowmo": Training("tfpara.SlowMo()", None, {}, {"local_state": "reset"}),
     "bmuf_adam": Training(
         "tfpara.BMUFAdam()",
         None,
         {},
         {"optimizer": "keras.optimizers.Adam(0.01)", **SHARDED},
     ),
-    "bmuf-overlap": Training(*BLOCK, {**OVERLAPPED, "overlap": True}, {"delay": 3}),
     "easgd-overlap": Training(*EASGD, {**OVERLAPPED, "overlap": True}, {"delay": 3}),
     # Two workers of two devices: overlap, fragments, hierarchy, several steps an execution.
     "all-at-once": Training(
@@ -85,11 +80,15 @@ TRAININGS = {
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
     "easgd-int8": Training(EASGD[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
 }
-# Also of replicas that one process simulates on as many devices.
-SIMULATED = (
-    *("bmuf-sharded", "easgd-sharded", "bmuf-overlap", "easgd-overlap"),
-    *("int8", "easgd-int8"),
+# One of each way in which weights and reports travel.
+ON_HOROVOD = (
+    *("bsp-uneven", "bmuf-sharded", "easgd-uneven", "diloco", "bmuf_adam"),
+    *("all-at-once", "int8"),
 )
+# Also of replicas that one process simulates on as many devices.
+SIMULATED = ("bmuf-sharded", "easgd-overlap", "int8", "easgd-int8")
+# Where only TensorFlow is another one.
+ON_EVERY_VERSION = ("bsp-uneven", "bmuf-sharded", "easgd-uneven", "all-at-once", "int8")
 WEIGHTS = 4
 
 
@@ -117,38 +116,65 @@ def train(path, names, workers, **options):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A function: what came of all trainings on "TF_CONFIG", on "horovod" or "simulated"."""
+def trained(request, tmp_path_factory):
+    """A function: what came of the trainings on "TF_CONFIG", on "horovod" or "simulated".
+
+    Those of all tests that are to run are trained at once.
+    """
     path = tmp_path_factory.mktemp("trained")
+    wanted = {"TF_CONFIG": set(), "horovod": set(), "simulated": set()}
+    for item in request.session.items:
+        if item.path == request.path:
+            name, backend = (item.callspec.params[of] for of in ("name", "backend"))
+            wanted[backend].add(name)
+            wanted["TF_CONFIG"].add(name)
     found = {}
 
     def of(backend):
         if backend not in found:
+            names = [name for name in TRAININGS if name in wanted[backend]]
             if backend == "simulated":
                 alone = {"environ": [{"TF_CONFIG": ""}]}
-                found[backend] = train(path / backend, SIMULATED, 1, **alone)
+                found[backend] = train(path / backend, names, 1, **alone)
             else:
-                found[backend] = train(path / backend, TRAININGS, 2, start=backend)
+                found[backend] = train(path / backend, names, 2, start=backend)
         return found[backend]
 
     return of
 
 
-BACKENDS = ["TF_CONFIG", pytest.param("horovod", marks=needs_horovod)]
+def cases(backend, names):
+    """Names with a backend, as parameters of a test."""
+    for name in names:
+        marks = [needs_horovod] if backend == "horovod" else []
+        if name not in ON_EVERY_VERSION:
+            marks.append(pytest.mark.one_version)
+        yield pytest.param(name, backend, marks=marks)
+
+
+def known_to_numpy(names):
+    return [name for name in names if TRAININGS[name].kind]
 
 
 def model(results, prefix):
     return simulation.flat([results[f"{prefix}_{i}"] for i in range(WEIGHTS)])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", [name for name in TRAININGS if TRAININGS[name].kind])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *cases("TF_CONFIG", known_to_numpy(TRAININGS)),
+        *cases("horovod", known_to_numpy(ON_HOROVOD)),
+    ],
+)
 def test_it_is_what_numpy_computes(trained, name, backend):
     training, workers = TRAININGS[name], trained(backend)[name]
     results = {**workers[1], **workers[0]}
     options = of_worker(name, 2, "")
     for worker in workers:
-        for key in ("initial_0", "global_0", "loss", "accuracy", "evaluation", "syncs"):
+        for key in {"initial_0", "global_0", "loss", "accuracy", "evaluation", "syncs"} & set(
+            worker
+        ):
             np.testing.assert_array_equal(worker[key], results[key], err_msg=key)
     initial = [results[f"initial_{i}"] for i in range(WEIGHTS)]
     settings = {"epochs": options.get("epochs", 1), **training.settings}
@@ -186,18 +212,17 @@ def check_averages(results, history, parts):
     np.testing.assert_allclose(model(results, "ma"), mean, atol=1e-5)
 
 
-@needs_horovod
-@pytest.mark.parametrize("name", TRAININGS)
-def test_horovod_gives_what_tensorflow_gives(trained, name):
-    for mine, theirs in zip(trained("horovod")[name], trained("TF_CONFIG")[name], strict=True):
+@pytest.mark.parametrize(("name", "backend"), cases("horovod", ON_HOROVOD))
+def test_horovod_gives_what_tensorflow_gives(trained, name, backend):
+    for mine, theirs in zip(trained(backend)[name], trained("TF_CONFIG")[name], strict=True):
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             np.testing.assert_allclose(mine[key], value, atol=1e-5, rtol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
-def test_simulated_replicas_compute_what_real_workers_do(trained, name):
-    workers, (simulated,) = trained("TF_CONFIG")[name], trained("simulated")[name]
+@pytest.mark.parametrize(("name", "backend"), cases("simulated", SIMULATED))
+def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend):
+    workers, (simulated,) = trained("TF_CONFIG")[name], trained(backend)[name]
     # The same initial weights: those of the chief, with its seed.
     real = {**workers[1], **workers[0]}
     assert set(simulated) == set(real)
@@ -206,8 +231,9 @@ def test_simulated_replicas_compute_what_real_workers_do(trained, name):
             np.testing.assert_allclose(simulated[key], value, atol=1e-5, err_msg=key)
 
 
-def test_int8_sends_a_quarter_and_leaves_equal_replicas(trained):
-    workers, (simulated,) = trained("TF_CONFIG")["int8"], trained("simulated")["int8"]
+@pytest.mark.parametrize(("name", "backend"), cases("simulated", ["int8"]))
+def test_int8_sends_a_quarter_and_leaves_equal_replicas(trained, name, backend):
+    workers, (simulated,) = trained("TF_CONFIG")[name], trained(backend)[name]
     for i in range(WEIGHTS):
         np.testing.assert_array_equal(workers[0][f"replica0_{i}"], workers[1][f"replica1_{i}"])
     # 256 numbers of a byte and a scale of 4, two legs, to the other worker; simulated: nothing.

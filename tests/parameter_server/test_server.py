@@ -50,22 +50,16 @@ def check_counts(got, times, pushes, workers):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize(("ps", "minibatches"), [(1, 500), (2, 1000)])
-def test_no_update_is_lost(ps, minibatches):
-    pushes = 4 * minibatches
-    got = run(
-        "counting", 600, workers=2, ps=ps, minibatches=minibatches, batch=64, epochs=4, chunks=10
-    )
+def test_no_update_is_lost():
+    pushes = 2 * 500
+    got = run("counting", workers=2, ps=2, minibatches=500, batch=64, epochs=2, chunks=10)
     check_counts(got, pushes, pushes, 2)
     assert got["samples"] == pushes * 64
     assert sum(got["staleness"][1:]) > 0  # they were at it at once
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("rule", "ps", "sync_period"), [("ASGD", 1, 1), ("ASGD", 2, 1), ("Downpour", 2, 2)]
-)
+@pytest.mark.parametrize(("rule", "ps", "sync_period"), [("ASGD", 2, 1), ("Downpour", 1, 2)])
 def test_every_minibatch_is_in_once_though_workers_are_killed(rule, ps, sync_period):
     options = {"minibatches": 1024, "batch": 1, "epochs": 3, "chunks": 8, "during": "kills"}
     got = run("counting", workers=2, ps=ps, rule=rule, sync_period=sync_period, **options)
@@ -81,7 +75,7 @@ def test_a_shuffled_dataset_is_read_once_though_a_worker_is_killed():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("bound", "ps"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize(("bound", "ps"), [(0, 1), (1, 2)])
 def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound, ps):
     got = run(
         "counting",
@@ -99,6 +93,7 @@ def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound, p
     assert got["kills"] == 1
 
 
+@pytest.mark.one_version
 def test_a_slow_worker_does_not_hold_up_the_others():
     got = run("slow", workers=2, ps=1, seconds=1.5, turns=4)
     alike, slow = got["alike"], got["slow"]
@@ -110,6 +105,7 @@ def test_a_slow_worker_does_not_hold_up_the_others():
     assert sum(got["staleness"]) == sum(got["by_worker"]) == got["pushes"]
 
 
+@pytest.mark.one_version
 @pytest.mark.timeout(700)
 def test_runs_on_a_cluster_are_repeated_in_the_simulation():
     cases = [
@@ -247,6 +243,7 @@ def test_the_rate_of_a_push_and_of_its_staleness():
     assert weights(server) == [[-2.25, -2.25]] * 2
 
 
+@pytest.mark.one_version
 def test_a_rate_and_a_mean_that_are_set_while_workers_push_are_not_lost():
     server = made(ASGD(), 1, averages={"average": RunningThenMean(0.1)})
     zeros = [tf.zeros([2, 1])] * 2
@@ -330,6 +327,7 @@ class Late:
         return self.lock.execute(inside)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_the_bound_holds_on_every_server(bound):
     """Workers in threads, and two servers of which the second is slow at times."""

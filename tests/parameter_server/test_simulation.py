@@ -231,8 +231,16 @@ def decaying():
     return keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.7))
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam, decaying])
-@pytest.mark.parametrize(("rule", "period"), [(ASGD(), 1), (Downpour(), 1), (Downpour(), 4)])
+@pytest.mark.parametrize(
+    ("rule", "period", "optimizer"),
+    [
+        (ASGD(), 1, sgd),
+        (ASGD(), 1, decaying),
+        (Downpour(), 1, adam),
+        (Downpour(), 4, sgd),
+        (Downpour(), 4, decaying),
+    ],
+)
 def test_one_worker_trains_like_keras(rule, period, optimizer):
     strategy = simulate_async(1, rule, sync_period=period)
     model, history = train(strategy, chunks=2, optimizer=optimizer())

@@ -15,7 +15,13 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "scripts" / "recipes").glob("*.flags"))
 # Those that others include, or for another program.
 PARTS = ("000", "003", "001-pretrain")
-TRAINED = [name for name in RECIPES if name not in PARTS]
+# Made of the lines of two others, which are trained: the network's and the rule's.
+MIXED = {
+    "003-cldnn-bsp": ("003-cldnn-bmuf", "003-dnn-bsp"),
+    "003-cldnn-easgd": ("003-cldnn-bmuf", "003-dnn-easgd"),
+    "003-dnn-bmuf": ("003-dnn-bsp", "003-cldnn-bmuf"),
+}
+TRAINED = [name for name in RECIPES if name not in (*PARTS, *MIXED)]
 
 PROGRAM = """
 import sys
@@ -80,6 +86,17 @@ def test_a_recipe_trains(runs, name):
         assert (runs / name / "ema-0.99.weights.h5").is_file()
     model = json.loads((runs / name / "model.json").read_text())
     assert model["kind"] == ("lstm" if "lstm" in name else "cldnn" if "cldnn" in name else "dnn")
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_recipe_has_the_lines_of_those_that_train(name):
+    def lines(recipe):
+        text = (ROOT / "scripts" / "recipes" / f"{recipe}.flags").read_text()
+        return {line for line in text.splitlines() if line.startswith("--")}
+
+    network, rule = map(lines, MIXED[name])
+    assert lines(name) <= network | rule
+    assert lines(name) - network and lines(name) - rule
 
 
 def test_pretraining_gives_the_model_that_001_starts_from(run_well, corpus_directory, tmp_path):

@@ -3,7 +3,8 @@
 Options (JSON), or a list of them for one training after the other: rule (Python expression),
 sync_period, local_devices, optimizer (expression), epochs, minibatches (a list for each replica of
 minibatch sizes), local_state, averages, aggregation, overlap, fragments, compression,
-device_sync_period, steps_per_execution, loss (expression), scales (of the inputs), out (npz path).
+device_sync_period, steps_per_execution, loss (expression), scales (of the inputs), evaluated
+(whether on the same data afterwards), out (npz path).
 Weights are initialised differently on each worker on purpose.
 """
 
@@ -98,7 +99,8 @@ def train(options):
             results[f"{kind}{replica}{name}"] = component.numpy()
     results["loss"] = history["loss"][-1]
     results["accuracy"] = history["accuracy"][-1]
-    results["evaluation"] = model.evaluate(data, verbose=0)
+    if options.get("evaluated"):
+        results["evaluation"] = model.evaluate(data, verbose=0)
     results["syncs"] = strategy.statistics().syncs
     if "compression" in options:
         results["bytes_sent"] = strategy.statistics().bytes_sent
