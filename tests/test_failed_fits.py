@@ -66,8 +66,7 @@ def syncs(strategy):
     return strategy.statistics().syncs
 
 
-@pytest.mark.parametrize("batch", [TAU - 1, TAU + 1])
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize(("batch", "again"), [(TAU - 1, True), (TAU + 1, False)])
 def test_after_a_warm_start_that_failed_replicas_sync(made, batch, again):
     strategy, model = made
     with pytest.raises(ZeroDivisionError):
