@@ -302,9 +302,11 @@ NAN = float("nan")
     ],
 )
 def test_rates_of_replicas_that_have_trained_alike_are_compared(rows, words):
-    columns = reports.Columns(slice(4, 5), slice(5, 6), slice(6, 7), slice(7, 9))
-    table = tf.constant([[1.0, -1.0, 0.0, 0.0, 8.0, *row] for row in rows], tf.float64)
-    problem = reports.problem_of(table, columns, ["w"], 2).numpy().decode()
+    at = reports.SAMPLES
+    columns = reports.Columns(*(slice(at + k, at + k + 1) for k in range(3)), slice(at + 3, at + 5))
+    together = [1.0, -1.0, *[0.0] * (at - 2)]
+    table = tf.constant([[*together, 8.0, *row] for row in rows], tf.float64)
+    problem = reports.problem_of(table, columns, ["w"], 2, tf.constant("")).numpy().decode()
     assert bool(reports.is_bad(table, columns)) == (problem != "") == (words != "")
     assert words in problem.replace("replica ", "")
 
