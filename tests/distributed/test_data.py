@@ -48,13 +48,18 @@ def test_two_devices_train_on_each_row_once(kind, strategy, model, plain):
     assert found["untouched"]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one device", "two devices"])
+# Each kind is trained on by two workers of one device, or of two: kinds that are alike are
+# neighbours. Two devices of one process see all of them.
+KINDS_OF = {devices: list(kinds.KINDS)[devices - 1 :: 2] for devices in (1, 2)}
+
+
+@pytest.fixture(scope="module")
 def workers(request, plain, tmp_path_factory):
-    """What two workers have trained on, evaluated and refused."""
+    """What two workers, of so many devices each, have trained on, evaluated and refused."""
     place = tmp_path_factory.mktemp("data")
     options = [
         {
-            "kinds": list(kinds.KINDS),
+            "kinds": KINDS_OF[request.param],
             "devices": request.param,
             "out": str(place / f"{rank}.json"),
         }
@@ -69,7 +74,15 @@ def together(parts):
 
 
 @pytest.mark.all_cases
-@pytest.mark.parametrize("kind", kinds.KINDS)
+@pytest.mark.parametrize(
+    ("workers", "kind"),
+    [
+        pytest.param(devices, kind, marks=[pytest.mark.one_version] * (devices == 2))
+        for devices, own in KINDS_OF.items()
+        for kind in own
+    ],
+    indirect=["workers"],
+)
 def test_two_workers_train_on_each_row_once(kind, workers, plain):
     found = [worker["trained"][kind] for worker in workers]
     assert all(f["untouched"] for f in found)
@@ -78,6 +91,7 @@ def test_two_workers_train_on_each_row_once(kind, workers, plain):
     assert all(part for f in found for part in f["epochs"]), "a worker had nothing"
 
 
+@pytest.mark.parametrize("workers", KINDS_OF, indirect=True)
 def test_two_workers_evaluate_each_row_once(workers, plain):
     assert together(w["evaluated"] for w in workers) == plain["arrays"][0]
     training, validation = (together(w["split"][k] for w in workers) for k in range(2))
@@ -103,6 +117,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.parametrize("workers", KINDS_OF, indirect=True)
 def test_data_that_would_leave_rows_out_are_refused_by_every_worker(workers):
     refused = [worker["refused"] for worker in workers]
     assert refused[0] == refused[1]
