@@ -17,6 +17,7 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 import tfpara
 from tfpara import compression, reports
 from tfpara.collectives import Loopback
+from tfpara.overlapped import OverlappedSteps
 from tfpara.settings import check_sendable
 
 RULES = {
@@ -309,6 +310,27 @@ def test_rates_of_replicas_that_have_trained_alike_are_compared(rows, words):
     problem = reports.problem_of(table, columns, ["w"], 2, tf.constant("")).numpy().decode()
     assert bool(reports.is_bad(table, columns)) == (problem != "") == (words != "")
     assert words in problem.replace("replica ", "")
+
+
+def test_the_operations_of_a_sync_are_made_once(monkeypatch):
+    """For the step's graph and for what is called from Python, as at the end of an epoch."""
+    made = []
+    for name in ("_sync_step", "_merge_step"):
+        former = getattr(OverlappedSteps, name)
+
+        def noted(self, *arguments, name=name, former=former):
+            made.append(name)
+            return former(self, *arguments)
+
+        monkeypatch.setattr(OverlappedSteps, name, noted)
+    strategy = make(tfpara.BSP(), overlap=1)
+    model = network(strategy)
+    model.fit(data_of(strategy, EVEN), epochs=2, verbose=0)
+    strategy.set_sync_period(2)
+    with strategy.weights(model, "global"):
+        pass
+    model.fit(data_of(strategy, EVEN), verbose=0)
+    assert sorted(made) == ["_merge_step", "_sync_step"]
 
 
 def fail():
