@@ -29,13 +29,13 @@ from scripts import runs
 from scripts.data import held_out
 
 _OUT = flags.DEFINE_string("out", "runs/demo", "directory for corpus, runs and results")
-_TRAIN = flags.DEFINE_float("train_minutes", 40.0, "speech to train on, in minutes", 0.1)
+_TRAIN = flags.DEFINE_float("train_minutes", 20.0, "speech to train on, in minutes", 0.1)
 _HELD_OUT = flags.DEFINE_float(
-    "held_out_minutes", 5.0, "speech of each of validation and test, in minutes", 0.1
+    "held_out_minutes", 3.0, "speech of each of validation and test, in minutes", 0.1
 )
 _WORKERS = flags.DEFINE_integer("workers", 2, "processes of each run with a rule", lower_bound=1)
 _PERIOD = flags.DEFINE_integer(
-    "sync_period", 20, "minibatches of each replica between two syncs", lower_bound=1
+    "sync_period", 10, "minibatches of each replica between two syncs", lower_bound=1
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 5, "after the common first one", lower_bound=1)
 _RATE = flags.DEFINE_float("learning_rate", 0.05, "at the start, per minibatch of 256 frames")

@@ -92,6 +92,7 @@ def test_worker_0_is_the_chief_of_a_cluster_of_workers():
         (config(task_type="chief", index=1), ["task chief 1", "1 chief address(es)"]),
         (config({"worker": ["a:1"]}, "chief"), ["task chief 0", "0 chief address(es)"]),
         ({"task": {"type": "worker", "index": 1}}, ["task worker 1", "0 worker"]),
+        ({"clutser": TWO, "task": {"type": "worker", "index": 0}}, ["no 'cluster'", "'clutser'"]),
         (config(task_type="trainer"), ["task type 'trainer'", "'chief'"]),
         (config(task_type=["worker"]), ["task type ['worker']"]),
         (config(task_type="evaluator"), ["'evaluator'", "no separate evaluator"]),

@@ -61,6 +61,23 @@ def test_a_fresh_process_computes_the_same(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "x.npy", "y.npz"]
 
 
+def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(tmp_path, recwarn):
+    averages = {
+        "slow": tfpara.EMA(0.9),
+        "quick": tfpara.EMA(0.3),
+        "counted": tfpara.EMA(0.9, zero_debias=True),
+        "ma": tfpara.MA(),
+    }
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, averages=averages)
+    model = make_model(strategy)
+    model.fit(X[:4], X[:4, :3], batch_size=1, verbose=0)  # two syncs
+    for which in ("global", "quick", "counted", "ma"):
+        export(model, tmp_path / which, which=which)
+    assert not [w for w in recwarn if "of this average" in str(w.message)]
+    with pytest.warns(UserWarning, match="which='slow': 81% of this average are still the weights"):
+        export(model, tmp_path / "slow", which="slow")
+
+
 def test_exports_the_weights_asked_for_and_leaves_the_model_alone(tmp_path):
     strategy = tfpara.PeriodicSyncStrategy(tfpara.EASGD(0.1), sync_period=3)
     model = make_model(strategy)

@@ -298,7 +298,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             lambda port: self.control.together(_START, port),
             lambda: whereabouts.Row(self._where(), self._exchanges()),
         )
-        failures.ask(lambda: whereabouts.mute(self._table(), found))
+        failures.ask(
+            lambda: whereabouts.mute(self._table(), found),
+            lambda: self.place.failed.advice if self.place.failed else "",
+        )
 
     def _where(self) -> str:
         text, line = self.place.text(False), whereabouts.line_of_script()

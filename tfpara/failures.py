@@ -19,6 +19,8 @@ _timeout: float | None = None  # of the strategy that was made last
 # known who.
 _silence: str | None = None
 _who_is_mute: Callable[[], str] = str  # asks those who answer; "" if it is not known
+_advice: Callable[[], str] = str  # on the exchange that has failed here; "" if there is none
+_WENT_ON = "has ended its program while others went on"
 _apart = ""  # who is where, if this process has ended an exchange in which not all were
 _ended: dict[int, str] = {}  # why, of each worker that has said that it ends; "" if in good order
 # Why this one ends, to be told to the others; None if they know as well as this one.
@@ -61,7 +63,9 @@ def explain(
         return f"{_apart or (apart[1] if apart else '')}."
     gone = _gone(cluster)
     if gone:
-        return f"a sync failed because {gone}; start all workers again."
+        # It went well elsewhere; what this worker alone has come to is what to put right.
+        advice = _advice() if gone.endswith(_WENT_ON) else ""
+        return f"a sync failed because {gone}; {advice or 'start all workers again'}."
     # Horovod does not say why it has ended; but a worker that ends closes its port before.
     silent = "Horovod has" in text and bool(cluster.addresses)
     told = _WHO_WAS_SILENT.search(text)  # by the worker that ended the sync
@@ -136,7 +140,7 @@ def _gone(cluster: Cluster) -> str:
         time.sleep(_HEAR_SECONDS)
     failed = [f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why]
     gone = [f"{n} is gone" for rank, n in names.items() if n in closed and rank not in _ended]
-    ended = [f"{names[rank]} has ended its program while others went on" for rank in _ended]
+    ended = [f"{names[rank]} {_WENT_ON}" for rank in _ended]
     # Others end because of one that has failed or died, and in good order where they expect it.
     return " and ".join(failed or gone or ended)
 
@@ -152,10 +156,15 @@ def know(cluster: Cluster, timeout_seconds: float) -> None:
     _known, _timeout = cluster, timeout_seconds
 
 
-def ask(who_is_mute: Callable[[], str]) -> None:
-    """Takes note of what finds out which workers do not answer; it gives their names, or ""."""
-    global _who_is_mute
-    _who_is_mute = who_is_mute
+def ask(who_is_mute: Callable[[], str], advice: Callable[[], str]) -> None:
+    """Takes note of whom to ask.
+
+    Args:
+        who_is_mute: finds out which workers do not answer; gives their names, or "".
+        advice: gives what to do where an exchange of this process has failed, or "".
+    """
+    global _who_is_mute, _advice
+    _who_is_mute, _advice = who_is_mute, advice
 
 
 def is_of_tensorflow(error: BaseException) -> bool:

@@ -226,6 +226,13 @@ class GlobalState:
                 per_holder.append([average.value(_read(s)) for s in states])
         return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
 
+    def share_of_start(self, which: str) -> float:
+        """The weight, 0 … 1, that the model before the first sync has in an average; else 0."""
+        if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
+            return 0.0
+        states = [state for of_holder in self._average_states[which] for state in of_holder]
+        return max((float(state.bias) for state in states), default=0.0)
+
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
         """Elements `at` … of a bucket start anew from `values`: no momentum, averages restarted.
 

@@ -65,9 +65,11 @@ class Place:
         met: exchanges from Python that all workers have come to.
         began: since when this process waits in one of these, on the monotonic clock; 0 if it does
             not.
+        failed: what the last exchange was for that has failed here; None if none has.
     """
 
     def __init__(self) -> None:
+        self.failed: Purpose | None = None
         self.fits = 0
         self.met = 0
         self.began = 0.0
@@ -112,6 +114,9 @@ class Place:
         try:
             yield
             self.met += 1
+        except Exception:
+            self.failed = purpose
+            raise
         finally:
             self._purpose = former
 

@@ -17,6 +17,9 @@ from tfpara.model_variables import strategy_of
 from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.strategy import PeriodicSyncStrategy
 
+# Weight of the initial model in an average from which on a user is warned of it.
+_YOUNG = 0.1
+
 
 def export(
     model: keras.Model,
@@ -63,10 +66,24 @@ def export(
         )
     write = _writer(model, path, signature, preprocessing, postprocessing)
     with strategy.weights(model, which) if strategy else contextlib.nullcontext():
+        if isinstance(strategy, PeriodicSyncStrategy):
+            _warn_of_young_average(strategy, model, which)
         if strategy is None or strategy.is_chief:
             write()
     if isinstance(strategy, PeriodicSyncStrategy):
         strategy.barrier()
+
+
+def _warn_of_young_average(strategy: PeriodicSyncStrategy, model: keras.Model, which: str) -> None:
+    synchronizer = strategy.extended.trained(model)
+    share = synchronizer.global_state.share_of_start(which) if synchronizer else 0.0
+    if share > _YOUNG and strategy.is_chief:
+        warnings.warn(
+            f"which={which!r}: {share:.0%} of this average are still the weights with which the "
+            "training began, for there were few syncs. Give the average a smaller decay, "
+            'num_updates=True or zero_debias=True; or export which="global".',
+            stacklevel=3,
+        )
 
 
 def _trainer_of(model: keras.Model) -> Any:

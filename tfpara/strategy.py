@@ -55,7 +55,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     reduced over all replicas of all workers.
 
     Args:
-        rule: `tfpara.BSP()`, `tfpara.BMUF(...)` or `tfpara.EASGD(...)`.
+        rule: `tfpara.BSP()`, `BMUF(...)`, `EASGD(...)`, `BMUFAdam(...)`, `DiLoCo(...)`,
+            `SlowMo(...)` or, around a Keras optimizer, `Outer(...)`.
         sync_period: τ ≥ 1, the minibatches of each replica between two syncs.
         averages: averages of the global model by name, e.g. `{"ema": tfpara.EMA(0.99)}`; they never
             touch training.
@@ -500,7 +501,7 @@ def _starting_first() -> Iterator[None]:
             "Make the strategy before any tensor, variable, dataset, layer, metric, model or "
             "optimizer; give tfpara.Outer a function, as in "
             "Outer(lambda: keras.optimizers.Adam(0.1))."
-        ) from error
+        ) from None
 
 
 def _is_step_of_keras(fn: Any, names: Sequence[str] = ("train_step", "test_step")) -> bool:

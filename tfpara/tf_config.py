@@ -20,6 +20,10 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 
 
+# At the top level, of TensorFlow and of those who start its processes.
+_KEYS = {"cluster", "task", "environment", "job", "rpc_layer", "session_master", "trial"}
+
+
 class ClusterError(ValueError):
     """TF_CONFIG or a rank variable breaks a rule. The message names the value and the fix."""
 
@@ -69,6 +73,12 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     if not text.strip():
         return None
     config = _object(_parse(text, kind), "TF_CONFIG", kind)
+    unknown = sorted(config.keys() - _KEYS)
+    if "task" in config and "cluster" not in config and unknown:
+        raise ClusterError(
+            f"TF_CONFIG has a task but no 'cluster'; its key {_repr.repr(unknown[0])} is none that "
+            f"TensorFlow knows. Write TF_CONFIG as {kind.example}{kind.otherwise}."
+        )
     spec = _object(config.get("cluster", {}), "'cluster' in TF_CONFIG", kind)
     jobs = {job: _addresses(job, value, kind) for job, value in spec.items()}
     jobs = {job: addresses for job, addresses in jobs.items() if addresses}

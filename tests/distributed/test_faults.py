@@ -80,7 +80,10 @@ def test_a_dead_peer_is_named(fault, devices):
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ("absent", "has ended its program while others went on; start all workers again."),
+        (
+            "absent",
+            "has ended its program while others went on; call fit on every worker or on none.",
+        ),
         (
             "empty",
             "has failed (ValueError: fit got data without a single batch on worker 2. Every worker "
