@@ -19,7 +19,7 @@ from typing import Any
 
 from scripts import common
 from tfpara.cluster import Cluster
-from tfpara.launch_clusters import local_clusters
+from tfpara.launch.clusters import local_clusters
 
 _INTERFACE = "cable"
 _NETWORK = "10.77.0"  # seen in the two namespaces only

@@ -25,9 +25,9 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 import tfpara.cluster
-import tfpara.failures
-import tfpara.parameter_server.cluster
-from tfpara.startup import StartupError
+import tfpara.cluster.asynchronous
+import tfpara.cluster.failures
+from tfpara.cluster.startup import StartupError
 
 _THREADS = flags.DEFINE_integer(
     "threads",
@@ -65,8 +65,8 @@ def run(main: Callable[[], None]) -> NoReturn:
 
     def checked() -> None:
         with bad_input():  # before TensorFlow, which would hang over a wrong one
-            if tfpara.parameter_server.cluster.is_meant():
-                tfpara.parameter_server.cluster.read()
+            if tfpara.cluster.asynchronous.is_meant():
+                tfpara.cluster.asynchronous.read()
             else:
                 tfpara.cluster.read()
         main()
@@ -108,7 +108,7 @@ def setup_tensorflow() -> list[str] | None:
         tf.config.threading.set_inter_op_parallelism_threads(_THREADS.value)
     if not _DEVICES.value:
         return None
-    from tfpara.simulation import make_devices
+    from tfpara.sync.simulation import make_devices
 
     make_devices(_DEVICES.value)
     return [f"CPU:{number}" for number in range(_DEVICES.value)]
@@ -208,7 +208,7 @@ def _explain(error: BaseException) -> str | None:
     """One line for a `Failure`, or an error of data; None for what is not the program's own."""
     if isinstance(error, Failure):
         return str(error)
-    if not tfpara.failures.is_of_tensorflow(error):
+    if not tfpara.cluster.failures.is_of_tensorflow(error):
         return None
     text = str(error)
     for mark in ("CorpusError: ", "ValueError: "):

@@ -25,7 +25,7 @@ from models.decoding import Hmm, PhoneStates
 from scripts import decoding, run_files, runs
 from scripts.data import held_out, is_recurrent, stream_options
 from tfpara.algorithms import BSP
-from tfpara.strategy import PeriodicSyncStrategy
+from tfpara.sync.strategy import PeriodicSyncStrategy
 
 _SILENCE = "_"  # of eSpeak NG
 

@@ -12,11 +12,11 @@ from absl import flags
 
 from scripts import async_flags, common
 from tfpara import algorithms, cluster
-from tfpara.aggregation import AGGREGATIONS
 from tfpara.collectives.choice import COLLECTIVES
-from tfpara.compression import COMPRESSIONS
-from tfpara.simulation import simulate
-from tfpara.strategy import PeriodicSyncStrategy
+from tfpara.sync.aggregation import AGGREGATIONS
+from tfpara.sync.compression import COMPRESSIONS
+from tfpara.sync.simulation import simulate
+from tfpara.sync.strategy import PeriodicSyncStrategy
 
 RULES = ("bsp", "bmuf", "bmuf_adam", "easgd", "diloco", "slowmo", *async_flags.RULES, "none")
 

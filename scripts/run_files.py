@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scripts import common
-from tfpara.checkpoint_store import Store
+from tfpara.checkpoint.store import Store
 
 RECORD = "files.txt"
 _HEADER = "# Written here by the programs of a run: train --start_over removes these files alone.\n"

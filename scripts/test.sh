@@ -62,7 +62,7 @@ if [ "$stack" = full ]; then
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
   check "Types (mypy)" "$venv/bin/mypy"
 else
-  # Another TensorFlow may break what uses its private names (tfpara/extended.py, keras_hooks.py,
+  # Another TensorFlow may break what uses its private names (tfpara/sync/extended.py, keras_hooks.py,
   # failures.py), its collectives, iterators, servers and checkpoints, and so programs as a whole.
   # These run here, with one case of each test that is not marked "all_cases". What is left out:
   # rules, schedules, features and recipes, which use public names; the launcher, the meetings and

@@ -36,7 +36,7 @@ from scripts import (
 )
 from scripts.data import TrainingData, held_out, is_recurrent
 from scripts.scores import scores
-from tfpara.checkpoint_store import CheckpointError
+from tfpara.checkpoint.store import CheckpointError
 
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus", required=True)
 _RUN_DIR = flags.DEFINE_string("run_dir", None, "directory for the results", required=True)

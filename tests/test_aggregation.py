@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from tfpara import aggregation
+from tfpara.sync import aggregation
 
 LARGE, SMALL = aggregation.SHARDED_FROM_BYTES // 4, 1000
 

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
-from tfpara.checkpoint_store import Store
+from tfpara.checkpoint.store import Store
 
 DEVICES = ["CPU:0", "CPU:1"]
 EPOCHS, STEPS, TAU = 3, 8, 2
@@ -555,7 +555,7 @@ def test_one_callback_in_several_fits(tmp_path):
 
 @pytest.mark.one_version
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
-    from tfpara import checkpoint_store
+    from tfpara.checkpoint import store as checkpoint_store
 
     whole = uninterrupted()[0]
     writes = []
@@ -764,7 +764,7 @@ def test_stopping_together_stops_at_the_next_sync():
 
 
 def test_a_lesser_wish_does_not_replace_a_greater_one():
-    from tfpara.reports import Request
+    from tfpara.sync.reports import Request
 
     strategy, model = make()
     model.fit(epoch_data(strategy), epochs=1, verbose=0)

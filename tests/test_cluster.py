@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tfpara import cluster, reach
+from tfpara import cluster
+from tfpara.cluster import reach
 
 TWO = {"chief": ["10.0.0.1:4000"], "worker": ["10.0.0.2:4000", "node-3:4000"]}
 

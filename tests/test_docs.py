@@ -57,13 +57,6 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-def test_design_page_names_every_module():
-    text = (ROOT / "docs" / "design.md").read_text()
-    for module in (ROOT / "tfpara").glob("*.py"):
-        if module.stem not in ("__init__", "version") and "launch_" not in module.stem:
-            assert module.stem in text, module.name
-
-
 def text_of(node):
     """The words of a string in the sources, with "…" for what is filled in; None if it is none."""
     if isinstance(node, ast.Constant):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfpara
 from tfpara import export
-from tfpara.model_variables import strategy_of
+from tfpara.keras_model import strategy_of
 
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Tests of tfpara/keras_hooks.py in one process, which is made another worker by saying so."""
+"""Tests of tfpara/sync/keras_hooks.py in one process, which is made another worker by saying so."""
 
 import csv
 import gc

@@ -12,7 +12,8 @@ import socket
 import pytest
 from launched import DEADLINE, FOREVER, Launched, default_signals, launch
 
-from tfpara import cluster, launch_output
+from tfpara import cluster
+from tfpara.launch import output as launch_output
 
 RANK = "from tfpara import cluster\nrank = cluster.read().rank\n"
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
-from tfpara.settings import warn_of_outlasting_momentum
+from tfpara.sync.settings import warn_of_outlasting_momentum
 
 EVEN = [[4] * 8] * 2
 UNEVEN = [[4] * 8, [4, 2]]  # the second replica's data end in the first block

@@ -4,10 +4,19 @@ import numpy as np
 import pytest
 
 from tfpara.cluster import Cluster
-from tfpara.place import EPOCH_END, EVALUATE, FIT_BEGIN, FIT_END, METRIC, Place, call, sentence
-from tfpara.reports import EPOCH, MET, PURPOSE, RUNNING, SAMPLES, are_apart
-from tfpara.whereabouts import Row, mute, silent, waiting_line
-from tfpara.whereabouts import apart as wait_apart
+from tfpara.cluster.place import (
+    EPOCH_END,
+    EVALUATE,
+    FIT_BEGIN,
+    FIT_END,
+    METRIC,
+    Place,
+    call,
+    sentence,
+)
+from tfpara.cluster.whereabouts import Row, mute, silent, waiting_line
+from tfpara.cluster.whereabouts import apart as wait_apart
+from tfpara.sync.reports import EPOCH, MET, PURPOSE, RUNNING, SAMPLES, are_apart
 
 TRAINS = "trains"
 

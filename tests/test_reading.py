@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfpara import division, reading
 from tfpara.steps import with_own_memory
+from tfpara.sync import division, reading
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])

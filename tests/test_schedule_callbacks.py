@@ -13,14 +13,7 @@ from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod, learning_rate
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.warm_start import WarmStart
-from tfpara.schedules import (
-    Adapt,
-    Exponential,
-    Hand,
-    NewbobRule,
-    OverfittingRule,
-    Piecewise,
-)
+from tfpara.schedules import Adapt, Exponential, Hand, NewbobRule, OverfittingRule, Piecewise
 from tfpara.steps import without_tuner
 
 RNG = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tfpara
-from tfpara import scope as scopes
+from tfpara.sync import scope as scopes
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -20,9 +20,10 @@ from cluster_of_processes import HERE, free_ports
 from horovod_here import needs_horovod
 from launched import LAUNCH
 
-from tfpara import cluster, messages, ports, secret, startup, version
-from tfpara.parameter_server import lobby, member
-from tfpara.parameter_server.cluster import AsyncCluster
+from tfpara import cluster, version
+from tfpara.cluster import messages, ports, secret, startup
+from tfpara.cluster.asynchronous import AsyncCluster
+from tfpara.parameter_server.control import lobby, member
 
 LONG = 60.0  # seconds; reached only by a hang
 OURS, OTHER = b"a secret of this run", b"a secret of another run"
@@ -401,7 +402,7 @@ def test_what_the_page_says_to_type(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
-    read = "import tfpara.secret; print(len(tfpara.secret.read()))"
+    read = "import tfpara.cluster.secret; print(len(tfpara.cluster.secret.read()))"
     assert bash(f'{make} {LAUNCH[0]} -c "{read}"') == ("64\n", "")
     assert (tmp_path / ".tfpara-secret").stat().st_mode & 0o777 == 0o600
     if subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True).returncode:

@@ -15,10 +15,10 @@ import tensorflow as tf
 from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
-from tfpara import compression, reports
 from tfpara.collectives import Loopback
-from tfpara.overlapped import OverlappedSteps
-from tfpara.settings import check_sendable
+from tfpara.sync import compression, reports
+from tfpara.sync.overlapped import OverlappedSteps
+from tfpara.sync.settings import check_sendable
 
 RULES = {
     "bsp": (tfpara.BSP(), "bsp", {}),

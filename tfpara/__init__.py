@@ -7,6 +7,7 @@ The names below load TensorFlow when they are first used, so that `tfpara.cluste
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tfpara.version import __version__
@@ -18,7 +19,6 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara import optimizers as optimizers
     from tfpara import pretraining as pretraining
     from tfpara import schedules as schedules
-    from tfpara import startup as startup
     from tfpara.algorithms import ASGD as ASGD
     from tfpara.algorithms import BMUF as BMUF
     from tfpara.algorithms import BSP as BSP
@@ -33,31 +33,31 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.algorithms import Outer as Outer
     from tfpara.algorithms import RunningThenMean as RunningThenMean
     from tfpara.algorithms import SlowMo as SlowMo
-    from tfpara.checkpoint_store import CheckpointError as CheckpointError
-    from tfpara.control import MismatchError as MismatchError
-    from tfpara.fingerprint import FingerprintError as FingerprintError
+    from tfpara.callbacks.async_checkpointing import AsyncCheckpoint as AsyncCheckpoint
+    from tfpara.callbacks.start_mean import StartMean as StartMean
+    from tfpara.checkpoint.store import CheckpointError as CheckpointError
+    from tfpara.cluster.startup import StartupError as StartupError
     from tfpara.parameter_server.books import Pushed as Pushed
-    from tfpara.parameter_server.checkpointing import AsyncCheckpoint as AsyncCheckpoint
     from tfpara.parameter_server.chunks import Chunks as Chunks
+    from tfpara.parameter_server.control.lobby import ParameterServerError as ParameterServerError
     from tfpara.parameter_server.errors import ChunkError as ChunkError
     from tfpara.parameter_server.errors import DivergedError as DivergedError
-    from tfpara.parameter_server.lobby import ParameterServerError as ParameterServerError
     from tfpara.parameter_server.search import ChunkRateSearch as ChunkRateSearch
     from tfpara.parameter_server.simulated import simulate_async as simulate_async
     from tfpara.parameter_server.simulation import Speed as Speed
-    from tfpara.parameter_server.start_mean import StartMean as StartMean
     from tfpara.parameter_server.strategy import AsyncStatistics as AsyncStatistics
     from tfpara.parameter_server.strategy import AsyncStrategy as AsyncStrategy
     from tfpara.program import run as run
     from tfpara.saved_model import export as export
-    from tfpara.simulation import simulate as simulate
-    from tfpara.startup import StartupError as StartupError
-    from tfpara.statistics import SyncStatistics as SyncStatistics
-    from tfpara.strategy import PeriodicSyncStrategy as PeriodicSyncStrategy
+    from tfpara.sync.control import MismatchError as MismatchError
+    from tfpara.sync.fingerprint import FingerprintError as FingerprintError
+    from tfpara.sync.simulation import simulate as simulate
+    from tfpara.sync.statistics import SyncStatistics as SyncStatistics
+    from tfpara.sync.strategy import PeriodicSyncStrategy as PeriodicSyncStrategy
 
 _LOCATION = {
     "ASGD": "tfpara.algorithms",
-    "AsyncCheckpoint": "tfpara.parameter_server.checkpointing",
+    "AsyncCheckpoint": "tfpara.callbacks.async_checkpointing",
     "AsyncEASGD": "tfpara.algorithms",
     "AsyncStatistics": "tfpara.parameter_server.strategy",
     "AsyncStrategy": "tfpara.parameter_server.strategy",
@@ -68,7 +68,7 @@ _LOCATION = {
     "DiLoCo": "tfpara.algorithms",
     "Downpour": "tfpara.algorithms",
     "EASGD": "tfpara.algorithms",
-    "CheckpointError": "tfpara.checkpoint_store",
+    "CheckpointError": "tfpara.checkpoint.store",
     "ChunkError": "tfpara.parameter_server.errors",
     "ChunkRateSearch": "tfpara.parameter_server.search",
     "Chunks": "tfpara.parameter_server.chunks",
@@ -76,20 +76,20 @@ _LOCATION = {
     "EMA": "tfpara.algorithms",
     "MA": "tfpara.algorithms",
     "Outer": "tfpara.algorithms",
-    "FingerprintError": "tfpara.fingerprint",
-    "MismatchError": "tfpara.control",
-    "ParameterServerError": "tfpara.parameter_server.lobby",
-    "PeriodicSyncStrategy": "tfpara.strategy",
+    "FingerprintError": "tfpara.sync.fingerprint",
+    "MismatchError": "tfpara.sync.control",
+    "ParameterServerError": "tfpara.parameter_server.control.lobby",
+    "PeriodicSyncStrategy": "tfpara.sync.strategy",
     "Pushed": "tfpara.parameter_server.books",
     "RunningThenMean": "tfpara.algorithms",
     "SlowMo": "tfpara.algorithms",
     "Speed": "tfpara.parameter_server.simulation",
     "export": "tfpara.saved_model",
     "run": "tfpara.program",
-    "StartMean": "tfpara.parameter_server.start_mean",
-    "StartupError": "tfpara.startup",
-    "SyncStatistics": "tfpara.statistics",
-    "simulate": "tfpara.simulation",
+    "StartMean": "tfpara.callbacks.start_mean",
+    "StartupError": "tfpara.cluster.startup",
+    "SyncStatistics": "tfpara.sync.statistics",
+    "simulate": "tfpara.sync.simulation",
     "simulate_async": "tfpara.parameter_server.simulated",
 }
 _MODULES = (
@@ -99,8 +99,9 @@ _MODULES = (
     "optimizers",
     "pretraining",
     "schedules",
-    "startup",
 )
+# Modules by their former names, for one release.
+_MOVED = {"startup": "tfpara.cluster.startup"}
 
 __all__ = ["__version__", *_LOCATION, *_MODULES]
 
@@ -110,6 +111,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_LOCATION[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"tfpara.{name}")
+    if name in _MOVED:
+        warnings.warn(f"tfpara.{name} is {_MOVED[name]} now.", DeprecationWarning, stacklevel=2)
+        return importlib.import_module(_MOVED[name])
     raise AttributeError(f"module 'tfpara' has no attribute {name!r}")
 
 

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from tfpara import cluster, failures
-from tfpara.cluster import Cluster
-from tfpara.parameter_server import cluster as async_cluster
-from tfpara.place import END
+from tfpara import cluster
+from tfpara.cluster import Cluster, failures
+from tfpara.cluster import asynchronous as async_cluster
 
 # Set to 1, an error that one sentence explains shows its frames as well.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
@@ -24,6 +23,8 @@ _PARTING_SECONDS = 10.0
 _INTERRUPTED = 130  # of a shell, for SIGINT
 
 _strategy: Any = None  # the one that was made last
+_leaves: list[Callable[[bool], None]] = []
+_tells: list[Callable[[int, str], None]] = []
 
 
 def run(
@@ -60,9 +61,8 @@ def run(
     code, orderly, sentence = _ran(main, name, explain)
     if asynchronous:
         if code and sentence:
-            from tfpara.parameter_server import processes
-
-            processes.end_with(1, sentence)
+            for tell in _tells:
+                tell(1, sentence)
         sys.exit(code)
     if not _has_others():
         sys.exit(code)
@@ -114,6 +114,20 @@ def watch(strategy: Any, found: Cluster, timeout_seconds: float) -> None:
         sys.excepthook = _hook(sys.excepthook)
     _strategy = strategy
     failures.know(found, timeout_seconds)
+
+
+def on_leaving(leave: Callable[[bool], None]) -> None:
+    """Has `leave(orderly)` called where this process ends before Python itself would end it.
+
+    Args:
+        leave: leaves a group of processes; `orderly` says whether the others leave, too.
+    """
+    _leaves.append(leave)
+
+
+def tell_of_failure(tell: Callable[[int, str], None]) -> None:
+    """Has `tell(exit_code, sentence)` called where the program fails, to end others with it."""
+    _tells.append(tell)
 
 
 def _hook(previous: Callable[..., Any]) -> Callable[..., None]:
@@ -182,29 +196,13 @@ def _leave(code: Any, orderly: bool) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     if orderly and _strategy is not None:
         # A worker that left at once could take with it the rest of a message that another reads.
-        parting = threading.Thread(target=_part, args=(_strategy,), daemon=True)
+        parting = threading.Thread(target=_strategy.extended.part, daemon=True)
         parting.start()
         parting.join(None if code == 0 else _PARTING_SECONDS)
-    if "tfpara.horovod_group" in sys.modules:
-        from tfpara import horovod_group
-
-        horovod_group.leave(orderly=code == 0)
+    for leave in _leaves:
+        leave(code == 0)
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # Python's, which have no public name
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _part(strategy: Any) -> None:
-    """Waits for all workers at the end of the program.
-
-    One that has heard here from all others knows that they have finished what came before. Whether
-    they hear from it does not matter any more.
-    """
-    import tensorflow as tf
-
-    from tfpara.control import MismatchError
-
-    with contextlib.suppress(tf.errors.OpError, MismatchError):
-        strategy.extended.control.together(END)

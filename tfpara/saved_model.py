@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from tfpara import files
-from tfpara.model_variables import strategy_of
+from tfpara.keras_model import strategy_of
 from tfpara.parameter_server.strategy import AsyncStrategy
-from tfpara.strategy import PeriodicSyncStrategy
+from tfpara.sync.strategy import PeriodicSyncStrategy
 
 # Weight of the initial model in an average from which on a user is warned of it.
 _YOUNG = 0.1

@@ -76,7 +76,8 @@ def start_horovod() -> Any:
     """Horovod between the processes of TF_CONFIG; the first one serves what they meet at."""
     import horovod.tensorflow as hvd
 
-    from tfpara import cluster, rendezvous
+    from tfpara import cluster
+    from tfpara.cluster import rendezvous
 
     found = cluster.read()
     if found.num_workers > 1:

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from tfpara import horovod_group
 from tfpara.cluster import Cluster
+from tfpara.sync import horovod_group
 
 DEFAULTS = {
     "HOROVOD_CYCLE_TIME": "5",

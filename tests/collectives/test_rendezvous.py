@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from tfpara import cluster, rendezvous
-from tfpara.startup import StartupError
+from tfpara import cluster
+from tfpara.cluster import rendezvous
+from tfpara.cluster.startup import StartupError
 
 LONG = 30.0  # seconds; reached only by a hang
 OURS, OTHER = b"a secret of this run", b"a secret of another run"

@@ -12,7 +12,8 @@ import sys
 
 import warm
 
-from tfpara import cluster, rendezvous
+from tfpara import cluster
+from tfpara.cluster import rendezvous
 
 HERE = pathlib.Path(__file__).resolve().parent
 

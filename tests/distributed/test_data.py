@@ -11,7 +11,7 @@ import tensorflow as tf
 from cluster_of_processes import run_all_well
 
 import tfpara
-from tfpara import reading
+from tfpara.sync import reading
 
 pytestmark = pytest.mark.timeout(600)
 

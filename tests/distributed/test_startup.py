@@ -9,7 +9,8 @@ import time
 import pytest
 from cluster_of_processes import free_ports, run, run_all_well
 
-from tfpara import cluster, messages, startup
+from tfpara import cluster
+from tfpara.cluster import messages, startup
 
 LONG = 60.0  # seconds; reached only by a hang
 

@@ -15,9 +15,9 @@ from networks import (
 )
 
 import tfpara
-from tfpara.model_variables import replica_variables
 from tfpara.optimizers import NGSGD
 from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS
+from tfpara.sync.model_variables import replica_variables
 
 layers = keras.layers
 

@@ -16,7 +16,7 @@ import warm
 from cluster_of_processes import free_ports
 from launched import default_signals
 
-from tfpara.parameter_server.cluster import AsyncCluster
+from tfpara.cluster.asynchronous import AsyncCluster
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 DEADLINE = 150.0  # seconds; reached only by a hang, or on a machine with far too much to do

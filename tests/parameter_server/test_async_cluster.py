@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tfpara.cluster import ClusterError
-from tfpara.parameter_server import cluster
+from tfpara.cluster import asynchronous as cluster
 
 SPEC = {
     "chief": ["10.0.0.1:4000"],

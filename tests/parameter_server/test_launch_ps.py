@@ -10,11 +10,11 @@ import time
 import pytest
 from launched import FOREVER, Launched, launch
 
-from tfpara.parameter_server import cluster
+from tfpara.cluster import asynchronous as cluster
 
 NAME = """
 import os, signal, sys, time
-from tfpara.parameter_server import cluster
+from tfpara.cluster import asynchronous as cluster
 view = cluster.read()
 name = cluster.label(view.task_type, view.task_index)
 """
@@ -23,7 +23,7 @@ SERVING = (
     NAME
     + """
 import socket
-from tfpara.parameter_server import lobby, member
+from tfpara.parameter_server.control import lobby, member
 held = []
 if not view.is_chief:
     port = int(view.address.rpartition(":")[2])

@@ -7,8 +7,9 @@ import time
 import pytest
 from lobby_processes import DEADLINE, Processes
 
-from tfpara import StartupError, messages
-from tfpara.parameter_server import admission, lobby, member
+from tfpara import StartupError
+from tfpara.cluster import messages
+from tfpara.parameter_server.control import admission, lobby, member
 
 
 def kill(process):

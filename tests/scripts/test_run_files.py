@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from scripts import run_files
-from tfpara.checkpoint_store import CheckpointError, Store
+from tfpara.checkpoint.store import CheckpointError, Store
 
 NAMES = run_files.of_training(["model.weights.h5", "ema-0.9.weights.h5"])
 

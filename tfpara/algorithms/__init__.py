@@ -10,9 +10,9 @@ that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow te
   after the global step; all of them receive the same;
 * ``restart(local, broadcast) -> weights``: the weights a replica goes on from;
 * ``measured_from(state, received) -> array``: the point that the mean of the replicas' differences
-  from `received` is added to, where only these differences travel (`tfpara.compression`). A rule
-  that overwrites the replicas names the exact point that it broadcast, of which they have received
-  a rounded copy; a rule that leaves them their weights names that copy;
+  from `received` is added to, where only these differences travel (`tfpara.sync.compression`). A
+  rule that overwrites the replicas names the exact point that it broadcast, of which they have
+  received a rounded copy; a rule that leaves them their weights names that copy;
 * ``restart_delayed(local, snapshot, broadcast) -> weights``: the same where the replica has gone on
   training since the sync began at `snapshot`, and is now at `local`. None: the rule has no such
   form, and its syncs cannot overlap training.

@@ -118,7 +118,8 @@ class RunningState(NamedTuple):
 class RunningThenMean:
     """A running average of the models at first, the mean of them later.
 
-        W̄ ← (1 − r) W̄ + r W;   after `start_mean`:   W̄ ← (1 − 1/n) W̄ + (1/n) W,  n = 1/r, 1/r + 1, …
+        W̄ ← (1 − r) W̄ + r W;   after `start_mean`:   W̄ ← (1 − 1/n) W̄ + (1/n) W,  n = 1/r, 1/r +
+        1, …
 
     So the mean goes on from the running average, which counts as 1/r − 1 models; paper 002 leaves
     open what becomes of it.

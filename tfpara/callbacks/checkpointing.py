@@ -11,11 +11,11 @@ import keras
 from tfpara import fit_call
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.termination import RESTART_EXIT_CODE, Termination
-from tfpara.checkpoint import IF_DAMAGED, Checkpoints, taken_up
-from tfpara.exchange import everyones
-from tfpara.place import Purpose
-from tfpara.reports import Request
-from tfpara.statistics import Agreement
+from tfpara.checkpoint.run import IF_DAMAGED, Checkpoints, taken_up
+from tfpara.cluster.place import Purpose
+from tfpara.sync.exchange import everyones
+from tfpara.sync.reports import Request
+from tfpara.sync.statistics import Agreement
 
 _WISHES = Purpose("in StopTogether", "give StopTogether to fit on every worker")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other

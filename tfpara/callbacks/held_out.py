@@ -15,9 +15,9 @@ import tensorflow as tf
 from tfpara.callbacks.scalars import Scalars
 from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
-from tfpara.exchange import everyones
-from tfpara.model_variables import carried_states
-from tfpara.place import Purpose
+from tfpara.cluster.place import Purpose
+from tfpara.keras_model import carried_states
+from tfpara.sync.exchange import everyones
 
 _LENGTH = Purpose("in HeldOut", "give HeldOut to fit on every worker")
 

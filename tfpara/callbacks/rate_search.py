@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from tfpara.callbacks.held_out import evaluate
 from tfpara.callbacks.schedule import Schedule, learning_rate
-from tfpara.exchange import everyones
-from tfpara.place import Purpose
+from tfpara.cluster.place import Purpose
 from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
-from tfpara.training_state import TrainingState
+from tfpara.sync.exchange import everyones
+from tfpara.sync.training_state import TrainingState
 
 _TRIED = Purpose("in SearchRate", "give SearchRate to fit on every worker")
 

@@ -10,7 +10,7 @@ import keras
 from tfpara.callbacks.held_out import HeldOut
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.schedules import NewbobRule, NewbobState, OverfittingRule, OverfittingState
-from tfpara.training_state import TrainingState
+from tfpara.sync.training_state import TrainingState
 
 
 class Newbob(Schedule):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import keras
 
-from tfpara.statistics import Agreement
+from tfpara.sync.statistics import Agreement
 
 
 class SyncWatch:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfpara.callbacks.scalars import Scalars
-from tfpara.statistics import SyncStatistics
+from tfpara.sync.statistics import SyncStatistics
 
 
 class Telemetry(keras.callbacks.Callback):

@@ -12,9 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara import fit_call, keras_hooks, traces
-from tfpara.exchange import everyones
-from tfpara.place import Purpose
+from tfpara import fit_call, traces
+from tfpara.cluster.place import Purpose
+from tfpara.sync import keras_hooks
+from tfpara.sync.exchange import everyones
 
 # Around the second sync: the first one compiles.
 _BEFORE, _AFTER = 20, 5

@@ -77,7 +77,7 @@ class HorovodCollectives:
     """Collectives between the lead devices of the processes of Horovod's group.
 
     Horovod matches operations by their names; each may be under way once at a time. The process has
-    joined the group before (`tfpara.horovod_group.join`).
+    joined the group before (`tfpara.sync.horovod_group.join`).
 
     Args:
         size: number of workers.

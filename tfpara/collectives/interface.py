@@ -12,8 +12,8 @@ class Collectives(Protocol):
     """Operations that every worker of a group takes part in; usable eagerly and in graphs.
 
     Where a peer has died or was silent for longer than the timeout, all of them raise a `tf.errors`
-    of the backend's, of which `tfpara.failures.explain` makes a sentence. Called eagerly they raise
-    `UnavailableError` for the dead and `DeadlineExceededError` for the silent.
+    of the backend's, of which `tfpara.cluster.failures.explain` makes a sentence. Called eagerly
+    they raise `UnavailableError` for the dead and `DeadlineExceededError` for the silent.
 
     size: of the group. rank: of this worker, 0 … size − 1. summed: the dtypes that all_reduce and
     reduce_scatter add up. full_duplex: whether reduce_scatter, all_to_all and all_gather between

@@ -12,9 +12,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.parameter_server import cluster, serving
+from tfpara import program
+from tfpara.cluster import asynchronous as cluster
 from tfpara.parameter_server.cluster_run import Cluster
-from tfpara.parameter_server.lobby import Lobby
+from tfpara.parameter_server.control import serving
+from tfpara.parameter_server.control.lobby import Lobby
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
 _joined: dict[str, Processes] = {}  # by TF_CONFIG: a program may make several strategies
@@ -37,13 +39,8 @@ def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
     key = os.environ["TF_CONFIG"]
     if key not in _joined:
         _joined[key] = Processes(Lobby, found, timeout_seconds, startup_timeout_seconds)
+        program.tell_of_failure(_joined[key].end_with)
     return _joined[key]
-
-
-def end_with(exit_code: int, sentence: str) -> None:
-    """What the other processes end with when this one does, if they have been joined."""
-    for joined in _joined.values():
-        joined.end_with(exit_code, sentence)
 
 
 class Processes:

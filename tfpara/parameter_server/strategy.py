@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpara import fit_call
 from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
+from tfpara.checks import checked_averages, checked_period, checked_seconds
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.chief_model import ChiefModel
@@ -18,7 +19,6 @@ from tfpara.parameter_server.errors import lost
 from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
-from tfpara.settings import checked_averages, checked_period, checked_seconds
 
 
 class AsyncStatistics(NamedTuple):

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.algorithms.keras_step import KerasSteps
-from tfpara.model_variables import carried_states
+from tfpara.keras_model import carried_states
 from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
 
 # Random streams of a chunk: one for each minibatch that it may be taken up again at.

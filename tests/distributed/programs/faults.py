@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
-from tfpara.simulation import make_devices
+from tfpara.sync.simulation import make_devices
 
 
 class Fault(keras.callbacks.Callback):

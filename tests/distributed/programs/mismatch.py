@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
-from tfpara import cluster, failures
-from tfpara.simulation import make_devices
+from tfpara import cluster
+from tfpara.cluster import failures
+from tfpara.sync.simulation import make_devices
 
 
 class Here(keras.callbacks.Callback):

@@ -6,7 +6,8 @@ import sys
 
 options = json.loads(sys.argv[1])
 
-from tfpara import cluster, startup  # noqa: E402
+from tfpara import cluster  # noqa: E402
+from tfpara.cluster import startup  # noqa: E402
 
 found = cluster.read()
 startup._CONNECT_SECONDS = options.get("connect_seconds", 120.0)

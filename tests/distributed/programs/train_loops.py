@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
-from tfpara.simulation import make_devices
+from tfpara.sync.simulation import make_devices
 
 BATCH, STEPS, RATE = 16, 6, 0.1
 X = np.random.default_rng(0).normal(size=(BATCH * STEPS, 6)).astype("float32")

@@ -21,7 +21,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
-from tfpara import checkpoint, checkpoint_store, global_state
+from tfpara.checkpoint import run as checkpoint
+from tfpara.checkpoint import store as checkpoint_store
+from tfpara.sync import global_state
 
 TAU = 2
 MINIBATCHES = 17  # of an epoch, over all replicas: not a multiple of their number

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
-from tfpara.simulation import make_devices
+from tfpara.sync.simulation import make_devices
 
 
 def batch(replica, step, size):

@@ -20,9 +20,9 @@ import tensorflow as tf
 
 from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
 from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.control.serving import server_config
 from tfpara.parameter_server.errors import ChunkError
 from tfpara.parameter_server.processes import Processes
-from tfpara.parameter_server.serving import server_config
 from tfpara.parameter_server.simulated import simulate_async
 from tfpara.parameter_server.strategy import AsyncStrategy
 

@@ -6,8 +6,9 @@ import threading
 import time
 
 from tfpara import StartupError
-from tfpara.parameter_server import cluster, member
-from tfpara.parameter_server.lobby import Lobby, ParameterServerError
+from tfpara.cluster import asynchronous as cluster
+from tfpara.parameter_server.control import member
+from tfpara.parameter_server.control.lobby import Lobby, ParameterServerError
 
 STARTUP_SECONDS, TIMEOUT_SECONDS = map(float, sys.argv[1:3])
 found = cluster.read()

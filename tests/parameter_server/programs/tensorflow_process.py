@@ -4,15 +4,15 @@ import os
 import sys
 import time
 
-from tfpara.parameter_server import cluster
+from tfpara.cluster import asynchronous as cluster
 
 STARTUP_SECONDS, TIMEOUT_SECONDS = map(float, sys.argv[1:3])
 found = cluster.read()
 
 import tensorflow as tf  # noqa: E402
 
-from tfpara.parameter_server import serving  # noqa: E402
-from tfpara.parameter_server.lobby import Lobby  # noqa: E402
+from tfpara.parameter_server.control import serving  # noqa: E402
+from tfpara.parameter_server.control.lobby import Lobby  # noqa: E402
 
 if not found.is_chief:
     serving.serve_forever(found, STARTUP_SECONDS)

@@ -1,0 +1,260 @@
+"""Checkpoints of what the parameter servers hold, and going on from them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara import fit_call
+from tfpara.callbacks.checkpointing import RESTART_EXIT_CODE, Preempted
+from tfpara.checkpoint.run import IF_DAMAGED, check_run, collected, taken_up
+from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checks import versions
+
+# What older checkpoints do not hold.
+_LATER = ("books/minibatches", "local_rate")
+_SENTENCE = "the chief was asked to end, and has written a checkpoint; start all processes again."
+
+
+class AsyncCheckpoint(keras.callbacks.Callback):
+    """Writes checkpoints of an asynchronous run, goes on from the newest, and leaves on SIGTERM.
+
+    A checkpoint holds what the parameter servers hold (weights, the optimizer's slots, averages,
+    counters, and how far each chunk of the epoch is) and the states of callbacks. It is written at
+    the end of each epoch, and within epochs if asked; workers pause meanwhile, between two pushes.
+    A program that is started again goes on there, with as many parameter servers and chunks, and
+    any number of workers; where that changes, give `fit` the number of `chunks`, which otherwise
+    depends on it. What workers have of their own is not kept: their models (AsyncEASGD) begin with
+    the servers', and their optimizers (AsyncEASGD, Downpour) without momentum or moments.
+
+    On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
+    the program with exit code 75. Put the callback last in the list.
+
+    Args:
+        directory: of the checkpoints; nothing else may write there.
+        every_minutes: also within epochs after so much time; None: not.
+        keep: how many checkpoints stay.
+        if_damaged: if there are checkpoints but none is whole: "refuse", or "start" anew.
+        data_plan: facts about the data and settings that a resumed run must share, by name.
+
+    Raises:
+        ValueError: a value outside its range; at the start of `fit`, another strategy's model.
+        tfpara.CheckpointError: at the start of `fit`: the directory is another run's, in use or
+            damaged; later: it cannot be written to (the checkpoints before are intact).
+    """
+
+    async_safe = False
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_minutes: float | None = None,
+        keep: int = 3,
+        if_damaged: str = "refuse",
+        data_plan: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if every_minutes is not None and not every_minutes > 0:
+            raise ValueError(f"every_minutes={every_minutes!r} must be positive, or None.")
+        if keep < 1:
+            raise ValueError(f"keep={keep!r} must be at least 1.")
+        if if_damaged not in IF_DAMAGED:
+            raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
+        self._store = Store(directory, keep)
+        self._every_minutes = every_minutes
+        self._if_damaged = if_damaged
+        self._plan = dict(data_plan or {})
+        self._number = 0
+        self._saved_at = time.monotonic()
+        self._terminated = False
+        self._former_handler: Any = None
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if getattr(self.model.distribute_strategy, "running", None) is None:
+            raise ValueError(
+                "AsyncCheckpoint works in the fit of a tfpara.AsyncStrategy. With others, use "
+                "tfpara.callbacks.Checkpoint."
+            )
+        self._store.lock()
+        self._store.mark = secrets.token_hex(4)
+        try:
+            self._number = max(self._store.numbers(), default=0)
+            self._restore()
+        except BaseException:
+            self._store.release()
+            raise
+        fit_call.at_end(self._stand_down)
+        if threading.current_thread() is threading.main_thread():
+            self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        minutes = (time.monotonic() - self._saved_at) / 60.0
+        if self._asked_to_end or minutes > (self._every_minutes or float("inf")):
+            with self._running.paused():
+                self._save(self._running.epoch, within=True)
+                self._leave_if_asked()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._save(epoch + 1)
+        self._leave_if_asked()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self.model.stop_training:
+            self._save(self._running.epoch, finished=True)
+        self._stand_down()
+
+    def _stand_down(self) -> None:
+        if self._former_handler is not None:
+            signal.signal(signal.SIGTERM, self._former_handler)
+            self._former_handler = None
+        self._store.release()
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> Any:
+        return self.model.distribute_strategy.running
+
+    @property
+    def _asked_to_end(self) -> bool:
+        return self._terminated or self.model.distribute_strategy.asked_to_end is not None
+
+    def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
+        self.model.distribute_strategy.write(self.model)  # what callbacks before this one have set
+        self._number += 1
+        number = self._number
+        manifest = {
+            "run": self._of_a_run(),
+            "versions": versions(),
+            "workers": 1,  # of those who write
+            "position": {
+                "epoch": epoch,
+                "within": within,
+                "finished": finished,
+                "order": self._running.order,
+            },
+            "learning_rate": self._rate(),
+            "states": collected(self.model.distribute_strategy.states),
+        }
+        try:
+            self._store.begin(number)
+            variables = self._running.server.variables()
+            tensors = {name: tf.identity(variable) for name, variable in variables.items()}
+            manifest["files"] = self._store.write_part(number, 0, tensors)
+            self._store.commit(number, manifest)
+        except CheckpointError:
+            self._store.abandon(number)
+            raise
+        self._saved_at = time.monotonic()
+
+    def _rate(self) -> float | None:
+        rate = self.model.optimizer.learning_rate
+        return float(rate) if isinstance(rate, keras.Variable) else None
+
+    def _of_a_run(self) -> dict[str, Any]:
+        strategy, model = self.model.distribute_strategy, self.model
+        shapes = [f"{tuple(v.shape)} {v.dtype}" for v in model.trainable_variables]
+        return {
+            "rule": repr(strategy.rule),
+            "sync_period": strategy.sync_period,
+            "averages": {name: repr(a) for name, a in strategy.averages.items()},
+            "parameter servers": len(self._running.server.shards),
+            "chunks": self._running.num_chunks,
+            "model": "; ".join(shapes),
+            "optimizer": type(model.optimizer).__name__,
+            **{f"data_plan.{key}": value for key, value in self._plan.items()},
+        }
+
+    # -- going on --------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Goes on from the newest checkpoint that is whole, if there is one."""
+        problems = []
+        for number in self._store.numbers():
+            try:
+                manifest = self._store.read_manifest(number)
+                self._store.check(number, manifest)
+            except CheckpointError as error:
+                warnings.warn(f"{error}; trying the checkpoint before it.", stacklevel=2)
+                problems.append(str(error))
+                continue
+            check_run(self._store.path(number), manifest, self._of_a_run())
+            self._load(number, manifest)
+            return
+        if problems and self._if_damaged == "refuse":
+            raise CheckpointError(
+                f"no checkpoint in {self._store.directory} can be used: {'; '.join(problems)}. To "
+                'train from the beginning, remove the directory or give if_damaged="start".'
+            )
+
+    def _load(self, number: int, manifest: Mapping[str, Any]) -> None:
+        (reader,) = self._store.readers(number, manifest)
+        held = self._running.server.variables()
+        there = reader.get_variable_to_shape_map()
+        self._check_shapes(number, there, {name: list(v.shape) for name, v in held.items()})
+        for name, variable in held.items():
+            known = name in there
+            variable.assign(reader.get_tensor(name) if known else self._missing(name, manifest))
+        for name, state in manifest["states"].items():
+            holder = self.model.distribute_strategy.states.get(name)
+            if holder is not None:
+                holder.set_state(state)
+        if manifest["learning_rate"] is not None:
+            self.model.optimizer.learning_rate = manifest["learning_rate"]
+        # Before the order was kept, it was that of the seed.
+        position = {"order": [self.model.distribute_strategy.seed], **manifest["position"]}
+        self._running.resume(**position)
+        where = ", within it" if position["within"] else ""
+        epochs = self.params.get("epochs", 1)
+        print(taken_up(self._store.directory, number, position, where, epochs), flush=True)
+
+    def _check_shapes(self, number: int, there: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+        """Refuses a checkpoint of a model, metrics or an optimizer of other variables."""
+        for name in sorted({*there, *mine} - ({*_LATER} - {*there})):
+            theirs, own = there.get(name, "none"), mine.get(name, "none")
+            if theirs != own:
+                raise CheckpointError(
+                    f"{self._store.path(number)} is of another run: its variable {name!r} has the "
+                    f"shape {theirs}, and here {own}. Resume with the same model, metrics and "
+                    "optimizer, or give this run a directory of its own."
+                )
+
+    def _missing(self, name: str, manifest: Mapping[str, Any]) -> Any:
+        """What checkpoints did not hold before workers' optimizers had the servers' rate."""
+        pushes = self._running.server.first.version  # has been restored
+        return {
+            "local_rate": manifest["learning_rate"],
+            # Fewer, if a chunk's last push had fewer.
+            "books/minibatches": pushes * self.model.distribute_strategy.sync_period,
+        }[name]
+
+    # -- SIGTERM ---------------------------------------------------------------------------------
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        del number, frame
+        self._terminated = True
+
+    def _leave_if_asked(self) -> None:
+        if not self._asked_to_end:
+            return
+        self.model.distribute_strategy.end_with(RESTART_EXIT_CODE, _SENTENCE)
+        print(
+            f"Asked to end: checkpoint written, exit code {RESTART_EXIT_CODE}. Start the program "
+            "again to go on.",
+            flush=True,
+        )
+        self._store.release()
+        raise Preempted(RESTART_EXIT_CODE)

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what is in them, and how they are kept on disk."""

@@ -1,0 +1,455 @@
+"""Checkpoints of a run under a `PeriodicSyncStrategy`, and exact resume.
+
+A checkpoint is taken at a sync, where all replicas are at the same step. It holds the global
+model, momentum and averages (each worker writes the parts it keeps), every replica's own weights,
+optimizer slots, statistics, dropout seeds and metrics, the counters, the state of callbacks,
+Python's and NumPy's random state, and the position in the data.
+
+Resumed on the same number of replicas, a run goes on as if it had not been interrupted: bit for
+bit, where TensorFlow itself is (on CPUs). On another number, every replica starts from the point
+that the rule would broadcast, with the optimizer's slots of one of the former replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checks import versions
+from tfpara.cluster.place import Purpose
+from tfpara.keras_model import training_variables
+from tfpara.sync.exchange import everyones
+from tfpara.sync.fingerprint import differences
+from tfpara.sync.keras_hooks import build_optimizers
+from tfpara.sync.synchronizer import Synchronizer
+
+IF_DAMAGED = ("refuse", "start")
+# Checkpoints of older programs lack them; they begin at 0.
+_NEW_COUNTERS = ("bytes_sent", "block_steps")
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one model; every worker calls the same methods.
+
+    Args:
+        directory: shared by all workers.
+        keep: how many of the newest stay.
+        may_change: keys of the strategy's `data_plan` that may differ where a run is resumed.
+
+    Raises:
+        ValueError: the model has an optimizer whose slots cannot be made before its first step.
+    """
+
+    def __init__(
+        self, model: keras.Model, directory: Any, keep: int, may_change: tuple[str, ...] = ()
+    ) -> None:
+        build_optimizers(model)
+        self._model = model
+        self._strategy = model.distribute_strategy
+        self._may_change = may_change
+        self._extended = self._strategy.extended
+        self.store = Store(directory, keep)
+        self._next = 0
+        self._metrics: list[tuple[tf.Variable, Any]] = []
+        self._open_block: dict[str, Any] = {}
+
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """That of the model."""
+        with self._strategy.scope():
+            return self._extended.synchronizer_of(self._model)
+
+    def lock(self) -> None:
+        """Takes the directory for this run.
+
+        Raises:
+            CheckpointError: on every worker, if the chief cannot.
+        """
+        self._together(self.store.lock, "lock", chief_only=True)
+        # Of a run's own, for a worker that an earlier run has left may still be writing its part.
+        self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
+        numbers = self._together(self.store.numbers, "numbers")
+        if any(theirs != numbers[0] for theirs in numbers):
+            self.store.release()
+            raise CheckpointError(
+                f"{self.store.directory} must be one directory that all workers share: they see "
+                "different checkpoints in it."
+            )
+        self._next = max(numbers[0], default=0) + 1
+
+    def save(self, position: Mapping[str, Any]) -> int:
+        """Writes a checkpoint at a sync; returns its number.
+
+        Raises:
+            CheckpointError: on every worker, naming the one that could not write; the checkpoints
+                before it are intact.
+        """
+        number, self._next = self._next, self._next + 1
+        rank = self._strategy.worker_index
+        manifest = {
+            **self._of_a_run(),
+            "versions": versions(),
+            "replicas": self._strategy.num_replicas,
+            "workers": self._strategy.num_workers,
+            "bucket_sizes": self.synchronizer.global_state.bucket_sizes,
+            "position": dict(position),
+            "states": collected(self._extended.states),
+        }
+        try:
+            self._together(lambda: self.store.begin(number), "begin", chief_only=True)
+            tensors = self._tensors()
+            parts = self._together(lambda: self.store.write_part(number, rank, tensors), "write")
+            manifest["files"] = {name: mark for part in parts for name, mark in part.items()}
+            self._together(lambda: self.store.commit(number, manifest), "commit", chief_only=True)
+        except CheckpointError:
+            if self._strategy.is_chief:
+                self.store.abandon(number)
+            raise
+        return number
+
+    def restore(self, if_damaged: str) -> dict[str, Any] | None:
+        """Goes on from the newest checkpoint that is whole; returns its position, None without any.
+
+        Args:
+            if_damaged: what to do if there are checkpoints and none is whole: "refuse" or "start".
+
+        Raises:
+            CheckpointError: on every worker: all are damaged, or the newest is of another run.
+        """
+        numbers = self.store.numbers()
+        problems = []
+        for number in numbers:
+            problem = self._problem(number)
+            if problem is None:
+                read = self._together(lambda n=number: self.store.read_manifest(n), "manifest")
+                manifest = read[self._strategy.worker_index]
+                check_run(self.store.path(number), manifest, self._of_a_run()["run"])
+                self._together(lambda n=number, m=manifest: self._load(n, m), "load")
+                if manifest["replicas"] != self._strategy.num_replicas:
+                    self._start_anew(number, manifest)
+                return {**manifest["position"], "number": number}
+            warnings.warn(f"{problem}; trying the checkpoint before it.", stacklevel=2)
+            problems.append(problem)
+        if problems and if_damaged == "refuse":
+            raise CheckpointError(
+                f"no checkpoint in {self.store.directory} can be used: {'; '.join(problems)}. To "
+                'train from the beginning, remove the directory or give if_damaged="start".'
+            )
+        return None
+
+    def restore_epoch(self) -> None:
+        """Puts back what Keras resets or closes where `fit` begins the epoch that was under way:
+        its metrics, and what replicas have trained since their last sync."""
+        for variable, value in self._metrics:
+            variable.assign(value)
+        held, self._metrics, self._open_block = self._open_block, [], {}
+        if not held:
+            return
+        synchronizer, ids = self.synchronizer, self._strategy.local_replica_ids
+        if "open/state" in held:
+            synchronizer.expect_flight()
+        for name, variable in synchronizer.of_open_block().items():
+            if name in _NEW_COUNTERS and f"open/{name}" not in held:
+                continue
+            variable.assign(held[f"open/{name}"])
+        for name, replica, variable in synchronizer.of_replicas():
+            variable.assign(held[f"replica-{ids[replica]}/sync/{name}"])
+        synchronizer.flight_restored()
+
+    # -- agreeing ------------------------------------------------------------------------------
+
+    def _everyones(self, value: Any, name: str) -> list[Any]:
+        advice = "give tfpara.callbacks.Checkpoint to fit on every worker"
+        return everyones(value, self._extended.control, Purpose(f"in Checkpoint ({name})", advice))
+
+    def _together(self, action: Any, name: str, chief_only: bool = False) -> list[Any]:
+        """Does something on every worker; returns what it gave, by rank.
+
+        Raises:
+            CheckpointError: on all workers, if it fails on one, which is named.
+        """
+        result = problem = None
+        if self._strategy.is_chief or not chief_only:
+            try:
+                result = action()
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+        everyone = self._everyones([result, problem], name)
+        for worker, (_, theirs) in enumerate(everyone):
+            if theirs is not None:
+                where = f"worker {worker}: " if len(everyone) > 1 else ""
+                raise CheckpointError(where + theirs)
+        return [value for value, _ in everyone]
+
+    def _problem(self, number: int) -> str | None:
+        """Why a checkpoint cannot be used, as all workers agree; None if it can."""
+        problem = None
+        if self._strategy.is_chief:
+            try:
+                self.store.check(number, self.store.read_manifest(number))
+            except CheckpointError as error:
+                problem = str(error)
+        return self._everyones(problem, "problem")[0]
+
+    def _of_a_run(self) -> dict[str, Any]:
+        run = self._extended.settings.of_a_run()
+        optimizer = getattr(self._model, "optimizer", None)
+        shapes = [f"{tuple(v.shape)} {v.dtype}" for v in self._model.trainable_variables]
+        return {
+            "run": {
+                **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
+                "sync_period": self._extended.settings.sync_period,
+                "model": "; ".join(shapes),
+                "optimizer": type(optimizer).__name__,
+            }
+        }
+
+    # -- what is in a part ---------------------------------------------------------------------
+
+    def _components(self) -> Iterator[tuple[str, int, tf.Variable]]:
+        """(name, replica, variable) of every local replica."""
+        ids = self._strategy.local_replica_ids
+        for name, variable in training_variables(self._model):
+            components = self._strategy.experimental_local_results(variable.value)
+            if len(components) == len(ids):
+                for replica, component in zip(ids, components, strict=True):
+                    yield name, replica, component
+            else:
+                yield name, ids[0], components[0]
+
+    def _tensors(self) -> dict[str, Any]:
+        """This worker's part."""
+        tensors: dict[str, Any] = {}
+        for name, replica, component in self._components():
+            tensors[f"replica-{replica}/{name}"] = component.read_value()
+        state = self.synchronizer.global_state
+        for cell in state.cells():
+            if self._strategy.is_chief or state.is_sharded:
+                where = f"{cell.part.bucket}/{cell.part.start}"
+                tensors[f"global/{cell.field}/{where}"] = cell.variable.read_value()
+        for name, counter in self.synchronizer.counters().items():
+            tensors[f"counter/{name}"] = counter.read_value()
+        ids = self._strategy.local_replica_ids
+        for name, replica, variable in self.synchronizer.of_replicas():
+            tensors[f"replica-{ids[replica]}/sync/{name}"] = variable.read_value()
+        for name, replica, variable in self.synchronizer.of_wire():
+            tensors[f"replica-{ids[replica]}/wire/{name}"] = variable.read_value()
+        for name, variable in self.synchronizer.of_open_block().items():
+            tensors[f"open/{name}"] = variable.read_value()
+        tensors["random"] = tf.constant(json.dumps(_random_state()))
+        return tensors
+
+    # -- restoring -----------------------------------------------------------------------------
+
+    def _load(self, number: int, manifest: Mapping[str, Any]) -> None:
+        """Takes over what a checkpoint holds; nothing is exchanged meanwhile."""
+        try:
+            self._take_over(self.store.readers(number, manifest), manifest)
+        except (tf.errors.OpError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{self.store.path(number)} cannot be read ({type(error).__name__}: {error})"
+            ) from error
+
+    def _take_over(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
+        self.synchronizer.give_up_block()
+        held = {name: r for r in readers for name in r.get_variable_to_shape_map()}
+        rank = self._strategy.worker_index
+        own = readers[rank % len(readers)]
+        self._load_global(readers, manifest)
+        self._load_replicas(held, manifest["replicas"])
+        self._load_sync(held, manifest["replicas"])
+        counters = self.synchronizer.counters()
+        for name, counter in counters.items():
+            if name in _NEW_COUNTERS and not own.has_tensor(f"counter/{name}"):
+                continue
+            value = own.get_tensor(f"counter/{name}")
+            if name == "samples":
+                total = sum(r.get_tensor("counter/samples") for r in readers)
+                alike = len(readers) == self._strategy.num_workers
+                value = value if alike else total / self._strategy.num_workers
+            counter.assign(value)
+        self._extended.sync_period = self.synchronizer.sync_period
+        _set_random_state(json.loads(own.get_tensor("random")))
+        for name, state in manifest["states"].items():
+            if name in self._extended.states:
+                self._extended.states[name].set_state(state)
+            else:
+                warnings.warn(
+                    f"the checkpoint has a state of {name!r}, which this run does not have; it is "
+                    "left out.",
+                    stacklevel=2,
+                )
+
+    def _load_global(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
+        pieces: dict[str, dict[int, dict[int, Any]]] = {}
+        for reader in readers:
+            for key in reader.get_variable_to_shape_map():
+                if key.startswith("global/"):
+                    field, bucket, start = key.removeprefix("global/").rsplit("/", 2)
+                    pieces.setdefault(field, {}).setdefault(int(bucket), {})[int(start)] = reader
+        sizes = manifest["bucket_sizes"]
+        state = self.synchronizer.global_state
+        if sizes != state.bucket_sizes:
+            raise CheckpointError(
+                f"the checkpoint has its weights in {len(sizes)} buckets, of other sizes than the "
+                f"{len(state.bucket_sizes)} of this version. Resume with the version of tfpara "
+                "that wrote it, or start anew."
+            )
+        for cell in {cell.field: cell for cell in state.cells()}.values():
+            buckets = []
+            for bucket, size in enumerate(sizes):
+                found = sorted(pieces[cell.field][bucket].items())
+                parts = [
+                    reader.get_tensor(f"global/{cell.field}/{bucket}/{start}")
+                    for start, reader in found
+                ]
+                # All parts have the same scalar.
+                buckets.append(parts[0] if cell.is_scalar else np.concatenate(parts)[:size])
+            state.set_field(cell.field, buckets)
+
+    def _load_replicas(self, held: Mapping[str, Any], replicas: int) -> None:
+        for name, replica, component in self._components():
+            seeded = name.startswith("state/") and not component.dtype.is_floating
+            if replica >= replicas and seeded:
+                continue  # A replica that is new draws on from a seed of its own.
+            sources = [replica % replicas]
+            if name.startswith("metrics/"):
+                # Sums over the replicas, which have to stay what they are.
+                sources = list(range(replica, replicas, self._strategy.num_replicas))
+            values = [_value(held, f"replica-{source}/{name}") for source in sources]
+            component.assign(sum(values) if values else tf.zeros_like(component))
+            if name.startswith("metrics/"):
+                self._metrics.append((component, component.numpy()))
+
+    def _load_sync(self, held: Mapping[str, Any], replicas: int) -> None:
+        """The samples of open blocks, and a sync that had landed and was not merged yet."""
+        if replicas == self._strategy.num_replicas:
+            ids = self._strategy.local_replica_ids
+            for name, replica, variable in self.synchronizer.of_wire():
+                variable.assign(_value(held, f"replica-{ids[replica]}/wire/{name}"))
+            kept = {name for name in held if name.startswith("open/") or "/sync/" in name}
+            self._open_block = {name: _value(held, name) for name in kept}
+
+    def _start_anew(self, number: int, manifest: Mapping[str, Any]) -> None:
+        """Puts every replica where the rule would have it after a sync.
+
+        Fragments whose sync was not due at the checkpoint start from the mean of the former
+        replicas, so that what these have learned since is not lost.
+        """
+        weights = self.synchronizer.broadcast_point()
+        readers = self.store.readers(number, manifest)
+        held = {name: r for r in readers for name in r.get_variable_to_shape_map()}
+        former = [f"replica-{replica}" for replica in range(manifest["replicas"])]
+        if f"{former[0]}/sync/pending_samples" in held:
+            pending = [_value(held, f"{of}/sync/pending_samples") for of in former]
+            for k, is_open in enumerate(self.synchronizer.open_fragments(pending)):
+                if is_open:
+                    values = [_value(held, f"{of}/weights/{k}") for of in former]
+                    weights[k] = tf.constant(np.mean(values, 0), weights[k].dtype)
+        self.synchronizer.start_from(weights)
+
+
+def _value(held: Mapping[str, Any], key: str) -> Any:
+    if key not in held:
+        raise CheckpointError(f"the checkpoint lacks {key}, which this model has.")
+    return held[key].get_tensor(key)
+
+
+def _random_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+
+
+def check_run(path: Any, manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Compares what a checkpoint is of with what this run is; other versions are a warning.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of the checkpoint.
+        mine: settings of this run, by name.
+
+    Raises:
+        CheckpointError: they differ; the message says in what.
+    """
+    mine = json.loads(json.dumps(mine, default=repr))
+    # Version 0.1 had its own number among the settings; the format's number is what decides.
+    theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
+    differing = differences({"the checkpoint": theirs, "this run": mine})
+    if differing:
+        raise CheckpointError(
+            f"{path} is of another run. {differing}. Resume with the same settings, or give this "
+            "run a directory of its own."
+        )
+    others = {k: v for k, v in manifest["versions"].items() if versions().get(k) != v}
+    if others:
+        warnings.warn(
+            f"{path} was written with {', '.join(f'{k} {v}' for k, v in others.items())}; numbers "
+            "may differ in the last digits.",
+            stacklevel=3,
+        )
+
+
+def taken_up(
+    directory: Any, number: int, position: Mapping[str, Any], where: str, epochs: int
+) -> str:
+    """What the user is told where a run is taken up: where it goes on, or that it is complete.
+
+    Args:
+        directory: of the checkpoints.
+        number: of the one that it goes on from.
+        position: there: the "epoch", from 0, and whether training had been "finished".
+        where: it is within the epoch, in words; "" at its begin.
+        epochs: that this `fit` is to train.
+    """
+    done = position["epoch"]
+    if not position["finished"] and done < epochs:
+        return f"Resuming from checkpoint {number}: epoch {done + 1}{where}."
+    if position["finished"]:
+        why = f"it stopped by itself after {done} epochs"
+        longer = ""
+    else:
+        why = f"{epochs} of {epochs} epochs are trained"
+        longer = "To train longer, give fit more epochs. "
+    return (
+        f"The run in {os.fspath(directory)!r} is complete: {why} (checkpoint {number}), so nothing "
+        f"is trained now. {longer}To begin anew, give another directory or remove this one."
+    )
+
+
+def collected(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of objects with `get_state`, by name, as JSON carries them.
+
+    Raises:
+        CheckpointError: one cannot be carried.
+    """
+    found = {}
+    for name, holder in states.items():
+        try:
+            found[name] = json.loads(json.dumps(holder.get_state()))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state of {name!r} cannot be kept ({error}): get_state() must return "
+                "numbers, texts, lists and dicts of Python's own."
+            ) from error
+    return found

@@ -1,0 +1,71 @@
+"""Checks of arguments that both kinds of strategy take, and the versions that a run depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara import algorithms
+from tfpara.version import __version__
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries whose numbers a run depends on."""
+    return {
+        "tfpara version": __version__,
+        "tensorflow version": tf.__version__,
+        "keras version": keras.__version__,
+        "numpy version": np.__version__,
+    }
+
+
+def checked_period(sync_period: int) -> int:
+    """Returns the period if it is a whole number of at least 1, else raises ValueError."""
+    if isinstance(sync_period, bool) or not isinstance(sync_period, int) or sync_period < 1:
+        raise ValueError(
+            f"sync_period={sync_period!r} must be a whole number of minibatches, at least 1."
+        )
+    return sync_period
+
+
+def checked_averages(
+    averages: Mapping[str, Any] | None, asynchronous: bool = False
+) -> dict[str, Any]:
+    """Returns the averages if they are average objects under free names, else raises.
+
+    Args:
+        averages: by name; None: none.
+        asynchronous: whether the strategy can start a mean, so that RunningThenMean makes sense.
+    """
+    kinds = algorithms.AVERAGES + ((algorithms.RunningThenMean,) if asynchronous else ())
+    known = ", ".join(f"tfpara.{kind.__name__}(...)" for kind in kinds)
+    if averages is None:
+        return {}
+    if not isinstance(averages, Mapping) or not all(isinstance(name, str) for name in averages):
+        raise TypeError(
+            f"averages={averages!r} must map names, which are yours to choose, to average objects: "
+            f'averages={{"ema": tfpara.EMA(0.99)}}. There are: {known}.'
+        )
+    for name, average in averages.items():
+        if not isinstance(average, kinds):
+            what = (
+                "the class; write it with its arguments" if average in kinds else "no such object"
+            )
+            raise TypeError(
+                f"averages[{name!r}]={average!r} is not an average object, but {what}. There are: "
+                f"{known}."
+            )
+        if name in ("global", "local"):
+            raise ValueError(f"averages: the name {name!r} is taken. Choose another.")
+    return dict(averages)
+
+
+def checked_seconds(name: str, seconds: float) -> float:
+    """Returns a positive number of seconds, else raises ValueError."""
+    if not seconds > 0:
+        raise ValueError(f"{name}={seconds!r} must be a positive number of seconds.")
+    return float(seconds)

@@ -1,0 +1,150 @@
+"""Who takes part in asynchronous training: the chief, workers and parameter servers of TF_CONFIG.
+
+    {"cluster": {"chief": ["10.0.0.1:4000"], "worker": ["10.0.0.2:4000", "10.0.0.3:4000"],
+                 "ps": ["10.0.0.4:4000"]},
+     "task": {"type": "worker", "index": 1}}
+
+Workers and parameter servers are called by job and index: the task above is worker 1. Only the
+standard library is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tfpara.cluster import tf_config
+from tfpara.cluster.tf_config import ClusterError
+
+_START = "start the script by tfpara-launch --ps 1 -n 2, which writes TF_CONFIG"
+_KIND = tf_config.Kind(
+    jobs=("chief", "worker", "ps"),
+    expected="the jobs are 'chief' (one), 'worker' and 'ps'",
+    why_not={
+        "evaluator": (
+            "there is no separate evaluator: the chief evaluates; remove it, and to score "
+            "checkpoints on the side start a program of its own without TF_CONFIG"
+        ),
+        "master": "this is the former name of the chief; write 'chief'",
+    },
+    example=(
+        '{"cluster": {"chief": ["host:port"], "worker": ["host:port", ...], "ps": ["host:port", '
+        '...]}, "task": {"type": "worker", "index": 0}}'
+    ),
+    otherwise=f", or {_START}",
+)
+
+
+class AsyncCluster(NamedTuple):
+    """All processes of an asynchronous run, and which of them this one is.
+
+    Attributes:
+        chief_address: "host:port" of the chief, which schedules, evaluates and writes.
+        worker_addresses: "host:port" of each worker, by index.
+        ps_addresses: "host:port" of each parameter server, by index.
+        task_type: "chief", "worker" or "ps", as in TF_CONFIG.
+        task_index: index within the job `task_type`, as in TF_CONFIG.
+    """
+
+    chief_address: str
+    worker_addresses: tuple[str, ...]
+    ps_addresses: tuple[str, ...]
+    task_type: str
+    task_index: int
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers; the chief is none of them."""
+        return len(self.worker_addresses)
+
+    @property
+    def num_ps(self) -> int:
+        """Number of parameter servers."""
+        return len(self.ps_addresses)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process runs the training program; the others serve it."""
+        return self.task_type == "chief"
+
+    @property
+    def address(self) -> str:
+        """This process's "host:port"."""
+        return self.spec()[self.task_type][self.task_index]
+
+    @property
+    def name(self) -> str:
+        """This process in messages, as `describe` gives it."""
+        return self.describe(self.task_type, self.task_index)
+
+    @property
+    def members(self) -> tuple[tuple[str, int], ...]:
+        """Job and index of every process but the chief, the parameter servers first."""
+        counts = (("ps", self.num_ps), ("worker", self.num_workers))
+        return tuple((job, index) for job, count in counts for index in range(count))
+
+    def describe(self, job: str, index: int) -> str:
+        """Names a process in messages: "chief (10.0.0.1:4000)" or "ps 0 (10.0.0.4:4000)"."""
+        return f"{label(job, index)} ({self.spec()[job][index]})"
+
+    def spec(self, chief_address: str | None = None) -> dict[str, list[str]]:
+        """Addresses by job, for `tf.train.ClusterSpec`.
+
+        Args:
+            chief_address: in place of TF_CONFIG's, on which the lobby listens.
+        """
+        return {
+            "chief": [chief_address or self.chief_address],
+            "worker": list(self.worker_addresses),
+            "ps": list(self.ps_addresses),
+        }
+
+    def tf_config(self) -> str:
+        """The TF_CONFIG that `read` turns into this cluster."""
+        jobs = {job: tuple(addresses) for job, addresses in self.spec().items()}
+        return tf_config.dump(jobs, self.task_type, self.task_index)
+
+
+def label(job: str, index: int) -> str:
+    """Names a process without its address: "chief", "worker 1", "ps 0", ..."""
+    return job if job == "chief" else f"{job} {index}"
+
+
+def is_meant(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether TF_CONFIG, which may be wrong otherwise, names parameter servers."""
+    return '"ps"' in environ.get("TF_CONFIG", "")
+
+
+def read(environ: Mapping[str, str] = os.environ) -> AsyncCluster:
+    """Reads and checks TF_CONFIG in `environ`.
+
+    Raises:
+        ClusterError: TF_CONFIG breaks a rule, or lacks a chief, a worker or a parameter server; one
+            message says which.
+    """
+    found = tf_config.read(environ, _KIND)
+    if found is None:
+        raise ClusterError(
+            "TF_CONFIG is unset or empty, but asynchronous training needs a chief, workers and "
+            f"parameter servers: {_START}. In one process, train with tfpara.PeriodicSyncStrategy."
+        )
+    jobs = found.jobs
+    if "ps" not in jobs:
+        raise ClusterError(
+            "TF_CONFIG has no 'ps' addresses: it is that of a synchronous strategy, given to "
+            "tfpara.AsyncStrategy. Start with tfpara-launch --ps 1, or add "
+            '"ps": ["host:port"] to the cluster, or train with tfpara.PeriodicSyncStrategy.'
+        )
+    if "chief" not in jobs:
+        raise ClusterError(
+            "TF_CONFIG has no 'chief' address, but in asynchronous training the chief runs the "
+            'program, and no worker takes its place. Add "chief": ["host:port"] to the cluster.'
+        )
+    if "worker" not in jobs:
+        raise ClusterError(
+            "TF_CONFIG has no 'worker' addresses, but the workers compute the gradients. Add "
+            '"worker": ["host:port", ...] to the cluster.'
+        )
+    (chief,) = jobs["chief"]
+    return AsyncCluster(chief, jobs["worker"], jobs["ps"], found.task_type, found.task_index)

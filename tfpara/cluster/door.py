@@ -1,0 +1,136 @@
+"""Where the processes of a run come in, and strangers do not: the listening end of `messages`."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import selectors
+import socket
+import time
+from typing import Any
+
+from tfpara.cluster import secret as run_secret
+from tfpara.cluster.messages import Channel
+
+_PAUSE_SECONDS = 0.1
+_STRANGER_SECONDS = 10.0  # for who has connected, until it is let in
+_STRANGERS = 64  # at once, beside as many as the run has processes
+_NAMED = 8  # hosts with another secret: who has more need not fill the log
+_log = logging.getLogger(__name__)
+
+
+class Door:
+    """Listens, and tells the processes of a run from strangers.
+
+    Who has connected is a stranger until it is let in. It has some seconds for that, however slowly
+    it speaks, and of too many strangers those go first whose host has most of them; so they hold up
+    nobody.
+
+    Args:
+        listener: a listening socket, which is closed with the door.
+        secret: of the run; may be empty.
+        purpose: what the connections are for, as their callers say.
+        guests: how many processes may come.
+
+    Attributes:
+        turned_away: a sentence on processes that came with another secret; empty if none did.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, purpose: str, guests: int) -> None:
+        listener.setblocking(False)
+        self.turned_away = ""
+        self._listener, self._secret, self._purpose = listener, secret, purpose
+        self._most = _STRANGERS + guests
+        self._strangers: dict[Channel, tuple[str, float]] = {}  # host, and when it came; in order
+        self._guests: set[Channel] = set()
+        self._named: set[str] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until somebody comes or says something, for some seconds at most."""
+        self._selector.select(seconds)
+
+    def poll(self) -> list[tuple[Channel, list[dict[str, Any]]]]:
+        """What has been said, by those that have the secret.
+
+        A guest that is there for the last time has `closed` set, and must be dropped. Those come
+        first, for who has left may be back already.
+        """
+        ready = [key.fileobj for key, _ in self._selector.select(0.0)]
+        heard: list[tuple[Channel, list[dict[str, Any]]]] = []
+        for channel in ready:
+            if isinstance(channel, Channel):
+                messages = channel.receive()
+                if channel.closed and channel in self._strangers:
+                    self._turn_away(channel)
+                elif channel.closed or messages:
+                    heard.append((channel, messages))
+        if self._listener in ready:
+            self._accept()
+        now = time.monotonic()
+        for channel, (_, since) in list(self._strangers.items()):
+            if now - since > _STRANGER_SECONDS:
+                self.drop(channel)
+        return sorted(heard, key=lambda each: not each[0].closed)
+
+    def let_in(self, channel: Channel) -> None:
+        """Takes a stranger, which has said who it is, for a guest: it may stay."""
+        self._strangers.pop(channel, None)
+        self._guests.add(channel)
+
+    def tell_guests(self, **message: Any) -> None:
+        """Sends a message to all guests."""
+        for guest in self._guests:
+            guest.send(**message)
+
+    def drop(self, channel: Channel) -> None:
+        """Ends a connection."""
+        self._strangers.pop(channel, None)
+        self._guests.discard(channel)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(channel)
+        channel.close()
+
+    def close(self, patience_seconds: float = 0.0) -> None:
+        """Ends all connections and frees the port; what guests were told shall leave in time."""
+        until = time.monotonic() + patience_seconds
+        for channel in (*self._guests, *self._strangers):
+            channel.close(until - time.monotonic() if channel in self._guests else 0.0)
+        self._guests.clear()
+        self._strangers.clear()
+        self._listener.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        for _ in range(self._most):
+            try:
+                connection, (host, *_) = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # there are no more file descriptors, perhaps
+                time.sleep(_PAUSE_SECONDS)
+                return
+            channel = Channel(connection, self._secret, self._purpose, caller=False)
+            self._strangers[channel] = host, time.monotonic()
+            self._selector.register(channel, selectors.EVENT_READ)
+            if len(self._strangers) > self._most:
+                counts = collections.Counter(host for host, _ in self._strangers.values())
+                crowd = counts.most_common(1)[0][0]
+                self.drop(next(c for c, (host, _) in self._strangers.items() if host == crowd))
+
+    def _turn_away(self, channel: Channel) -> None:
+        host, _ = self._strangers[channel]
+        self.drop(channel)
+        if channel.differs and host not in self._named and len(self._named) < _NAMED:
+            self._named.add(host)
+            names = ", ".join(sorted(self._named))
+            self.turned_away = f" A process on {names} came with another secret than this one."
+            _log.warning(
+                "tfpara: a process on %s has another secret than this one, and was turned away. If "
+                "it is of this run, give all the same %s or %s.",
+                host,
+                run_secret.FILE_VARIABLE,
+                run_secret.VARIABLE,
+            )

@@ -1,0 +1,338 @@
+"""Where Horovod's processes find each other: a key-value store over HTTP.
+
+Gloo, Horovod's transport, puts the addresses of its connections there and polls for those of the
+others. `horovodrun` serves one, and so does `tfpara-launch --collectives=horovod`; in a cluster of
+TF_CONFIG the chief does. Gloo itself aborts the process where the store does not answer or a worker
+does not come, so the workers meet in the same store first.
+
+Gloo signs nothing. But what it takes for the store's host may be followed by a path: where the run
+has a secret, a path that is made of it leads to our store, and who does not know it gets nothing.
+It travels in the clear. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import http.client
+import http.server
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tfpara import cluster
+from tfpara.cluster import messages, secret
+from tfpara.cluster.startup import StartupError
+
+ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_RETRY_SECONDS = 0.1
+_ANSWER_SECONDS = 10.0
+_REFUSED_SECONDS = 1.0
+_LOG_SECONDS = 30.0
+_LONGEST_VALUE = 1 << 20  # bytes; Gloo's values are some hundred bytes for each process
+_LONGEST_KEY = 1 << 10
+_MOST_BYTES = 1 << 28  # of all values
+_CLIENTS = 256  # at once
+_PURPOSE = b"store"
+_FORGED = -1
+_log = logging.getLogger(__name__)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """GET, PUT and DELETE of a path; the server's `values` has what is there."""
+
+    server: Server
+    raw_requestline: bytes
+    timeout = _ANSWER_SECONDS  # so that one who connects and says nothing is dropped
+
+    def parse_request(self) -> bool:
+        """Looks at the path before anything else that a client sends."""
+        words, path = self.raw_requestline.split(b" "), self.server.path.encode()
+        if len(words) > 1 and hmac.compare_digest(words[1][: len(path)], path):
+            return super().parse_request()
+        self.requestline, self.request_version = "", "HTTP/1.0"
+        self._refuse(403)
+        return False
+
+    def do_GET(self) -> None:
+        value = self.server.values.get(self.path)
+        self._answer(200 if value is not None else 404, value or b"")
+
+    def do_PUT(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()):
+            self._refuse(411)
+        elif len(length) > 9 or not self.server.has_room(self.path, int(length)):
+            self._refuse(413)
+        else:
+            value = self.rfile.read(int(length))
+            if len(value) == int(length):  # else the client has gone
+                self.server.values[self.path] = value
+                self._answer(200)
+
+    def do_DELETE(self) -> None:
+        self.server.values.pop(self.path, None)
+        self._answer(200)
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refuse(self, status: int) -> None:
+        """Answers without having read all, and hangs up."""
+        self.close_connection = True
+        self._answer(status)
+        with contextlib.suppress(OSError):
+            # What has come is read, for its sender would get a reset in place of the answer.
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_REFUSED_SECONDS)
+            self.connection.recv(_LONGEST_VALUE)
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """The store, served until `close` by a thread that ends with the process.
+
+    Args:
+        port: to listen on; 0 takes a free one.
+        host: to listen on; all interfaces if empty.
+        shared: the secret of the run; without one, everybody may read and write.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, port: int = 0, host: str = "", shared: bytes = b"") -> None:
+        self.values: dict[str, bytes] = {}
+        self._clients: dict[socket.socket, float] = {}  # since when, in order
+        self._lock = threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+        token = _token(shared, self.port)
+        self.path = f"/{token}:{self.port}/" if token else "/"
+        threading.Thread(target=self.serve_forever, name="tfpara-store", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return int(self.server_address[1])
+
+    def has_room(self, key: str, length: int) -> bool:
+        """Whether a value of some bytes may be put."""
+        if length > _LONGEST_VALUE or len(key) > _LONGEST_KEY:
+            return False
+        held = sum(len(each) + len(value) for each, value in list(self.values.items()))
+        return held + len(key) + length <= _MOST_BYTES
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers a client in a thread of its own; of too many the one that came first goes."""
+        with self._lock:
+            self._clients[request] = time.monotonic()
+            crowd = list(self._clients)[: max(0, len(self._clients) - _CLIENTS)]
+        _cut(crowd)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a client's connection."""
+        with self._lock:
+            self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cuts off clients that take too long, however they do it; called twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            late = [each for each, at in self._clients.items() if now - at > _ANSWER_SECONDS]
+        _cut(late)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing of clients that went away."""
+
+    def close(self) -> None:
+        """Frees the port."""
+        self.shutdown()
+        self.server_close()
+
+
+def _cut(clients: list[socket.socket]) -> None:
+    for client in clients:
+        with contextlib.suppress(OSError):  # it has gone by itself
+            client.shutdown(socket.SHUT_RDWR)
+
+
+def _token(shared: bytes, port: int) -> str:
+    """The part of the path that only those know who have the secret; empty without one."""
+    return secret.derive(shared, _PURPOSE, b"%d" % port).hex() if shared else ""
+
+
+def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"") -> dict[str, str]:
+    """What Horovod has to be told in the environment of one process of a cluster with addresses.
+
+    Args:
+        found: this process's view.
+        host: where the store is served.
+        port: the same.
+        shared: the secret of the run.
+    """
+    token = _token(shared, port)
+    hosts = [address.rpartition(":")[0].strip("[]") for address in found.addresses]
+    own = hosts[found.rank]
+    beside = [rank for rank, other in enumerate(hosts) if other == own]
+    local_rank = beside.index(found.rank)
+    # Of each host that has as many processes: its one with the same local rank.
+    across = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local_rank]
+    return {
+        "HOROVOD_RANK": str(found.rank),
+        "HOROVOD_SIZE": str(found.num_workers),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(len(beside)),
+        "HOROVOD_CROSS_RANK": str(across.index(own)),
+        "HOROVOD_CROSS_SIZE": str(len(across)),
+        "HOROVOD_HOSTNAME": own,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        # Gloo asks for http://ADDRESS:PORT/...
+        ADDRESS: f"{host}:{port}/{token}" if token else host,
+        PORT: str(port),
+    }
+
+
+def meet(
+    found: cluster.Cluster,
+    environ: Mapping[str, str],
+    timeout_seconds: float,
+    shared: bytes = b"",
+) -> None:
+    """Waits until every process has come to the store that the environment names.
+
+    Args:
+        found: this process's view.
+        environ: has HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT.
+        timeout_seconds: longest wait.
+        shared: the secret of the run. What is put is signed with it, also in a store of others.
+
+    Raises:
+        StartupError: the variables are missing or wrong, nobody serves there, a process does not
+            come in time, counts another number of processes or has another secret.
+    """
+    address, port = environ.get(ADDRESS, ""), environ.get(PORT, "")
+    if not address or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise StartupError(
+            f"{found.rank_variable} is set, but {ADDRESS}={address!r} and {PORT}={port!r} name no "
+            "host and port at which Horovod's processes find each other. Start them by horovodrun "
+            "or tfpara-launch --collectives=horovod, which set all of them."
+        )
+    deadline = time.monotonic() + timeout_seconds
+    places = _Places(address, int(port), shared, deadline)
+    size = found.num_workers
+    places.put(found.rank, size)
+    missing, log_at = set(range(size)), time.monotonic() + _LOG_SECONDS
+    while missing:
+        forged = ""
+        for rank in sorted(missing):
+            said = places.get(rank)
+            if said == size:
+                missing.discard(rank)
+            elif said == _FORGED:
+                forged = f" What is there of {found.describe(rank)} has another secret."
+            elif said is not None:
+                raise StartupError(
+                    f"HOROVOD_SIZE differs: this process has {size}, "
+                    f"{found.describe(rank)} has {said}. Give all the same."
+                )
+        names, now = ", ".join(map(found.describe, sorted(missing))), time.monotonic()
+        if missing and now >= deadline:
+            raise StartupError(
+                f"after {timeout_seconds:g} s these workers have not started: {names}. Start one "
+                f"process for each rank below HOROVOD_SIZE within startup_timeout_seconds.{forged}"
+            )
+        if missing and now >= log_at:
+            _log.warning("Waiting for %s.", names)
+            log_at = now + _LOG_SECONDS
+        if missing:
+            time.sleep(_RETRY_SECONDS)
+
+
+class _Places(NamedTuple):
+    """What processes put into a store to say that they are there: signed, for all may write there.
+
+    Attributes:
+        address, port: of the store, as Horovod is told.
+        shared: the secret of the run.
+        deadline: until when the store may be silent.
+    """
+
+    address: str
+    port: int
+    shared: bytes
+    deadline: float
+
+    def put(self, rank: int, size: int) -> None:
+        """Says that a process is there, and how many it counts."""
+        value = {"size": size, "signature": self._signature(rank, size)}
+        self._ask("PUT", rank, json.dumps(value).encode())
+
+    def get(self, rank: int) -> int | None:
+        """How many processes one of them counts; None if it is not there, or `_FORGED`."""
+        value = self._ask("GET", rank)
+        if value is None:
+            return None
+        try:
+            said = json.loads(value)
+            size, signature = int(said["size"]), str(said["signature"]).encode()
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return _FORGED
+        own = self._signature(rank, size).encode()
+        return size if hmac.compare_digest(own, signature) else _FORGED
+
+    def _signature(self, rank: int, size: int) -> str:
+        text = f"{self.address}:{self.port} {rank} {size}"
+        return secret.derive(self.shared, _PURPOSE, text.encode()).hex()
+
+    def _ask(self, method: str, rank: int, body: bytes | None = None) -> bytes | None:
+        ask = functools.partial(_request, self.address, self.port, method, rank, body)
+        return _patiently(ask, self.deadline)
+
+
+def _patiently(ask: Callable[[], bytes | None], deadline: float) -> bytes | None:
+    """The answer of a store that may not be served yet."""
+    while True:
+        try:
+            return ask()
+        except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() >= deadline:
+                raise StartupError(
+                    f"nobody answers where Horovod's processes find each other ({error}): see to "
+                    f"it that {ADDRESS} and {PORT} name the host and port of horovodrun, or of "
+                    "whatever serves them."
+                ) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def _request(address: str, port: int, method: str, rank: int, body: bytes | None) -> bytes | None:
+    """What the store answers about a rank; None if it has nothing."""
+    host, slash, token = address.partition("/")
+    path = f"/{token}:{port}" if slash else ""
+    host = host.rpartition(":")[0] if slash else host
+    connection = http.client.HTTPConnection(host, port, timeout=_ANSWER_SECONDS)
+    try:
+        connection.request(method, f"{path}/tfpara/{rank}", body)
+        answer = connection.getresponse()
+        content = answer.read(_LONGEST_VALUE)
+    finally:
+        connection.close()
+    if answer.status == 403:
+        raise StartupError(messages.other_secret(f"where Horovod's processes meet, {host}:{port}"))
+    return content if answer.status == 200 else None

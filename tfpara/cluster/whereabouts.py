@@ -1,0 +1,282 @@
+"""What the workers say of themselves where others wait for them, or when they end.
+
+Beside the collectives, in which a worker waits and cannot speak: every process has a thread that
+holds a connection to the chief's, and answers there. The chief asks all for one who waits. A worker
+that ends says so; one that is stopped or killed does not answer. Where the connection cannot be
+made, for a firewall perhaps, nothing is known and all else works as with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tfpara.cluster import Cluster, failures, messages, ports, secret
+from tfpara.cluster.door import Door
+from tfpara.cluster.messages import Channel
+from tfpara.cluster.place import Purpose
+
+_PURPOSE = "where"
+_TICK_SECONDS = 0.2
+_CONNECT_SECONDS = 10.0
+_ANSWER_SECONDS = 1.5  # for a worker to the chief
+_TABLE_SECONDS = 3.0  # for the chief to a worker
+_BYE_SECONDS = 1.0
+_LIBRARIES = tuple(
+    sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+) + (str(Path(__file__).parent),)
+
+
+class Row(NamedTuple):
+    """What is known of a worker.
+
+    Attributes:
+        text: where it is, as in "worker 1 is TEXT"; empty if it does not answer.
+        waits: the names of the exchanges in which it waits for the others.
+    """
+
+    text: str
+    waits: Sequence[str] = ()
+
+
+_SILENT = Row("")
+
+
+def awaited(table: Sequence[Row], own_rank: int) -> list[int]:
+    """Those for whom the others wait, by rank; nobody, if all wait."""
+    return [rank for rank, row in enumerate(table) if rank != own_rank and not row.waits]
+
+
+def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
+    """For whom a worker waits in an exchange, and where these are."""
+    ranks = awaited(table, own_rank)
+    lasting = f"for {seconds:.0f} s"
+    if not ranks:
+        others = ", ".join(f"worker {rank} {row.text}" for rank, row in enumerate(table))
+        return f"All workers have been in a sync {lasting}: {others}."
+    said = [(f"is {table[rank].text}" if table[rank].text else "does not answer") for rank in ranks]
+    if len(ranks) == 1:
+        return f"Waiting for worker {ranks[0]} in a sync {lasting}: it {said[0]}."
+    each = ", ".join(f"worker {rank} {what}" for rank, what in zip(ranks, said, strict=True))
+    return f"Waiting for workers {', '.join(map(str, ranks))} in a sync {lasting}: {each}."
+
+
+def apart(table: Sequence[Row]) -> str:
+    """Who is where, if all wait, and not in the same exchange, so that it has no end; else ""."""
+    if all(row.waits for row in table) and not set.intersection(*(set(r.waits) for r in table)):
+        others = ", ".join(f"worker {rank} {row.text}" for rank, row in enumerate(table))
+        return f"{others.replace('worker 0', 'worker 0 is', 1)}; {Purpose('').advice}"
+    return ""
+
+
+def silent(table: Sequence[Row] | None, found: Cluster) -> str:
+    """Who was silent for too long, as in "WHO was silent for longer than"."""
+    ranks = [] if table is None else awaited(table, found.rank)
+    if not ranks or table is None:
+        return ""
+    names = (
+        found.describe(rank) + (f", {table[rank].text}," if table[rank].text else "")
+        for rank in ranks
+    )
+    return " and ".join(names)
+
+
+def mute(table: Sequence[Row] | None, found: Cluster) -> str:
+    """Who does not answer at all, by name; "" if nobody is, or nothing is known."""
+    rows = enumerate(table or ())
+    return " and ".join(found.describe(rank) for rank, row in rows if not (row.text or row.waits))
+
+
+def line_of_script() -> str:
+    """Where the main thread is in code that is of no library, as "file.py, line 3"; else ""."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_LIBRARIES, "<")) and "/site-packages/" not in name:
+            return f"{os.path.basename(name)}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Whereabouts:
+    """This process's end, and its thread.
+
+    Args:
+        found: the cluster, with addresses.
+        here: what to say of this process when asked; called in the thread.
+        listener: of the chief, which listens already; None on the others.
+        port: of the chief.
+    """
+
+    def __init__(
+        self, found: Cluster, here: Callable[[], Row], listener: Any = None, port: int = 0
+    ) -> None:
+        self._cluster, self._here = found, here
+        self._lock = threading.Lock()
+        self._asked = False  # by this process
+        self._table: list[Row] | None = None
+        self._has_table = threading.Event()
+        self._stop = threading.Event()
+        host = found.addresses[0].rpartition(":")[0]
+        self._chief_at = f"{host}:{port}"
+        self._door: Door | None = None
+        if listener is not None:
+            self._door = Door(listener, secret.read(), _PURPOSE, found.num_workers)
+        run = self._serve if self._door else self._answer
+        self._thread = threading.Thread(target=run, name="tfpara-where", daemon=True)
+        self._thread.start()
+        _all.append(self)
+
+    def table(self) -> list[Row] | None:
+        """Where each worker is, by rank; asks all, and waits for some seconds. None: not known."""
+        if not self._thread.is_alive():
+            return None
+        self._has_table.clear()
+        with self._lock:
+            self._table, self._asked = None, True
+        if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
+            return self._table
+        # The chief does not answer; where the others are it alone would know.
+        return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
+
+    def end(self) -> None:
+        """Has the thread say that this process ends, and end."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Waits for that, for a while."""
+        self._thread.join(_BYE_SECONDS + _TICK_SECONDS)
+
+    def _take_asked(self) -> bool:
+        with self._lock:
+            asked, self._asked = self._asked, False
+        return asked
+
+    def _tell_table(self, table: Sequence[Row]) -> None:
+        self._table = list(table)
+        self._has_table.set()
+
+    # -- on the others ------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        try:
+            channel = messages.connect(self._chief_at, secret.read(), _PURPOSE, _CONNECT_SECONDS)
+        except (OSError, UnicodeError):
+            return
+        channel.send(rank=self._cluster.rank)
+        while not self._stop.is_set() and not channel.closed:
+            channel.wait_for(_TICK_SECONDS)
+            for message in channel.receive():
+                if "where" in message:
+                    channel.send(here=list(self._here()))
+                if "table" in message:
+                    self._tell_table([Row(*row) for row in message["table"]])
+                if "ended" in message:
+                    _note(message["ended"])
+            if self._take_asked():
+                channel.send(ask=True)
+        if self._stop.is_set():
+            channel.send(ended=[self._cluster.rank, failures.last_words()])
+        channel.close(_BYE_SECONDS)
+
+    # -- on the chief -------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        assert self._door is not None
+        door = self._door
+        guests: dict[int, Channel] = {}
+        rows: dict[int, Row] = {}
+        askers: list[Channel | None] = []  # None: this process
+        until = 0.0
+        while not self._stop.is_set():
+            door.wait(_TICK_SECONDS)
+            new: list[Channel | None] = [None] if self._take_asked() else []
+            for channel, said in door.poll():
+                for message in said:
+                    self._hear(channel, message, guests, rows)
+                    if "ask" in message and channel in guests.values():
+                        new.append(channel)
+                if channel.closed:
+                    door.drop(channel)
+                    guests = {r: guest for r, guest in guests.items() if guest is not channel}
+            if new and not askers:
+                rows.clear()
+                until = time.monotonic() + _ANSWER_SECONDS
+                door.tell_guests(where=True)
+            askers += new
+            if askers and (len(rows) == len(guests) or time.monotonic() > until):
+                others = range(1, self._cluster.num_workers)
+                table = [self._here(), *(rows.get(rank, _SILENT) for rank in others)]
+                for asker in askers:
+                    if asker is None:
+                        self._tell_table(table)
+                    else:
+                        asker.send(table=table)
+                askers.clear()
+        door.tell_guests(ended=[0, failures.last_words()])
+        door.close(_BYE_SECONDS)
+
+    def _hear(
+        self,
+        channel: Channel,
+        message: Mapping[str, Any],
+        guests: dict[int, Channel],
+        rows: dict[int, Row],
+    ) -> None:
+        assert self._door is not None
+        rank = message.get("rank")
+        if isinstance(rank, int) and 0 < rank < self._cluster.num_workers:
+            guests[rank] = channel
+            self._door.let_in(channel)
+        mine = [rank for rank, guest in guests.items() if guest is channel]
+        if "here" in message and mine:
+            rows[mine[0]] = Row(*message["here"])
+        if "ended" in message and mine:
+            _note(message["ended"])
+            self._door.tell_guests(ended=message["ended"])
+
+
+_all: list[Whereabouts] = []  # of this process
+
+
+@atexit.register
+def _end_all() -> None:
+    for each in _all:
+        each.end()
+    for each in _all:
+        each.join()
+
+
+def _note(ended: Sequence[Any]) -> None:
+    rank, words = ended
+    if words is not None:
+        failures.note_end(int(rank), str(words))
+
+
+def begin(
+    found: Cluster, exchange: Callable[[int], Sequence[int]], here: Callable[[], Row]
+) -> Whereabouts | None:
+    """Connects the workers; every one must call it.
+
+    Args:
+        found: the cluster; without addresses there is nothing to connect to.
+        exchange: tells all workers a number, and returns theirs by rank.
+        here: what to say of this process when asked.
+    """
+    listener = None
+    if found.is_chief and found.addresses:
+        with contextlib.suppress(OSError):
+            listener = ports.bind(ports.own_host(found.addresses[0].rpartition(":")[0]), 0)
+            listener.listen(max(128, found.num_workers))
+    port = exchange(int(listener.getsockname()[1]) if listener else 0)[0]
+    if not port or not found.addresses:
+        return None
+    return Whereabouts(found, here, listener, port)

@@ -1,0 +1,163 @@
+"""Who trains: the cluster that TF_CONFIG, horovodrun or mpirun describe in the environment.
+
+TF_CONFIG is read and checked here, before TensorFlow starts, because TensorFlow answers most
+mistakes in it with a hang. Only the standard library is imported.
+
+    {"cluster": {"chief": ["10.0.0.1:4000"], "worker": ["10.0.0.2:4000", "10.0.0.3:4000"]},
+     "task": {"type": "worker", "index": 1}}
+
+Ranks count the chief first, then the workers in their order, so the task above has rank 2. In a
+cluster of `worker` jobs only, worker 0 is the chief. Without TF_CONFIG, or with `{}`, one process
+trains alone, unless the variables of horovodrun (HOROVOD_RANK, HOROVOD_SIZE) or mpirun
+(OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE) say that it is one of several.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tfpara.cluster import tf_config
+from tfpara.cluster.tf_config import ClusterError as ClusterError
+
+_KIND = tf_config.Kind(
+    jobs=("chief", "worker"),
+    expected="the jobs are 'chief' (one, optional) and 'worker'",
+    why_not={
+        "ps": (
+            "the synchronous strategy has no parameter servers; list chief and worker only, "
+            "or train with tfpara.AsyncStrategy, which uses them"
+        ),
+        "evaluator": (
+            "there is no separate evaluator: evaluate() runs on all training workers together; "
+            "remove it, and to score checkpoints on the side start a program of its own without "
+            "TF_CONFIG"
+        ),
+        "master": "this is the former name of the chief; write 'chief'",
+    },
+    example='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
+    otherwise=", or unset it to train in one process",
+)
+# This process, and how many there are: of horovodrun, and of Open MPI's mpirun.
+RANK_VARIABLES = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
+
+
+class Cluster(NamedTuple):
+    """All training processes, and which of them this one is.
+
+    Attributes:
+        addresses: "host:port" of every process by rank, the chief first; empty when one process
+            trains alone.
+        task_type: "chief" or "worker", as in TF_CONFIG.
+        task_index: index within the job `task_type`, as in TF_CONFIG.
+        has_chief_job: whether rank 0 is the job "chief"; otherwise it is worker 0.
+        rank_variable: the variable, such as HOROVOD_RANK, in which this process was told its rank;
+            empty if TF_CONFIG alone tells it.
+        size: number of processes according to the rank variables; there may be no addresses.
+    """
+
+    addresses: tuple[str, ...]
+    task_type: str
+    task_index: int
+    has_chief_job: bool = False
+    rank_variable: str = ""
+    size: int = 0
+
+    @property
+    def num_workers(self) -> int:
+        """Number of training processes, the chief included."""
+        return max(1, len(self.addresses), self.size)
+
+    @property
+    def rank(self) -> int:
+        """Position of this process in `addresses`: 0 is the chief."""
+        return self.task_index + (self.has_chief_job and self.task_type == "worker")
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints, logs and the progress bar."""
+        return self.rank == 0
+
+    @property
+    def address(self) -> str:
+        """This process's "host:port"; empty when it trains alone, or has none."""
+        return self.addresses[self.rank] if self.addresses else ""
+
+    def describe(self, rank: int) -> str:
+        """Names a process in messages: "chief (10.0.0.1:4000)" or "worker RANK (10.0.0.2:4000)"."""
+        address = f" ({self.addresses[rank]})" if self.addresses else ""
+        return label(rank) + address
+
+    def tf_config(self) -> str:
+        """The TF_CONFIG that `read` turns into this cluster, if it has addresses."""
+        first = int(self.has_chief_job)
+        jobs = {"chief": self.addresses[:first], "worker": self.addresses[first:]}
+        return tf_config.dump(jobs, self.task_type, self.task_index)
+
+
+ALONE = Cluster((), "worker", 0)
+
+
+def label(rank: int) -> str:
+    """Names a rank: "chief", "worker 1", "worker 2", ..."""
+    return "chief" if rank == 0 else f"worker {rank}"
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Cluster:
+    """Reads and checks TF_CONFIG and the rank variables in `environ`.
+
+    Returns:
+        The cluster; that of a single process if TF_CONFIG is unset, blank or `{}`, and no rank
+        variables are set.
+
+    Raises:
+        ClusterError: one of them breaks a rule, or they contradict each other; one message says
+            which.
+    """
+    found = _from_tf_config(environ)
+    told = _from_rank_variables(environ)
+    if told is None:
+        return found
+    if not found.addresses:
+        return told if told.size > 1 else found
+    if (found.rank, found.num_workers) != (told.rank, told.size):
+        raise ClusterError(
+            f"{told.rank_variable}={told.rank} of {told.size} processes contradicts TF_CONFIG, in "
+            f"which this process is {found.describe(found.rank)}, rank {found.rank} of "
+            f"{found.num_workers}. Unset TF_CONFIG for processes that horovodrun or mpirun start, "
+            f"and {told.rank_variable} for others."
+        )
+    return found._replace(rank_variable=told.rank_variable, size=told.size)
+
+
+def _from_rank_variables(environ: Mapping[str, str]) -> Cluster | None:
+    """The cluster without addresses of the first pair of variables that is set."""
+    for names in RANK_VARIABLES:
+        given = [environ.get(name, "").strip() for name in names]
+        if not any(given):
+            continue
+        text = ", ".join(f"{n}={v!r}" for n, v in zip(names, given, strict=True))
+        # isdecimal alone takes digits of other scripts too, as int() does.
+        if not all(value.isdecimal() for value in given) or int(given[0]) >= int(given[1]):
+            raise ClusterError(
+                f"{text}: the first must be a number from 0 below the second, which counts the "
+                "processes. Both are set by horovodrun or mpirun; unset them to train in one "
+                "process, or under TF_CONFIG."
+            )
+        rank, size = map(int, given)
+        job = ("worker", rank - 1) if rank else ("chief", 0)
+        return Cluster((), *job, has_chief_job=True, rank_variable=names[0], size=size)
+    return None
+
+
+def _from_tf_config(environ: Mapping[str, str]) -> Cluster:
+    found = tf_config.read(environ, _KIND)
+    if found is None:
+        return ALONE
+    jobs = found.jobs
+    addresses = (*jobs.get("chief", ()), *jobs.get("worker", ()))
+    return Cluster(addresses, found.task_type, found.task_index, "chief" in jobs)

@@ -1,0 +1,155 @@
+"""The variables of a Keras model that a sync works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.group import Group
+
+
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
+    """The strategy in whose scope the weights of a model were made, else the model itself.
+
+    A model may be put together outside of the scope from layers of a trained one.
+    """
+    weights = getattr(model, "weights", [])  # Keras saves what is no model, too
+    of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
+    own = getattr(model, "distribute_strategy", None)
+    return next(filter(None, of_weights), None) or own or tf.distribute.get_strategy()
+
+
+def build_optimizer(model: keras.Model) -> None:
+    """Makes the compiled optimizer's slots, which its first step would make later."""
+    for one in _parts(model):
+        optimizer = getattr(one, "optimizer", None)
+        if optimizer is not None and not optimizer.built and one.trainable_variables:
+            with strategy_of(one).scope():
+                optimizer.build(one.trainable_variables)
+
+
+def unbuilt_optimizers(model: keras.Model) -> list[str]:
+    """The attributes of a model that are optimizers without slots."""
+    attributes = vars(model).items()
+    return [k for k, v in attributes if isinstance(v, keras.optimizers.Optimizer) and not v.built]
+
+
+def check_optimizers_built(model: keras.Model) -> None:
+    """Makes sure that all of a model's optimizers have their slots.
+
+    Raises:
+        ValueError: one has not; the message has the line that makes them.
+    """
+    for name in unbuilt_optimizers(model):
+        parts = [k for k, v in vars(model).items() if isinstance(v, keras.Model)]
+        raise ValueError(
+            f"the optimizer {name!r} of model {model.name!r} has no slots yet, so what is kept now "
+            f"could not be put back. Before fit, in the scope, write model.{name}.build("
+            "model.PART.trainable_variables), with the part that it trains "
+            f"({', '.join(parts) or 'a layer'}); or remove it from the model if it trains none."
+        )
+
+
+def hyperparameters(model: keras.Model) -> dict[str, Any]:
+    """What the model's optimizers were made with, by names for a message: equal on all workers.
+
+    Of learning rates only schedules: a number is that of a moment. And what is a plain value.
+    """
+    found: dict[str, Any] = {}
+    for number, optimizer in enumerate(optimizers(model)):
+        label = f"optimizer {number + 1}" if number else "optimizer"
+        found[label] = type(optimizer).__name__
+        try:
+            config = optimizer.get_config()
+        except NotImplementedError:  # of a user's own class
+            continue
+        # What is behind `learning_rate`, which gives a schedule's value.
+        schedule = isinstance(
+            optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
+        )
+        for key, value in config.items():
+            if key != "name" and (key != "learning_rate" or schedule) and _is_plain(value):
+                found[f"{label}'s {key}"] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    leaves = (bool, int, float, str, type(None))
+    return all(isinstance(leaf, leaves) for leaf in keras.tree.flatten(value))
+
+
+def optimizers(model: keras.Model) -> list[Any]:
+    """The optimizers of a model: the compiled one, and others that are its attributes.
+
+    Those inside a LossScaleOptimizer or a MultiOptimizer stand for these.
+    """
+    inner = [getattr(o, "inner_optimizer", o) for o in _outer_optimizers(model)]
+    # How Keras' MultiOptimizer keeps what it hands the weights to.
+    inner = [one for o in inner for one in getattr(o, "_inner_optimizers", [o])]
+    return list({id(o): o for o in inner}.values())
+
+
+def _parts(model: keras.Model) -> list[keras.Model]:
+    return [model, *(model.members if isinstance(model, Group) else [])]
+
+
+def _outer_optimizers(model: keras.Model) -> list[Any]:
+    found = [
+        o for one in _parts(model) for o in (getattr(one, "optimizer", None), *vars(one).values())
+    ]
+    found += model.optimizers if isinstance(model, Group) else []
+    return [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
+
+
+def check_optimizers_known(model: keras.Model, used: Sequence[Any], why: str) -> None:
+    """Makes sure that the optimizers of a step are among those of the model it trains.
+
+    Args:
+        model: whose step was traced.
+        used: the optimizers that took the step.
+        why: what has to know the optimizers.
+
+    Raises:
+        ValueError: there is one more.
+    """
+    known = {id(optimizer) for optimizer in (*_outer_optimizers(model), *optimizers(model))}
+    unknown = [optimizer.name for optimizer in used if id(optimizer) not in known]
+    if unknown:
+        raise ValueError(
+            f"{why} has to know the optimizers, and {unknown[0]!r} is not known. Write "
+            "strategy.track(model, optimizers=[...]) with all of a loop; for fit, make each an "
+            "attribute of the model."
+        )
+
+
+def carried_states(model: keras.Model) -> list[keras.Variable]:
+    """States that recurrent layers carry from batch to batch; Keras does not count them in."""
+    # Also reaches layers inside layers, which `layers` does not.
+    states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
+    return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
+
+
+def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable]]:
+    """Every variable of the model, its optimizers and its metrics, by a name of its own.
+
+    Names begin with "weights/", "state/", "optimizer/", "metrics/" or "carried/".
+    """
+    groups = {
+        "weights": model.trainable_variables,
+        "state": model.non_trainable_variables,
+        "optimizer": [
+            *getattr(model.optimizer, "variables", []),
+            *(v for optimizer in optimizers(model) for v in optimizer.variables),
+        ],
+        "metrics": model.metrics_variables,
+        "carried": carried_states(model),
+    }
+    seen = set()
+    for group, variables in groups.items():
+        for index, variable in enumerate(variables):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                yield f"{group}/{index}", variable

@@ -1,0 +1,94 @@
+"""Clusters of processes of this machine, with ports that are free. No TensorFlow is imported."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import socket
+
+from tfpara import cluster
+from tfpara.cluster import asynchronous as async_cluster
+
+# Below the range from which Linux takes the ports of outgoing connections, so that none of those
+# takes a port between our look and the worker's use of it.
+_PORTS = range(10000, 32768)
+
+
+class LaunchError(ValueError):
+    """The workers cannot be started. The message says why."""
+
+
+def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[cluster.Cluster]:
+    """The views that `count` workers of this machine have of their cluster, the chief's first.
+
+    Args:
+        count: workers.
+        host: an address of this machine.
+        port: the first worker's port, the others' follow; 0 takes free ones.
+
+    Raises:
+        LaunchError: the host is not this machine's, or a port is in use.
+    """
+    host = host.strip("[]")
+    shown = f"[{host}]" if ":" in host else host
+    addresses = tuple(f"{shown}:{number}" for number in ports(host, port, count))
+    tasks = [("chief", 0), *(("worker", index) for index in range(count - 1))]
+    return [cluster.Cluster(addresses, *task, has_chief_job=True) for task in tasks]
+
+
+def local_async_clusters(
+    workers: int, ps: int, host: str = "127.0.0.1", port: int = 0
+) -> list[async_cluster.AsyncCluster]:
+    """The views of the chief, workers and parameter servers of this machine, in this order.
+
+    Args:
+        workers: workers; the chief is one more process.
+        ps: parameter servers.
+        host, port: as for `local_clusters`.
+
+    Raises:
+        LaunchError: as by `local_clusters`.
+    """
+    first, *others = local_clusters(1 + workers + ps, host, port)[0].addresses
+    chief = async_cluster.AsyncCluster(
+        first, tuple(others[:workers]), tuple(others[workers:]), "chief", 0
+    )
+    tasks = [("worker", k) for k in range(workers)] + [("ps", k) for k in range(ps)]
+    return [chief, *(chief._replace(task_type=job, task_index=k) for job, k in tasks)]
+
+
+def ports(host: str, base: int, count: int) -> list[int]:
+    """Ports of this machine that nobody uses: from `base` on, or any if that is 0.
+
+    Raises:
+        LaunchError: as by `local_clusters`.
+    """
+    if not base:
+        free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(host, port))
+        return list(itertools.islice(free, count))
+    if base + count - 1 > 65535:
+        raise LaunchError(
+            f"--port={base} and {count} workers need ports above 65535. Lower --port."
+        )
+    for port in range(base, base + count):
+        if not _is_free(host, port):
+            raise LaunchError(f"port {port} on {host} is in use. Change --port={base}, or omit it.")
+    return list(range(base, base + count))
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As the workers do: connections that have ended do not keep a port from them.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise LaunchError(
+                f"--host={host} is not an address of this machine ({error.strerror}). "
+                "Workers are started here only; the default is 127.0.0.1."
+            ) from None
+        return False
+    return True

@@ -1,0 +1,276 @@
+"""Starts the workers of a cluster on this machine: `tfpara-launch -n 2 -- python -m scripts.train`.
+
+Every worker gets a free port and a TF_CONFIG, or the variables of Horovod; its output a prefix.
+When one fails, the others are ended; then all are started again, if asked, or its exit code is
+returned. No worker outlives the launcher, however that ends. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tfpara import cluster
+from tfpara.cluster import asynchronous as async_cluster
+from tfpara.cluster import rendezvous, secret
+from tfpara.launch import output as launch_output
+from tfpara.launch import supervisor as launch_workers
+from tfpara.launch.clusters import LaunchError, local_async_clusters, local_clusters, ports
+from tfpara.version import __version__
+
+_THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_EPILOG = f"""
+The first worker is the chief. TF_CONFIG and the variables of horovodrun and mpirun are replaced.
+stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
+COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
+
+When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to report errors of their
+own. Then they get SIGTERM, and SIGKILL after --grace. SIGINT, SIGTERM and SIGHUP are passed on;
+SIGKILL follows after --grace, or at once on a second signal.
+
+Each start has a fresh secret, by which its processes know each other, in TFPARA_SECRET, unless that
+or TFPARA_SECRET_FILE is set. They listen on --host alone, but TensorFlow on all interfaces, and
+without authentication: see docs/security.md.
+
+With --max_restarts=K all workers are started again, at most K times, after one has failed: with
+any exit code but 0, or by a signal. That is for programs that go on from checkpoints
+(tfpara.callbacks.Checkpoint). It is not done once the launcher itself got a signal.
+
+With --ps=P there are P parameter servers and N workers besides the chief, for programs with
+tfpara.AsyncStrategy. The failure of a worker does not end the run as long as there is another, or
+--restart_workers=R allows to start it again; that of the chief or a parameter server does.
+
+Exit code: 0 if all workers returned 0; else that of the worker that failed first, or 128 + N if
+signal N ended it; 2 if workers could not be started. 75 means that a program was asked to end, by
+SIGTERM, wrote a checkpoint, and is to be started again: on Slurm by `sbatch --requeue` and
+`scontrol requeue`, on Kubernetes by a Job's restartPolicy; see docs/checkpoints.md.
+
+Examples (the first is there to be run):
+  tfpara-launch -n 2 -- python -m tfpara.examples.classify
+  tfpara-launch -n 2 script.py
+  tfpara-launch -n 4 --threads 1 script.py --epochs=3
+  tfpara-launch -n 2 --max_restarts 3 -- python -m package.program
+  tfpara-launch -n 2 --collectives=horovod script.py
+  tfpara-launch --ps 1 -n 2 --restart_workers 3 script.py
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the launcher; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        command = _command(options.command)
+        if options.restart_workers and not options.ps:
+            raise LaunchError(
+                f"--restart_workers={options.restart_workers} is for --ps: synchronous workers "
+                "are started again all together, by --max_restarts."
+            )
+        if options.ps and options.collectives != "tensorflow":
+            raise LaunchError(
+                f"--ps={options.ps} with --collectives={options.collectives}: asynchronous "
+                "training has no collectives. Leave one of them out."
+            )
+        if options.log_dir is not None:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        console = launch_output.Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
+        launcher = launch_workers.Launcher(
+            console, options.log_dir, options.grace, options.max_restarts, options.restart_workers
+        )
+        with contextlib.ExitStack() as stores:
+            return launcher.run(command, lambda: _processes(options, stores))
+    except (LaunchError, secret.SecretError, OSError) as error:
+        print(f"tfpara-launch: {error}", file=sys.stderr)
+        return 2
+
+
+def _command(words: Sequence[str]) -> list[str]:
+    """The program to run and its arguments."""
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    if not words:
+        raise LaunchError("no command. Write it last: tfpara-launch -n 2 script.py")
+    program = words[0]
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise LaunchError(
+                f"script {program!r} does not exist in {os.getcwd()}. Check the path."
+            )
+        return [sys.executable, *words]
+    if program in ("python", "python3"):
+        return [sys.executable, *words[1:]]
+    if shutil.which(program) is None:
+        raise LaunchError(
+            f"program {program!r} was not found in PATH, or may not be executed. "
+            "Check its name and its permissions."
+        )
+    return words
+
+
+def _processes(
+    options: argparse.Namespace, stores: contextlib.ExitStack
+) -> list[launch_workers.Process]:
+    """What to start, the chief first; `stores` closes what is served for them."""
+    if not options.ps:
+        environments = _environments(options, stores)
+        return [
+            launch_workers.Process(cluster.label(rank), environment)
+            for rank, environment in enumerate(environments)
+        ]
+    views = local_async_clusters(options.workers, options.ps, options.host, options.port)
+    common = _common(options, len(views))
+    return [
+        launch_workers.Process(
+            async_cluster.label(view.task_type, view.task_index),
+            {**common, "TF_CONFIG": view.tf_config()},
+            expendable=view.task_type == "worker",
+        )
+        for view in views
+    ]
+
+
+def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
+    """The part of the environment that all of `count` processes of a start share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
+    asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
+    common = {"PYTHONUNBUFFERED": "1", _LOG_LEVEL: "3", **default, **os.environ, **asked}
+    for name in ("TF_CONFIG", *itertools.chain(*cluster.RANK_VARIABLES)):
+        common.pop(name, None)
+    return common | secret.for_start(common)
+
+
+def _environments(
+    options: argparse.Namespace, stores: contextlib.ExitStack
+) -> list[dict[str, str]]:
+    """One environment per worker, by rank."""
+    count = options.workers
+    common = _common(options, count)
+    if options.collectives == "tensorflow":
+        clusters = local_clusters(count, options.host, options.port)
+        return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
+    # Each start has a store of its own, without the addresses of workers that have ended.
+    stores.close()
+    [port] = ports(options.host, options.port, 1)
+    shared = secret.read(common)
+    store = rendezvous.Server(port, options.host, shared)
+    stores.callback(store.close)
+    return [
+        {**common, **rendezvous.variables(each, options.host, port, shared)}
+        for each in local_clusters(count, options.host)
+    ]
+
+
+def _number(
+    kind: Callable[[str], float], low: float, high: float, unit: str
+) -> Callable[..., float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {unit} from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tfpara-launch",
+        usage="%(prog)s [options] [--] COMMAND [ARGUMENT ...]",
+        description="Start the workers of a cluster on this machine and wait for them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--version", action="version", version=f"%(prog)s {__version__}")
+    whole = functools.partial(_number, int, unit="a whole number")
+    add(
+        "-n",
+        "--workers",
+        type=whole(1, 10000),
+        default=1,
+        metavar="N",
+        help="number of workers, the chief included (default: 1); with --ps it is one more",
+    )
+    add(
+        "--ps",
+        type=whole(0, 10000),
+        default=0,
+        metavar="P",
+        help="number of parameter servers, for programs with tfpara.AsyncStrategy (default: 0)",
+    )
+    add(
+        "--restart_workers",
+        type=whole(0, 10**9),
+        default=0,
+        metavar="R",
+        help="with --ps: start each worker again after a failure, at most R times, while the "
+        "others go on (default: 0)",
+    )
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address of this machine on which the workers listen (default: 127.0.0.1)",
+    )
+    add(
+        "--port",
+        type=whole(0, 65535),
+        default=0,
+        help="port of the chief; workers use the next ones (default: 0, any free ports). With "
+        "--collectives=horovod: where its processes find each other",
+    )
+    add(
+        "--collectives",
+        choices=("tensorflow", "horovod"),
+        default="tensorflow",
+        help="what connects the workers: TensorFlow, by TF_CONFIG, or Horovod over Gloo, by its "
+        "HOROVOD_ variables (default: tensorflow)",
+    )
+    add(
+        "--threads",
+        type=whole(1, 10000),
+        default=0,
+        metavar="T",
+        help="CPU threads per worker, in OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS and "
+        "TF_NUM_INTEROP_THREADS (default: what these say, else cores / N, at least 1)",
+    )
+    add(
+        "--grace",
+        type=_number(float, 0, 86400, "a number of seconds"),
+        default=10.0,
+        metavar="SECONDS",
+        help="time between asking workers to end and SIGKILL (default: 10)",
+    )
+    add(
+        "--max_restarts",
+        type=whole(0, 10**9),
+        default=0,
+        metavar="K",
+        help="start all workers again after a failure, at most K times (default: 0)",
+    )
+    add(
+        "--prefix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="start each line of output with [chief], [worker 1], ... (default: yes)",
+    )
+    add(
+        "--log_dir",
+        type=Path,
+        metavar="DIR",
+        help="also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...; restarts "
+        "append to them",
+    )
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser

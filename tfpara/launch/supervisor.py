@@ -1,0 +1,334 @@
+"""The launcher's work: start processes, pass on output and signals, and leave none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from tfpara.cluster import quiet
+from tfpara.launch import output as output
+from tfpara.launch import signals as signals
+
+# After a failure the others have this long to end by themselves, so that their own error messages
+# come out, before they get SIGTERM.
+SETTLE_SECONDS = 2.0
+_BECAUSE = b"a sync failed because "  # `failures.explain` goes on with who it was
+
+
+class Process(NamedTuple):
+    """What to start.
+
+    Attributes:
+        name: in messages, before its output, and of its log file.
+        environment: its environment.
+        expendable: whether the run goes on when it has failed, as long as another such is there.
+    """
+
+    name: str
+    environment: dict[str, str]
+    expendable: bool = False
+
+
+class _Exit(NamedTuple):
+    rank: int  # place among the processes
+    code: int  # as a shell reports it
+    how: str
+    by_signal: bool
+
+
+class Launcher:
+    """Runs sets of workers, one after the other.
+
+    Args:
+        console: where their output goes.
+        log_dir: an existing folder for one file of output per worker; None for no files.
+        grace: seconds between asking workers to end and SIGKILL.
+        max_restarts: how often all workers are started again after one has failed.
+        restart_workers: how often each expendable one is, while the others go on.
+    """
+
+    def __init__(
+        self,
+        console: output.Console,
+        log_dir: Path | None,
+        grace: float,
+        max_restarts: int = 0,
+        restart_workers: int = 0,
+    ) -> None:
+        self._console, self._log_dir, self._grace = console, log_dir, grace
+        self._max_restarts, self._restart_workers = max_restarts, restart_workers
+        self._events: queue.SimpleQueue[_Exit | int] = queue.SimpleQueue()
+        self._restarts = 0
+        self._command: Sequence[str] = ()
+        self._processes: Sequence[Process] = ()
+        self._workers: list[subprocess.Popen[bytes]] = []  # as many
+        self._starts: list[int] = []
+        self._readers: list[threading.Thread] = []
+        self._exits: dict[int, _Exit] = {}
+        self._blamed: dict[int, list[int]] = {}  # by whom: those because of whom it has failed
+
+    def run(self, command: Sequence[str], processes: Callable[[], Sequence[Process]]) -> int:
+        """Starts workers, again where one has failed, and waits; returns the exit code.
+
+        Args:
+            command: program and arguments of each worker.
+            processes: called for each start; gives the workers, the chief first.
+        """
+        self._command = command
+        with signals.signals_to(self._events), signals.guardian() as tell_guardian:
+            while True:
+                start = time.monotonic()
+                self._processes = processes()
+                failure, received = self._run_once(tell_guardian)
+                cause = self._cause_of(failure)
+                text = self._summary(failure, cause, received, time.monotonic() - start)
+                failure = cause if cause and cause.code else failure
+                last = failure is None or received or self._restarts == self._max_restarts
+                if last:
+                    break
+                self._restarts += 1
+                _say(f"restart {self._restarts} of {self._max_restarts}: {text}")
+        _say(text)
+        if received == signal.SIGPIPE:  # else Python complains at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return failure.code if failure else 0
+
+    def _run_once(self, tell_guardian: Callable[[int], None]) -> tuple[_Exit | None, int | None]:
+        """Starts each process and waits for all.
+
+        Returns:
+            The first failure, and the first signal received.
+        """
+        self._workers, self._readers = [], []
+        self._exits, self._blamed = {}, {}
+        self._starts = [0] * len(self._processes)
+        with contextlib.ExitStack() as end:
+            threads = []
+            for rank in range(len(self._processes)):
+                threads += self._start(rank, end, tell_guardian)
+            for thread in threads:  # not before: the first outputs shall not delay the last start
+                thread.start()
+            ended = self._supervise(end, tell_guardian)
+            for reader in self._readers:
+                reader.join(SETTLE_SECONDS)  # a process that left its group may hold the pipe
+        failure, received = ended
+        while not self._events.empty():  # signals that came too late to be passed on
+            event = self._events.get()
+            received = received or (None if isinstance(event, _Exit) else event)
+        return failure, received
+
+    def _start(
+        self, rank: int, end: contextlib.ExitStack, tell_guardian: Callable[[int], None]
+    ) -> list[threading.Thread]:
+        """Starts a process; returns the threads, to be started, that look after it."""
+        name, environment, _ = self._processes[rank]
+        log: BinaryIO | None = None
+        if self._log_dir is not None:
+            path = self._log_dir / f"{name.replace(' ', '-')}.log"
+            again = self._restarts or self._starts[rank]
+            log = end.enter_context(path.open("ab" if again else "wb", buffering=0))
+        terminal = rank == 0 and sys.stdout.isatty()  # so that Keras draws its progress bar
+        out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
+        err, err_end = os.pipe()
+        try:
+            worker = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out_end,
+                stderr=err_end,
+                start_new_session=True,
+            )
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        end.callback(_signal_group, worker, signal.SIGKILL)
+        self._workers[rank : rank + 1] = [worker]
+        self._starts[rank] += 1
+        tell_guardian(worker.pid)
+        readers = [
+            threading.Thread(target=self._pass_on, args=(rank, name, log, *arguments), daemon=True)
+            for arguments in ((out, False, terminal), (err, True, False))
+        ]
+        self._readers += readers
+        return [*readers, threading.Thread(target=self._await, args=(rank, worker), daemon=True)]
+
+    def _pass_on(
+        self, rank: int, name: str, log: BinaryIO | None, source: int, to_stderr: bool, raw: bool
+    ) -> None:
+        """Reads one output of a worker until its end."""
+        try:
+            if raw:
+                for chunk in output.read_chunks(source, log):
+                    self._console.progress(rank, name, chunk)
+            else:
+                for line in output.read_lines(source, log):
+                    self._listen(rank, line)
+                    if to_stderr and quiet.is_chatter(line):
+                        continue  # of TensorFlow's import, before the program could leave it out
+                    self._console.line(rank, name, line, to_stderr)
+        except OSError as error:  # nobody reads our output any more, or a disk is full
+            if not isinstance(error, BrokenPipeError):
+                _say(f"cannot write the output of {name} ({error})")
+            self._events.put(signal.SIGPIPE)
+            for _ in output.read_chunks(source, None):
+                pass  # a full pipe would keep the worker from ending
+        os.close(source)
+
+    def _await(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
+        if hasattr(os, "waitid"):  # until the worker is reaped, its group cannot be another's
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            _signal_group(worker, signal.SIGKILL)
+        status = worker.wait()
+        code, how = status, f"exit code {status}"
+        if status < 0:
+            code, how = 128 - status, f"killed by {signals.name_of(-status)}"
+        self._events.put(_Exit(rank, code, how, status < 0))
+
+    def _supervise(
+        self, end: contextlib.ExitStack, tell_guardian: Callable[[int], None]
+    ) -> tuple[_Exit | None, int | None]:
+        """Waits for all workers; returns the first failure and the first signal received."""
+        failure: _Exit | None = None
+        received: int | None = None
+        deadline, at_deadline, forced = float("inf"), signal.SIGTERM, False
+        running = set(range(len(self._workers)))
+        spared: dict[int, tuple[float, _Exit]] = {}  # failed expendable ones, and when to see to it
+        while running or spared:
+            due = min((when, rank) for rank, (when, _) in spared.items()) if spared else None
+            event = self._next_event(min(deadline, due[0]) if due else deadline)
+            now = time.monotonic()
+            if event is None and due and now < deadline:
+                _, event = spared.pop(due[1])
+                if self._may_restart(event):
+                    running.add(event.rank)
+                    for thread in self._start(event.rank, end, tell_guardian):
+                        thread.start()
+                elif not self._can_spare(event, running, spared):
+                    failure, deadline = event, now + SETTLE_SECONDS
+            elif event is None:
+                self._signal_all(at_deadline)
+                killed = at_deadline == signal.SIGKILL
+                deadline = float("inf") if killed else now + self._grace
+                at_deadline, forced = signal.SIGKILL, True
+            elif isinstance(event, _Exit):
+                running.discard(event.rank)
+                self._exits[event.rank] = event
+                tell_guardian(self._workers[event.rank].pid)
+                if self._processes[event.rank].expendable:
+                    # Not at once: it may have ended because the chief has, or is about to.
+                    if event.code:
+                        spared[event.rank] = now + SETTLE_SECONDS, event
+                elif event.code and failure is None:
+                    failure = event
+                    if received is None:  # else they have been asked to end, and have --grace
+                        deadline = min(deadline, now + SETTLE_SECONDS)
+                else:
+                    of_chief = event.rank == 0 and self._asynchronous()
+                    if of_chief:
+                        deadline = min(deadline, now + self._grace)  # the others have no more to do
+                    if event.code and not forced and failure and not failure.by_signal:
+                        # Others end with the chief, mostly before it; and with one that SIGKILL
+                        # ends, which is never the answer to another's end, sometimes before it.
+                        killed = event.code == 128 + signal.SIGKILL and received is None
+                        failure = event if of_chief or killed else failure
+            elif event != signal.SIGPIPE or received is None:
+                passed_on = signal.SIGTERM if event == signal.SIGPIPE else event
+                self._signal_all(passed_on if received is None else signal.SIGKILL)
+                received = received or event
+                deadline, at_deadline = now + self._grace, signal.SIGKILL
+            if failure or received or 0 not in running:
+                spared.clear()
+        return failure, received
+
+    def _listen(self, rank: int, line: bytes) -> None:
+        """Notes because of whom a worker has failed, as `failures.explain` says it."""
+        _, found, rest = line.partition(_BECAUSE)
+        if found:
+            because = rest.decode(errors="replace")
+            self._blamed[rank] = [
+                other
+                for other, process in enumerate(self._processes)
+                if re.search(rf"(^|and ){re.escape(process.name)}\b", because)
+            ]
+
+    def _cause_of(self, failure: _Exit | None) -> _Exit | None:
+        """The end of the worker because of which others failed, as far as they have said it."""
+        cause, seen = failure, set()
+        while cause is not None and cause.rank not in seen:
+            seen.add(cause.rank)
+            others = [r for r in self._blamed.get(cause.rank, ()) if r in self._exits]
+            if not others:
+                return cause
+            cause = self._exits[others[0]]
+        return failure  # where they name each other
+
+    def _asynchronous(self) -> bool:
+        return any(process.expendable for process in self._processes)
+
+    def _may_restart(self, ended: _Exit) -> bool:
+        starts = self._starts[ended.rank]
+        if starts > self._restart_workers:
+            return False
+        name = self._processes[ended.rank].name
+        _say(f"{name} failed: {ended.how}; restart {starts} of {self._restart_workers}")
+        return True
+
+    def _can_spare(self, ended: _Exit, running: set[int], spared: Collection[int]) -> bool:
+        """Whether the run goes on without a worker: as long as there is another."""
+        if not any(self._processes[rank].expendable for rank in running.union(spared)):
+            return False
+        _say(f"{self._processes[ended.rank].name} failed: {ended.how}; the others go on")
+        return True
+
+    def _next_event(self, until: float) -> _Exit | int | None:
+        if until == float("inf"):
+            return self._events.get()
+        try:
+            return self._events.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def _signal_all(self, number: int) -> None:
+        for worker in self._workers:
+            _signal_group(worker, number)
+
+    def _summary(
+        self, failure: _Exit | None, cause: _Exit | None, received: int | None, seconds: float
+    ) -> str:
+        count, kind = len(self._processes), "processes" if self._asynchronous() else "workers"
+        text = f"all {count} {kind} done" if count > 1 else "worker done"
+        if failure and cause:
+            text = f"{self._processes[cause.rank].name} failed first: {cause.how};"
+            if not cause.code:
+                name = self._processes[cause.rank].name
+                text = (
+                    f"{name} ended first, with exit code 0 while others went on; then "
+                    f"{self._processes[failure.rank].name} failed: {failure.how};"
+                )
+            text += f" all {kind} ended" if count > 1 else " ended"
+        if received:
+            text = f"got {signals.name_of(received)}; {text}"
+        return f"{text} after {seconds:.1f} s"
+
+
+def _signal_group(worker: subprocess.Popen[bytes], number: int) -> None:
+    """Signals a worker and its children, unless the worker has been reaped."""
+    if worker.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, number)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"tfpara-launch: {text}", file=sys.stderr, flush=True)

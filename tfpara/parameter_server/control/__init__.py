@@ -1,0 +1,1 @@
+"""How the processes of an asynchronous run know of each other, come, fail and end."""

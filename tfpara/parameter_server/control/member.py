@@ -1,0 +1,228 @@
+"""A worker's or parameter server's side of the control channel (`lobby.py` is the chief's)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from tfpara import version
+from tfpara.cluster import messages, secret, startup
+from tfpara.cluster.asynchronous import AsyncCluster
+from tfpara.cluster.messages import Channel
+
+PURPOSE = "lobby"
+_TICK_SECONDS = 0.2
+_RETRY_SECONDS = 0.1
+_ANSWER_SECONDS = 10.0
+_LOG_SECONDS = 30.0
+_log = logging.getLogger(__name__)
+
+
+def beat_seconds(timeout_seconds: float) -> float:
+    """Time between two signs of life, where silence of `timeout_seconds` means a loss."""
+    return min(2.0, timeout_seconds / 5.0)
+
+
+class Ending(NamedTuple):
+    """How the part of a worker or parameter server in a run ended.
+
+    Attributes:
+        code: the exit code of the process.
+        sentence: the cause; empty if the run was finished.
+    """
+
+    code: int
+    sentence: str
+
+
+class _Over(Exception):
+    """Carries the ending to where it is handled."""
+
+    def __init__(self, code: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.ending = Ending(code, sentence)
+
+
+def serve(
+    cluster: AsyncCluster,
+    start_server: Callable[[dict[str, list[str]]], None],
+    startup_timeout_seconds: float,
+) -> NoReturn:
+    """Takes part in a run until the chief says that it is over, then ends the process.
+
+    The exit code is 0 if the chief finished. Otherwise the cause is printed in one sentence, and
+    the code is the one that the chief gives, or 1. SIGTERM and SIGINT end a worker at once, as
+    usual. A parameter server passes them on to the chief and goes on until that ends the run,
+    so that the model can still be saved; a second signal ends it at once.
+
+    Args:
+        cluster: this process's view of the cluster.
+        start_server: starts TensorFlow's server, given the addresses by job.
+        startup_timeout_seconds: longest wait for the chief.
+    """
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            if cluster.task_type == "ps":
+                signal.signal(number, lambda n, _: _note(received, n))
+            else:
+                signal.signal(number, signal.SIG_DFL)
+    code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
+    # TensorFlow's threads would keep the process, and its end waits for others.
+    with contextlib.suppress(OSError):
+        if sentence:
+            print(f"tfpara: {sentence}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _note(received: list[int], number: int) -> None:
+    if received:
+        os._exit(128 + number)
+    received.append(number)
+
+
+def attend(
+    cluster: AsyncCluster,
+    start_server: Callable[[dict[str, list[str]]], None],
+    startup_timeout_seconds: float,
+    received: list[int],
+    shared: bytes | None = None,
+) -> Ending:
+    """`serve`, but returns how it ended.
+
+    Args:
+        cluster, start_server, startup_timeout_seconds: as for `serve`.
+        received: where signals appear that ask this process to end.
+        shared: the secret of the run; that of the environment if None.
+
+    Raises:
+        tfpara.cluster.secret.SecretError: the secret of the environment is none.
+    """
+    shared = secret.read() if shared is None else shared
+    try:
+        channel, welcome = _enter(cluster, shared, startup_timeout_seconds)
+        try:
+            _start(cluster, channel, start_server, welcome["welcome"])
+            _stay(cluster, channel, float(welcome["timeout_seconds"]), received)
+        finally:
+            channel.close()
+    except _Over as over:
+        return over.ending
+
+
+def _enter(
+    cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float
+) -> tuple[Channel, dict[str, Any]]:
+    """Connects to the chief, tries until it is there, and says hello; returns its welcome."""
+    deadline = time.monotonic() + startup_timeout_seconds
+    log_at = time.monotonic() + _LOG_SECONDS
+    while True:
+        answer: object = "it accepts no connection"
+        try:
+            wait = max(_RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
+            channel = messages.connect(cluster.chief_address, shared, PURPOSE, wait)
+            welcome = _greet(cluster, channel, deadline)
+            if welcome:
+                return channel, welcome
+            channel.close()
+            answer = "it did not answer"
+        except (OSError, UnicodeError) as error:
+            answer = error
+        now = time.monotonic()
+        if now >= deadline:
+            raise _Over(
+                1,
+                f"after {startup_timeout_seconds:g} s this process, {cluster.name}, has not "
+                f"started: {cluster.describe('chief', 0)} is not there (last answer: {answer}). "
+                "Start one process for each address of TF_CONFIG within startup_timeout_seconds.",
+            )
+        if now >= log_at:
+            _log.warning("Waiting for %s (%s).", cluster.describe("chief", 0), answer)
+            log_at = now + _LOG_SECONDS
+        time.sleep(_RETRY_SECONDS)
+
+
+def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str, Any] | None:
+    """Says hello; returns the chief's welcome, or None if none came."""
+    channel.send(
+        hello=cluster.spec(),
+        job=cluster.task_type,
+        index=cluster.task_index,
+        version=version.__version__,
+    )
+    answer = channel.wait(min(deadline, time.monotonic() + _ANSWER_SECONDS))
+    if channel.differs:
+        raise _Over(1, messages.other_secret(cluster.describe("chief", 0)))
+    _obey(answer or {})
+    return answer if answer and "welcome" in answer else None
+
+
+def _start(
+    cluster: AsyncCluster,
+    channel: Channel,
+    start_server: Callable[[dict[str, list[str]]], None],
+    spec: dict[str, list[str]],
+) -> None:
+    """Starts TensorFlow's server; tells the chief that it listens, or why it does not."""
+    try:
+        startup.listen(cluster.address, cluster.name).close()
+        start_server(spec)
+    except Exception as error:
+        sentence = str(error)
+        if not isinstance(error, startup.StartupError):
+            first = next(iter(sentence.splitlines()), "")
+            sentence = f"{cluster.name} cannot start TensorFlow's server: {first or error!r}."
+        channel.send(problem=sentence)
+        raise _Over(1, sentence) from error
+    channel.send(serving=True)
+
+
+def _stay(
+    cluster: AsyncCluster, channel: Channel, timeout_seconds: float, received: list[int]
+) -> NoReturn:
+    """Sends signs of life until the run is over."""
+    chief = cluster.describe("chief", 0)
+    beat_at, told = 0.0, False
+    finishing: dict[str, Any] = {}
+    looked_at = time.monotonic()
+    while True:
+        channel.wait_for(min(_TICK_SECONDS, beat_seconds(timeout_seconds)))
+        for message in channel.receive():
+            _obey(message)
+            finishing = message.get("finishing", finishing)
+        if finishing and channel.closed:
+            raise _Over(int(finishing["code"]), str(finishing["sentence"]))
+        now, before = time.monotonic(), looked_at
+        looked_at = now
+        if now - before > timeout_seconds / 2:  # this process was stopped itself
+            channel.heard = now
+        lost = ""
+        if channel.closed:
+            lost = f"{chief} is gone: its connection ended before the run did"
+        elif now - channel.heard > timeout_seconds:
+            lost = f"{chief} was silent for longer than timeout_seconds={timeout_seconds:g}"
+        if lost:
+            raise _Over(
+                128 + received[0] if received else 1,
+                f"{lost}; its output may say why. Start all processes again.",
+            )
+        if received and not told:
+            channel.send(leaving=signal.Signals(received[0]).name)
+            told = True
+        if now >= beat_at:
+            channel.send()
+            beat_at = now + beat_seconds(timeout_seconds)
+
+
+def _obey(message: dict[str, Any]) -> None:
+    """Ends this process's part if the chief says so."""
+    if "end" in message:
+        raise _Over(int(message["end"]["code"]), str(message["end"]["sentence"]))

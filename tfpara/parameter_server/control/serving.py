@@ -1,0 +1,54 @@
+"""What a worker or parameter server does: it runs TensorFlow's server until the run is over."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import tensorflow as tf
+
+from tfpara.cluster.asynchronous import AsyncCluster
+from tfpara.parameter_server.control import member
+
+_servers: list[tf.distribute.Server] = []  # a server ends when Python forgets it
+
+
+def serve_forever(cluster: AsyncCluster, startup_timeout_seconds: float) -> NoReturn:
+    """Runs TensorFlow's server for the chief; ends the process when the run is over.
+
+    Threads are those of `tf.config.threading`, or of TF_NUM_INTRAOP_THREADS and
+    TF_NUM_INTEROP_THREADS, the latter raised to one more than there are workers: what each of them
+    runs here may hold a thread while it waits for another process, and with none left all would
+    wait for ever. A parameter server uses no GPU.
+
+    Args:
+        cluster: this process's view of the cluster: a worker's or a parameter server's.
+        startup_timeout_seconds: longest wait for the chief.
+    """
+
+    def start(spec: dict[str, list[str]]) -> None:
+        _servers.append(
+            tf.distribute.Server(
+                tf.train.ClusterSpec(spec),
+                job_name=cluster.task_type,
+                task_index=cluster.task_index,
+                protocol="grpc",
+                config=server_config(cluster.task_type, len(spec["worker"])),
+            )
+        )
+
+    member.serve(cluster, start, startup_timeout_seconds)
+
+
+def server_config(job: str, num_workers: int) -> tf.compat.v1.ConfigProto:
+    """The configuration of TensorFlow's server in a "worker" or "ps"."""
+    threading = tf.config.threading
+    given = int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
+    wanted = threading.get_inter_op_parallelism_threads() or given or os.cpu_count() or 1
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threading.get_intra_op_parallelism_threads(),
+        inter_op_parallelism_threads=max(wanted, num_workers + 1),
+    )
+    if job == "ps":
+        config.device_count["GPU"] = 0
+    return config

@@ -1,0 +1,286 @@
+"""The second phase of a sync: weights travel, the rule and the averages are applied.
+
+Nothing is written before everything has arrived: `exchange` gives an `Arrival`, `commit` writes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from tfpara.collectives import Collectives, sum_on_first_device
+from tfpara.sync.aggregation import Aggregation, cut
+from tfpara.sync.global_state import GlobalState, Update
+from tfpara.sync.replicas import Buckets, Replicas
+
+# What a wire keeps for the next sync: variables, and the values that they get on commit.
+Writes = list[tuple[tf.Variable, tf.Tensor]]
+
+
+class Shares(NamedTuple):
+    """Of the local replicas in a mean over all.
+
+    portions: n_i / Σ_j n_j, shape [local replicas]. divisor: N where all replicas, of all workers,
+    have equal shares, so that a sum need only be divided; else 1. of_block: the part of a whole
+    block that this one was, 0 < f ≤ 1.
+    """
+
+    portions: tf.Tensor
+    divisor: tf.Tensor
+    of_block: tf.Tensor
+
+
+class Wire(Protocol):
+    """How the weights of a fragment travel, for each device or holder a list of buckets."""
+
+    def gather(
+        self, local: Sequence[Buckets], shares: Shares, fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """For each holder its parts of the mean Σ_i share_i w_i over all replicas."""
+
+    def spread(
+        self, broadcasts: Sequence[Buckets], fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """For each device what the holders, of whom each has its parts, broadcast."""
+
+    def bytes_sent(self, fragment: int) -> int:
+        """Bytes that this worker sends in both."""
+
+
+class Arrival(NamedTuple):
+    """What an exchange has brought.
+
+    update: of the rule's state and the averages. received: for each device what the rule
+    broadcasts. means: for each holder its parts of the mean. writes: of the wire.
+    """
+
+    update: Update
+    received: list[list[tf.Tensor]]
+    means: list[list[tf.Tensor]]
+    writes: Writes
+
+
+class Moments(NamedTuple):
+    """New moments of the local optimizer: for each holder; and, by field, for each device."""
+
+    kept: list[list[Any]]
+    spread: dict[str, list[list[tf.Tensor]]]
+
+
+class Averaging:
+    """The exchanges of one model.
+
+    Args:
+        replicas: the local ones.
+        wire: how weights travel.
+        aggregation: who keeps what; how everything else travels.
+        collectives: between the workers' lead devices.
+        global_state: of the rule and the averages.
+        num_replicas: N.
+        make: creates a plain variable, `make(initial_value, name)`.
+        name: of the exchanges, the same on every worker.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        wire: Wire,
+        aggregation: Aggregation,
+        collectives: Collectives,
+        global_state: GlobalState,
+        num_replicas: int,
+        make: Callable[[Any, str], tf.Variable],
+        name: str,
+    ) -> None:
+        self._replicas = replicas
+        self._wire = wire
+        self._aggregation = aggregation
+        self._collectives = collectives
+        self._global = global_state
+        self._num_replicas = num_replicas
+        self._name = name
+        anchors = replicas.state_layout.pack([v[0] for v in replicas.variables.state])
+        self.anchors = [make(a, f"anchor_{k}") for k, a in enumerate(anchors)]
+
+    def exchange(self, fragment: int, local: Sequence[Buckets], shares: Shares) -> Arrival:
+        """Averages a fragment and takes the global step; nothing is written.
+
+        Args:
+            fragment: its number.
+            local: for each local replica the buckets of its weights.
+            shares: of the local replicas in the mean.
+        """
+        buckets = self._replicas.layout.buckets[fragment]
+        with phase("reduce"):
+            means, writes = self._wire.gather(local, shares, fragment)
+        with phase("rule"):
+            update = self._global.update(means, buckets, shares.of_block)
+        with phase("reduce"):
+            received, more = self._wire.spread(update.broadcasts, fragment)
+        return Arrival(update, received, means, writes + more)
+
+    def commit(self, arrival: Arrival) -> None:
+        """Writes what has to be kept of what `exchange` gave; not the replicas' weights."""
+        self._global.commit(arrival.update)
+        for variable, value in arrival.writes:
+            variable.assign(value)
+
+    def exchange_others(self, shares: Shares) -> list[tf.Tensor]:
+        """Means of what else is averaged: state, as moved from the anchors; then slots."""
+        with phase("pack"):
+            weighted = []
+            for replica, device in enumerate(self._replicas.devices):
+                others = self._replicas.others(replica, self.anchors)
+                with tf.device(device):
+                    weighted.append([shares.portions[replica] * b for b in others])
+        with phase("reduce"):
+            sums = sum_on_first_device(weighted, self._replicas.devices)
+            return self._collectives.all_reduce(sums, f"{self._name}/others")
+
+    def commit_others(self, means: Sequence[tf.Tensor]) -> None:
+        """Writes what `exchange_others` gave, on every device."""
+        moved, slots = means[: len(self.anchors)], means[len(self.anchors) :]
+        with tf.device(self._replicas.devices[0]):
+            state = [a + s for a, s in zip(self.anchors, moved, strict=True)]
+            for anchor, value in zip(self.anchors, state, strict=True):
+                anchor.assign(value)
+        self._replicas.write_others(state, slots)
+
+    def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
+        """The local optimizer's moments for the next block; nothing is written.
+
+        Args:
+            shares: of the local replicas.
+            steps: minibatches of the block, at least 1: a block of none has no mean gradient.
+            iterations: steps that the local optimizer has counted.
+        """
+        first, second = self.mean_moments(shares.portions)
+        kept = self._global.update_moments(
+            first,
+            second,
+            tf.cast(steps, tf.float32),
+            tf.cast(iterations, tf.float32),
+            shares.of_block,
+        )
+        spread = {
+            field: self._aggregation.spread(
+                [[getattr(m, field) for m in parts] for parts in kept], f"{self._name}/{field}"
+            )
+            for field in ("momentum", "velocity")
+        }
+        return Moments(kept, spread)
+
+    def commit_moments(self, moments: Moments) -> None:
+        """Writes what `exchange_moments` gave."""
+        self._global.commit_moments(moments.kept)
+        for field, spread in moments.spread.items():
+            self._replicas.write_moments(field, spread)
+
+    def mean_moments(self, portions: tf.Tensor) -> list[list[list[tf.Tensor]]]:
+        """For each of the two moments, and each holder, its parts of the replicas' mean."""
+        weighted: list[list[list[tf.Tensor]]] = [[], []]
+        for replica, device in enumerate(self._replicas.devices):
+            with tf.device(device):
+                for kind, buckets in zip(weighted, self._replicas.moments(replica), strict=True):
+                    kind.append([portions[replica] * b for b in buckets])
+        return [
+            self._aggregation.gather(kind, f"{self._name}/moments/{k}")
+            for k, kind in enumerate(weighted)
+        ]
+
+    def restart_moments(self) -> None:
+        """All replicas go on from the mean of their moments."""
+        # A block begins with equal moments on all replicas.
+        count = len(self._replicas.devices)
+        means = self.mean_moments(tf.fill([count], 1.0 / self._num_replicas))
+        for field, parts in zip(("momentum", "velocity"), means, strict=True):
+            spread = self._aggregation.spread(parts, f"{self._name}/{field}")
+            self._global.set_field(f"moments/{field}", spread[0])
+            self._replicas.write_moments(field, spread)
+        self._global.set_field("moments/equivalent_steps", tf.constant(0.0))
+
+    def distance(self, fragment: int, local: Sequence[Buckets], arrival: Arrival) -> tf.Tensor:
+        """Relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square.
+
+        Where the state is sharded, on the part of the weights that each replica holds, so that
+        nothing has to travel for it.
+        """
+        buckets = self._replicas.layout.buckets[fragment]
+        squares, norms = [], []
+        for replica, own in enumerate(local):
+            holder = min(replica, len(arrival.means) - 1)
+            parts = self._aggregation.parts(holder)[buckets]
+            with tf.device(self._replicas.devices[replica]):
+                for bucket, mean, part in zip(own, arrival.means[holder], parts, strict=True):
+                    squares.append(2.0 * tf.nn.l2_loss(cut(bucket, part) - mean))
+                    norms.append(2.0 * tf.nn.l2_loss(mean))
+        return tf.sqrt(tf.add_n(squares) / tf.maximum(tf.add_n(norms), 1e-30))
+
+    def bytes_sent(self, fragment: int) -> int:
+        """Bytes that this worker sends to others in a fragment's exchange."""
+        return self._wire.bytes_sent(fragment)
+
+    @property
+    def bytes_sent_of_others(self) -> int:
+        """Bytes that this worker sends to others for state and slots."""
+        replicas, size = self._replicas, self._collectives.size
+        elements = replicas.state_layout.num_elements + replicas.slot_layout.num_elements
+        return round(4 * elements * 2 * (size - 1) / size)
+
+
+class PlainWire:
+    """Weights travel as they are, in float32."""
+
+    def __init__(
+        self, aggregation: Aggregation, replicas: Replicas, workers: int, name: str
+    ) -> None:
+        self._aggregation = aggregation
+        self._replicas = replicas
+        self._workers = workers
+        self._name = name
+
+    def gather(
+        self, local: Sequence[Buckets], shares: Shares, fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """For each holder its parts of the mean."""
+        weighted = []
+        for replica, device in enumerate(self._replicas.devices):
+            with tf.device(device):
+                weighted.append(_weighted(local[replica], shares, replica))
+        sums = self._aggregation.gather(weighted, f"{self._name}/weights/{fragment}")
+        means = []
+        for device, parts in zip(self._aggregation.holders, sums, strict=True):
+            with tf.device(device):
+                means.append([part / shares.divisor for part in parts])
+        return means, []
+
+    def spread(
+        self, broadcasts: Sequence[Buckets], fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """For each device the whole buckets."""
+        buckets = self._replicas.layout.buckets[fragment]
+        name = f"{self._name}/broadcast/{fragment}"
+        return self._aggregation.spread(broadcasts, name, buckets), []
+
+    def bytes_sent(self, fragment: int) -> int:
+        """Of an all-reduce, or of a reduce-scatter and an all-gather, which send the same."""
+        elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
+        return round(4 * elements * 2 * (self._workers - 1) / self._workers)
+
+
+def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
+    """A replica's terms of the mean. Equal shares are divided by in the sum, which is a part of the
+    weights and not a pass over all."""
+    return tf.cond(
+        shares.divisor > 1.0,
+        lambda: list(buckets),
+        lambda: [shares.portions[replica] * b for b in buckets],
+    )
+
+
+def phase(name: str) -> contextlib.AbstractContextManager:
+    """Names the operations made inside after a phase of the sync, for a profiler."""
+    return tf.name_scope(f"sync/{name}")

@@ -1,0 +1,255 @@
+"""Weights in fewer bytes on the wire, with what rounding leaves out sent at the next sync.
+
+Never the weights themselves are rounded, but differences. With B̂ the point that all replicas have
+received, w_i the local models, n_i their shares, and Q the rounding of a format:
+
+    x = Σ n_i (w_i − B̂) + e;  q = Q(x);  e ← x − q        on each worker, i over its replicas
+    w̄ = B + Σ q                                          by each owner of a part, over the workers
+    B̂ ← B̂ + Q(B' − B̂)                                    everywhere, from the owner of each part
+
+where B is the point that the rule broadcast at the last sync, exact at its owner, and B' the new
+one. EASGD does not overwrite the replicas: their mean itself is what its equation takes, so there
+w̄ = B̂ + Σ q (`measured_from` of the rules). The sums are of decoded numbers, in float32. What the
+second leg leaves out is part of the next difference B' − B̂; what the first leaves out is e, the
+*error feedback* of Seide et al., "1-bit stochastic gradient descent" (2014), and Karimireddy et
+al., "Error feedback fixes SignSGD" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
+from tfpara.sync.aggregation import Sharded, cut
+from tfpara.sync.averaging import Shares
+from tfpara.sync.global_state import GlobalState
+from tfpara.sync.replicas import Buckets, Replicas
+
+COMPRESSIONS = ("none", "bf16", "fp16", "int8")
+# Numbers of int8 that share a scale, max|x| / 127.
+CHUNK = 256
+_HALVES = {"bf16": tf.bfloat16, "fp16": tf.float16}
+
+
+def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
+    """Rows of float32 as rows of int32 words, which every backend can send.
+
+    Args:
+        rows: shape [count, length], of a static length.
+        kind: "bf16", "fp16" or "int8".
+    """
+    count, length = rows.shape
+    if kind in _HALVES:
+        # Beyond float16's range the rest is sent at the next sync.
+        clipped = tf.clip_by_value(rows, -65504.0, 65504.0) if kind == "fp16" else rows
+        halves = tf.cast(tf.pad(clipped, [[0, 0], [0, length % 2]]), _HALVES[kind])
+        return tf.bitcast(tf.reshape(halves, [count, -1, 2]), tf.int32)
+    chunks = tf.reshape(tf.pad(rows, [[0, 0], [0, -length % CHUNK]]), [count, -1, CHUNK])
+    scales = tf.reduce_max(tf.abs(chunks), 2, keepdims=True) / 127.0
+    levels = tf.round(tf.math.divide_no_nan(chunks, scales))
+    levels = tf.cast(tf.clip_by_value(levels, -127.0, 127.0), tf.int8)
+    words = tf.bitcast(tf.reshape(levels, [count, -1, 4]), tf.int32)
+    return tf.concat([words, tf.bitcast(scales[:, :, 0], tf.int32)], 1)
+
+
+def decode(words: tf.Tensor, length: int, kind: str) -> tf.Tensor:
+    """The rows of float32, of this length, that `encode` has made these words of."""
+    count = words.shape[0]
+    if kind in _HALVES:
+        halves = tf.reshape(tf.bitcast(words, _HALVES[kind]), [count, -1])
+        return tf.cast(halves, tf.float32)[:, :length]
+    chunks = -(-length // CHUNK)
+    levels = tf.reshape(tf.bitcast(words[:, :-chunks], tf.int8), [count, chunks, CHUNK])
+    scales = tf.bitcast(words[:, -chunks:], tf.float32)
+    return tf.reshape(tf.cast(levels, tf.float32) * scales[:, :, tf.newaxis], [count, -1])[
+        :, :length
+    ]
+
+
+def words_of(length: int, kind: str) -> int:
+    """Words of a row of this length."""
+    if kind in _HALVES:
+        return -(-length // 2)
+    chunks = -(-length // CHUNK)
+    return chunks * (CHUNK // 4 + 1)
+
+
+class CompressedWire:
+    """Weights travel as rounded differences: all-to-all, a local sum, and an all-gather.
+
+    In one process nothing travels; the numbers are then those of workers of one device each.
+
+    Args:
+        kind: "bf16", "fp16" or "int8".
+        aggregation: the owners of the parts.
+        replicas: the local ones.
+        collectives: between the workers' lead devices.
+        global_state: of the rule.
+        make: creates a plain variable, `make(initial_value, name)`.
+        name: of the exchanges, the same on every worker.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        aggregation: Sharded,
+        replicas: Replicas,
+        collectives: Collectives,
+        global_state: GlobalState,
+        make: Callable[[Any, str], tf.Variable],
+        name: str,
+    ) -> None:
+        self._kind = kind
+        self._aggregation = aggregation
+        self._replicas = replicas
+        self._collectives = collectives
+        self._global = global_state
+        self._name = name
+        alone = collectives.size == 1
+        self._sources = replicas.devices if alone else replicas.devices[:1]
+        self._rows = len(self._sources)  # of each worker, in a message
+        buckets = replicas.weights(0)
+        with tf.device(replicas.devices[0]):
+            self.points = [make(b, f"point_{k}") for k, b in enumerate(buckets)]
+        self._errors = []
+        for source, device in enumerate(self._sources):
+            with tf.device(device):
+                zeros = [tf.zeros_like(aggregation.padded(b)) for b in buckets]
+                self._errors.append([make(z, f"error_{source}_{k}") for k, z in enumerate(zeros)])
+
+    def gather(
+        self, local: Sequence[Buckets], shares: Shares, fragment: int
+    ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
+        """For each holder its parts of the mean; and the errors that are kept on commit."""
+        buckets = self._replicas.layout.buckets[fragment]
+        sent, kept = [], []
+        for device, errors, moved in zip(
+            self._sources, self._errors, self._moved(local, shares, buckets), strict=True
+        ):
+            with tf.device(device):
+                words = []
+                for error, move in zip(errors[buckets], moved, strict=True):
+                    x = self._aggregation.padded(move) + error
+                    rows = tf.reshape(x, [self._collectives.size * self._rows, -1])
+                    words.append(encode(rows, self._kind))
+                    decoded = decode(words[-1], rows.shape[1], self._kind)
+                    kept.append((error, x - tf.reshape(decoded, [-1])))
+                sent.append(words)
+        sums = []
+        with tf.device(self._replicas.devices[0]):
+            for k, error in enumerate(self._errors[0][buckets]):
+                length = error.shape[0] // (self._collectives.size * self._rows)
+                if self._collectives.size == 1:
+                    received = [decode(words[k], length, self._kind) for words in sent]
+                    sums.append(tf.reshape(tf.add_n(received), [-1]))
+                    continue
+                words = self._collectives.all_to_all(
+                    sent[0][k], f"{self._name}/words/{fragment}/{k}"
+                )
+                sums.append(tf.reduce_sum(decode(words, length, self._kind), 0))
+        means = []
+        for device, moves, points in zip(
+            self._aggregation.holders,
+            self._aggregation.to_holders(sums),
+            self._global.measured_from(self._received(buckets), buckets),
+            strict=True,
+        ):
+            with tf.device(device):
+                means.append([p + m for p, m in zip(points, moves, strict=True)])
+        return means, kept
+
+    def _received(self, buckets: slice) -> list[list[tf.Tensor]]:
+        """For each holder its parts of the point that all replicas have received."""
+        per_holder = []
+        for holder, device in enumerate(self._aggregation.holders):
+            parts = self._aggregation.parts(holder)[buckets]
+            with tf.device(device):
+                per_holder.append([cut(self.points[p.bucket], p) for p in parts])
+        return per_holder
+
+    def _moved(
+        self, local: Sequence[Buckets], shares: Shares, buckets: slice
+    ) -> list[list[tf.Tensor]]:
+        """For each source Σ n_i (w_i − B̂) over its replicas."""
+        weighted = []
+        for replica, device in enumerate(self._replicas.devices):
+            with tf.device(device):
+                weighted.append([shares.portions[replica] * b for b in local[replica]])
+        portions = tf.unstack(shares.portions, num=len(self._replicas.devices))
+        if self._rows == 1:
+            weighted = [sum_on_first_device(weighted, self._replicas.devices)]
+            portions = [tf.add_n(portions)]
+        moved = []
+        for device, own, portion in zip(self._sources, weighted, portions, strict=True):
+            with tf.device(device):
+                points = [v.read_value() for v in self.points[buckets]]
+                moved.append([b - portion * p for b, p in zip(own, points, strict=True)])
+        return moved
+
+    def spread(
+        self, broadcasts: Sequence[Buckets], fragment: int
+    ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
+        """For each device the points that all receive; and these, which are kept on commit."""
+        buckets = self._replicas.layout.buckets[fragment]
+        size, rank, kept = self._collectives.size, self._collectives.rank, []
+        with tf.device(self._replicas.devices[0]):
+            parts = self._aggregation.of_worker(broadcasts)
+            for k, (part, point) in enumerate(zip(parts, self.points[buckets], strict=True)):
+                former = tf.reshape(self._aggregation.padded(point.read_value()), [size, -1])
+                rows = tf.reshape(part - former[rank], [self._rows, -1])
+                words = encode(rows, self._kind)
+                name = f"{self._name}/points/{fragment}/{k}"
+                words = tf.concat(tf.unstack(self._collectives.all_gather(words, name)), 0)
+                moved = tf.reshape(decode(words, rows.shape[1], self._kind), [-1])
+                kept.append((point, point + moved[: point.shape[0]]))
+        received = broadcast_to_devices([value for _, value in kept], self._replicas.devices)
+        return received, kept
+
+    def bytes_sent(self, fragment: int) -> int:
+        """Words to each other worker, in both legs."""
+        size = self._collectives.size
+        lengths = [e.shape[0] for e in self._errors[0][self._replicas.layout.buckets[fragment]]]
+        words = sum(words_of(length // (size * self._rows), self._kind) for length in lengths)
+        return 4 * 2 * (size - 1) * words
+
+    def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
+        """Weights were set, on all workers alike."""
+        stop = at + int(values.shape[0])
+        self.points[bucket][at:stop].assign(values)
+        for errors in self._errors:
+            errors[bucket][at:stop].assign(tf.zeros_like(values))
+
+    def adopt(
+        self,
+        former: CompressedWire,
+        of_weights: Callable[[Buckets, Buckets], list[tf.Tensor]],
+    ) -> None:
+        """Goes on from the points and the errors of the wire that the same model had before.
+
+        Args:
+            former: that one.
+            of_weights: given the former buckets and the present ones, those with the former values
+                of the weights that both have.
+        """
+        self.set_points(of_weights(former.points, self.points))
+        sizes = [int(point.shape[0]) for point in self.points]
+        old_sizes = [int(point.shape[0]) for point in former.points]
+        for errors, old in zip(self._errors, former._errors, strict=True):
+            kept = [e[:size] for e, size in zip(old, old_sizes, strict=True)]
+            mine = [e[:size] for e, size in zip(errors, sizes, strict=True)]
+            for error, value in zip(errors, of_weights(kept, mine), strict=True):
+                error.assign(self._aggregation.padded(value))
+
+    def set_points(self, buckets: Buckets) -> None:
+        """All replicas have these weights."""
+        for point, value in zip(self.points, buckets, strict=True):
+            point.assign(value)
+
+    def of_replicas(self) -> Iterator[tuple[str, int, tf.Variable]]:
+        """What a checkpoint keeps: (name, local replica, variable)."""
+        for source, errors in enumerate(self._errors):
+            for k, error in enumerate(errors):
+                yield f"error/{k}", source, error

@@ -1,0 +1,150 @@
+"""Whether the workers' data are the same, so that what one leaves out another takes.
+
+`fit` divides its data among the workers: each takes its part of what all have been given. Workers
+that were given different data would leave rows out. So each says what it has in a few facts and
+numbers, before the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.sync.fingerprint import differences
+
+_ROWS = 16  # of each array that are compared
+OWN = "each worker its own"  # the "kind" of data that are not divided
+
+_REMEDY = (
+    "fit and evaluate divide their data among the workers, so all must give the same (what is "
+    "drawn at random, by np.random.default_rng(1) with the same seed). Where each worker "
+    "has its own part already, write data = strategy.distribute_datasets_from_function("
+    "lambda context: dataset), with `dataset` a tf.data.Dataset of this worker's minibatches, and "
+    "give them `data`."
+)
+
+
+def difference(facts: Sequence[Mapping[str, Any]]) -> str:
+    """What differs between the workers' data, and what to do; "" if nothing.
+
+    Args:
+        facts: of each worker, by rank. Numbers in lists are compared by 1e-3 of their size, for
+            machines may compute the last digits differently.
+    """
+    if all(one.get("kind") == OWN for one in facts):
+        return ""
+    texts = [{k: v for k, v in one.items() if k != "values"} for one in facts]
+    found = differences({f"worker {rank}": one for rank, one in enumerate(texts)})
+    if not found:
+        values = [one.get("values") or [] for one in facts]
+        odd = [rank for rank, v in enumerate(values) if not _close(v, values[0])]
+        found = f"rows: those of worker {odd[0]} are not those of worker 0" if odd else ""
+    if not found:
+        return ""
+    if found.startswith("shuffle"):
+        return (
+            f"the workers shuffle their data in different orders ({found}). Write "
+            "keras.utils.set_random_seed(1) on every worker, after the strategy is made, or "
+            "dataset.shuffle(…, seed=1)."
+        )
+    return f"the workers have different data ({found}). {_REMEDY}"
+
+
+def _close(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    if len(a) != len(b):
+        return False
+    return all(
+        np.isclose(x, y, rtol=1e-3, atol=1e-6, equal_nan=True)
+        if isinstance(x, float) and isinstance(y, float)
+        else x == y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def values_of(structure: Any) -> list[Any]:
+    """Some numbers that tell the rows of arrays, and their order, from those of others."""
+    found: list[Any] = []
+    for leaf in keras.tree.flatten(structure):
+        rows = getattr(leaf, "shape", None)
+        if rows is None or not len(rows) or not rows[0]:
+            continue
+        found.append(int(rows[0]))
+        for row in np.unique(np.linspace(0, rows[0] - 1, _ROWS).astype(int)):
+            found.append(_value(leaf, int(row)))
+    return found
+
+
+def _value(leaf: Any, row: int) -> Any:
+    try:
+        array = np.asarray(leaf.iloc[row] if hasattr(leaf, "iloc") else leaf[row])
+        if array.dtype.kind in "biuf":
+            weights = np.linspace(1.0, 2.0, array.size)  # so that the order of columns counts
+            return float((array.astype(np.float64).ravel() * weights).mean())
+        if array.dtype.kind in "SUO":
+            return hashlib.blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest()
+    except (TypeError, ValueError, IndexError, NotImplementedError):
+        pass
+    return None  # sparse and ragged ones, and those that Python cannot index
+
+
+def divided_between_workers(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset is to be divided; its options may say that each worker has its part."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return policy != tf.data.experimental.AutoShardPolicy.OFF
+
+
+def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Any]:
+    """What tells a dataset from another worker's, without reading it."""
+    if not divided_between_workers(dataset):
+        return {"kind": OWN}
+    shards, values, seeds = [], [], []
+    for part in _parts(dataset):
+        # Names of tf.data's classes and attributes, which have no public form. Of one that another
+        # version lacks nothing is compared.
+        name = type(part).__name__
+        if "Shard" in name:
+            shards.append([_number(part, "_num_shards"), _number(part, "_index")])
+        if hasattr(part, "_tensors"):
+            values += values_of([t for t in part._tensors if t.dtype != tf.variant])
+        if "Shuffle" in name:
+            seeds.append([_number(part, "_seed"), _number(part, "_seed2")])
+    return {
+        "kind": "tf.data.Dataset",
+        "batches": int(dataset.cardinality()),
+        "elements": repr(dataset.element_spec),
+        "shard(number of shards, index)": shards,
+        "values": values,
+        "shuffle seeds": seeds,
+    }
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    waiting = [dataset]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        # Private: what a dataset is made from; of files also the one that it wraps.
+        wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
+        waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
+
+
+def _number(part: Any, name: str) -> int | None:
+    value = getattr(part, name, None)
+    return None if value is None else int(value)
+
+
+def check_batched(spec: Any) -> None:
+    """Raises ValueError if a dataset's elements cannot be batches."""
+    leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
+    shapes = [leaf.shape for leaf in leaves if leaf.shape.rank is not None]
+    rows = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
+    if len(rows) > 1 or any(shape.rank == 0 for shape in shapes):
+        raise ValueError(
+            f"the dataset's elements, {spec}, are not batches: their tensors have no first axis in "
+            "common, by which they could be divided among the replicas. Write dataset.batch(32)."
+        )

@@ -1,0 +1,955 @@
+"""The strategy's side towards TensorFlow: replicas, variables, data and reductions.
+
+This is the only file of the strategy that touches private names, of TensorFlow and of Keras' fit.
+Each use says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+# The variable behind tf.Variable: a plain one can be created where a strategy is in scope, which
+# would otherwise mirror it.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from tfpara import cluster
+from tfpara.cluster import failures, whereabouts
+from tfpara.cluster.place import COMPILED_ANEW, END, VARIABLE, Place, Purpose, call
+from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
+from tfpara.collectives import horovod as _horovod
+from tfpara.group import Group
+from tfpara.keras_model import build_optimizer, check_optimizers_known, hyperparameters, optimizers
+from tfpara.steps import batch_size, weight_of, with_open_batches, with_own_memory, without_tuner
+from tfpara.sync.control import Control, MismatchError
+from tfpara.sync.division import difference, divided_between_workers
+from tfpara.sync.epochs import Position
+from tfpara.sync.exchange import everyones, joined
+from tfpara.sync.fingerprint import agree
+from tfpara.sync.model_variables import replica_variables
+from tfpara.sync.reading import Order, random_states, set_random_states, shuffled
+from tfpara.sync.settings import Settings, check_sendable, warn_of_outlasting_momentum
+from tfpara.sync.synchronizer import Synchronizer
+from tfpara.sync.watchdog import Watchdog
+
+# Ends collectives that wait for a silent worker.
+from tensorflow.python.eager import context as _context  # isort: skip
+
+# The extended class that MultiWorkerMirroredStrategy builds, and the value types that its
+# reductions see. They have no public names.
+from tensorflow.python.distribute import collective_all_reduce_strategy as _mwms  # isort: skip
+from tensorflow.python.distribute import values as _values  # isort: skip
+
+# The classes of distributed datasets: Keras takes theirs alone, and their passes begin in __iter__.
+from tensorflow.python.distribute import input_lib as _input_lib  # isort: skip
+
+# The size of batches by which a dataset is divided between replicas.
+from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
+
+# Makes the datasets of single devices.
+from tensorflow.python.data.ops import multi_device_iterator_ops as _multi_device  # isort: skip
+
+# What tf.train.Checkpoint hands to a variable that is created after its restore.
+from tensorflow.python.trackable.base import CheckpointInitialValue as _CheckpointInitialValue  # isort: skip
+
+_LATER_SECONDS = 10.0
+_log = logging.getLogger(__name__)
+_SYNCHRONIZE = call("strategy.synchronize()")
+_GATHER = call("strategy.gather()")
+_REDUCE = call("strategy.reduce()")
+_START = Purpose("making a strategy", "make strategies and models on every worker alike")
+_TRAIN = Purpose("beginning to train a model", "train the same models on every worker")
+
+
+@contextlib.contextmanager
+def _own_iterators() -> Iterator[None]:
+    """Iterators over devices are made that own their dataset, and without tf.data's tuner.
+
+    Each device's part is a dataset of its own, whose options nothing public reaches; see
+    `without_tuner` for why. Where an iterator is deleted its tuner's thread is waited for, by every
+    device in turn.
+    """
+    make, iterator = _multi_device._create_device_dataset, _multi_device.OwnedMultiDeviceIterator
+    _multi_device._create_device_dataset = lambda *args: without_tuner(make(*args))
+    _multi_device.OwnedMultiDeviceIterator = _OwningIterator
+    try:
+        yield
+    finally:
+        _multi_device._create_device_dataset = make
+        _multi_device.OwnedMultiDeviceIterator = iterator
+
+
+class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
+    """An iterator over devices that keeps the dataset which it reads.
+
+    TensorFlow's makes that dataset itself, and gives it up. Its thread that reads ahead has a bare
+    pointer to it; since 2.21 it asks there for each element's types, and may find freed memory.
+    """
+
+    def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
+        made = None if dataset is None else _Remembering(dataset)
+        super().__init__(made, *args, **kwargs)
+        self._kept = made  # the last attribute, so it goes after the iterator
+
+
+class _Remembering:
+    """Stands for a dataset where an iterator asks for one that has options of its own."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+
+    def with_options(self, options: tf.data.Options) -> tf.data.Dataset:
+        self.with_its_options = self._dataset.with_options(options)
+        return self.with_its_options
+
+
+def _resumed(begin: Callable[[], Any], extended: PeriodicSyncExtended) -> Any:
+    """A pass over a dataset, behind the minibatches trained before the run was resumed."""
+    for synchronizer in extended.synchronizers:
+        synchronizer.step_is_over()
+    with _own_iterators():
+        iterator = begin()
+    for _ in range(extended.position.take_steps()):
+        next(iterator)
+    return iterator
+
+
+class _UndividedDataset(_input_lib.DistributedDataset):
+    """A dataset that this worker reads alone, and that is not trained on."""
+
+    def __iter__(self) -> Any:
+        with _own_iterators():
+            return super().__iter__()
+
+
+class _Datasets(_input_lib.DistributedDatasetsFromFunction):
+    """Datasets that a function has made for this worker."""
+
+    extended: PeriodicSyncExtended
+
+    def __iter__(self) -> Any:
+        return _resumed(super().__iter__, self.extended)
+
+
+class _EpochDatasets(_Datasets):
+    """Makes its datasets anew where a pass over another epoch begins."""
+
+    built_for: tuple[int, int]
+
+    @property
+    def cardinality(self) -> int:
+        # Each epoch has its own.
+        return tf.data.UNKNOWN_CARDINALITY
+
+    def __iter__(self) -> Any:
+        _forget_length(sys._getframe(1).f_locals.get("self"))
+        position = self.extended.position.begin(self.extended.steps_seen)
+        self.extended.position.take_steps()  # `first` says the same.
+        if position != self.built_for:
+            self._built = False
+            self.build()
+            self.built_for = position
+        return super().__iter__()
+
+
+def _forget_length(epoch_iterator: Any) -> None:
+    """Keeps Keras from cutting epochs to the length of the first one.
+
+    Keras' EpochIterator takes the number of batches of the first pass that ends for that of all
+    later ones in `_num_batches`. It has no public way to be told otherwise; all that it gives us is
+    the call of our `__iter__`.
+    """
+    kind = type(epoch_iterator)
+    if hasattr(epoch_iterator, "_enumerate_iterator") and kind.__name__ != "_OfAnyLength":
+        unknown = property(lambda self: None, lambda self, value: None)
+        epoch_iterator.__class__ = type("_OfAnyLength", (kind,), {"_num_batches": unknown})
+
+
+class _Dataset(_input_lib.DistributedDataset):
+    """A dataset that all workers share."""
+
+    extended: PeriodicSyncExtended
+
+    def __iter__(self) -> Any:
+        return _resumed(super().__iter__, self.extended)
+
+
+class _Metric(_values.SyncOnReadVariable):
+    """A variable of a metric, of which each replica has its part."""
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        # Set from Python, the parent's reads after it has written: the sum over all workers. Keras
+        # sets all metrics where an epoch begins, and has no use for it.
+        if not tf.executing_eagerly() or in_replica():
+            return super().assign(value, use_locking, name, read_value)
+        super().assign(value, use_locking, name, read_value=False)
+        return self
+
+
+def in_replica() -> bool:
+    """Whether this is part of a replica's step."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+
+
+class _Trained(NamedTuple):
+    """A model that was trained, what its synchronizer was made for, and that."""
+
+    model: keras.Model
+    identity: Any
+    synchronizer: Synchronizer
+
+
+class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
+    """Replicas that keep to themselves between syncs.
+
+    Overrides the places in which the parent makes replicas agree at every step or every read.
+    """
+
+    # The parent's thread that probes peers; the collectives' own errors and timeouts serve us.
+    _enable_check_health = False
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        settings: Settings,
+        devices: Sequence[str] | None,
+        found: cluster.Cluster,
+    ) -> None:
+        self._wanted_devices = devices
+        self.optimizer_stepped = False
+        self.tracked: keras.Model | None = None
+        self.shown: str | None = None  # of which weights the models have the values for a while
+        self.minibatch_weight: Callable[..., Any] | None = None  # None: by the compiled loss
+        self.sync_period: int | None = settings.sync_period
+        self.position = Position()
+        self.order = Order()
+        self.place = Place()
+        self._found = found
+        self._whereabouts: whereabouts.Whereabouts | None = None
+        self.blocks_closed = 0  # by Python code, on all workers alike
+        self.written: list[Any] = []  # variables that optimizers write, while run() is traced
+        self.used: list[Any] = []  # optimizers, since run() has begun
+        self.states: dict[str, Any] = {"order of data": self.order}
+        self._trained: dict[int, _Trained] = {}  # by the model's id
+        self.recent: keras.Model | None = None  # of these, the one that was trained last
+        self._synchronizers_made = 0
+        self._creates_alone = False  # whether other workers create no variables now
+        self._undivided = False  # whether each worker gets all of the data that are distributed
+        self.stepping: dict[int, Any] = {}  # optimizers that take steps in run(), by id
+        self._looking = False  # whether what is reduced is a batch that Keras looks at
+        self._created = 0
+        horovod = settings.collectives == "horovod" and found.num_workers > 1
+        super().__init__(
+            strategy,
+            cluster_resolver=_resolver(cluster.ALONE if horovod else found),
+            communication_options=tf.distribute.experimental.CommunicationOptions(),
+        )
+        if horovod:
+            # To TensorFlow this process is alone; what divides the data asks these.
+            self._num_workers, self._id_in_cluster = found.num_workers, found.rank
+            self._is_chief = found.is_chief
+        self.settings = settings.resolved(self._num_replicas_in_sync)
+        # Weights travel between the lead devices, everything small between the hosts.
+        host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
+        self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
+        check_sendable(settings.compression, self.collectives)
+        self.reports = self._collectives(1, host, "RING")
+        self.control = Control(
+            # The watchdog is before it, and knows who is silent.
+            self._collectives(2, host, "RING", settings.timeout_seconds + _LATER_SECONDS),
+            self.place,
+            self._in_turn,
+        )
+        if self._num_workers > 1:
+            self._abort = _horovod.abort if horovod else _abort
+            self._watchdog = Watchdog(
+                settings.timeout_seconds, self._waiting_since, self._tell_waiting, self._end_sync
+            )
+
+    def connect(self, found: cluster.Cluster) -> None:
+        """From here on workers know of each other where they are; every one must call it."""
+        self._found = found
+        self._whereabouts = whereabouts.begin(
+            found,
+            lambda port: self.control.together(_START, port),
+            lambda: whereabouts.Row(self._where(), self._exchanges()),
+        )
+        failures.ask(
+            lambda: whereabouts.mute(self._table(), found),
+            lambda: self.place.failed.advice if self.place.failed else "",
+        )
+
+    def _where(self) -> str:
+        text, line = self.place.text(False), whereabouts.line_of_script()
+        return f"{text} [{line}]" if line else text
+
+    def _exchanges(self) -> list[str]:
+        """The exchanges in which this process waits."""
+        names = [s.name for s in self.synchronizers if s.waiting_since()]
+        return [*names, "meeting"] if self.place.began else names
+
+    def part(self) -> None:
+        """Waits for all workers at the end of the program.
+
+        One that has heard here from all others knows that they have finished what came before.
+        Whether they hear from it does not matter any more.
+        """
+        with contextlib.suppress(tf.errors.OpError, MismatchError):
+            self.control.together(END)
+
+    def _table(self) -> list[whereabouts.Row] | None:
+        """Where all workers are; None if it is not known."""
+        return self._whereabouts.table() if self._whereabouts else None
+
+    def _tell_waiting(self, seconds: float) -> None:
+        table = self._table()
+        if table is None or not self._waiting_since():
+            return
+        _log.warning("%s", whereabouts.waiting_line(table, self._id_in_cluster, seconds))
+        # Beside a sync in the air another exchange may still begin.
+        apart = "" if self.settings.overlap else whereabouts.apart(table)
+        if apart:
+            self._abort(failures.note_apart(apart))
+
+    def _end_sync(self) -> None:
+        self._abort(failures.note_silence(whereabouts.silent(self._table(), self._found)))
+
+    def _waiting_since(self) -> float:
+        return max(self.place.began, *(s.waiting_since() for s in self.synchronizers), 0.0)
+
+    def _collectives(
+        self, group: int, device: str, communication: str, timeout_seconds: float = 0.0
+    ) -> Collectives:
+        if self._num_workers == 1:
+            return Loopback()
+        place = (self._num_workers, self._id_in_cluster, device, timeout_seconds)
+        if self.settings.collectives == "horovod":
+            return HorovodCollectives(*place, group)
+        return TensorFlowCollectives(*place, communication, group)
+
+    def start(self) -> None:
+        """Compares the workers' settings, and gives all the chief's random states."""
+        agree(
+            {
+                **self.settings.fingerprint(),
+                "devices per worker": len(self.worker_devices),
+                "full-duplex transport": self.collectives.full_duplex,
+            },
+            self.control,
+            _START,
+        )
+        if self._num_workers > 1:
+            # Keras shuffles arrays on every worker by itself: each would have an order of its own,
+            # and the workers' parts would overlap. A seed that the user sets comes after this one.
+            seed = tf.constant([random.SystemRandom().randrange(2**31)])
+            seed = self.control.collectives.broadcast(seed, "start/seed")
+            if _context.global_seed() is None:
+                tf.random.set_seed(int(seed[0]))
+            # What a script draws from here on, or a PyDataset shuffles by itself, as well.
+            chiefs = everyones(random_states(), self.control, _START)[0]
+            set_random_states(chiefs)
+
+    @contextlib.contextmanager
+    def in_fit(self, model: keras.Model) -> Iterator[None]:
+        """A call of a model's `fit`."""
+        former = self.recent
+        if self.trained(model):
+            self.recent = model
+        with self.place.in_fit():
+            yield
+        if self.place.fits:  # this one was called in another's callback
+            self.recent = former
+
+    # -- synchronizers -----------------------------------------------------------------------
+
+    def synchronizer_for(self, fn: Any) -> Synchronizer | None:
+        """The synchronizer of the model whose step `fn` is, if there is one that still fits it."""
+        trained = self._trained.get(id(self.model_of(fn)))
+        if trained is None or trained.identity != _identity(trained.model):
+            return None
+        return trained.synchronizer
+
+    def synchronizer_of(self, model: keras.Model) -> Synchronizer:
+        """The synchronizer of a model that is built and compiled; made if there is none."""
+        model = self._owner(model)
+        trained = self._trained.get(id(model))
+        if trained is None or trained.identity != _identity(model):
+            return self.make_synchronizer(model)
+        return trained.synchronizer
+
+    def track(self, models: Sequence[keras.Model], given: Sequence[Any]) -> None:
+        """Makes these models, and the optimizers that are given, what `run` trains."""
+        if len(models) == 1 and not given and isinstance(models[0], keras.Model):
+            self.tracked = models[0]
+            return
+        former = next((g for g in self._groups() if g.is_of(models, given)), None)
+        with self._container_strategy().scope():
+            self.tracked = former or Group(models, given)
+
+    def _groups(self) -> list[Group]:
+        known = [self.tracked, *(trained.model for trained in self._trained.values())]
+        return [model for model in known if isinstance(model, Group)]
+
+    def _owner(self, model: keras.Model) -> keras.Model:
+        """The models that are synchronised with a model; itself if that is alone."""
+        if id(model) in self._trained:
+            return model
+        of = (g for g in self._groups() if any(member is model for member in g.members))
+        return next(of, model)
+
+    def model_of(self, fn: Any) -> keras.Model | None:
+        # Keras hands its bound train_step or test_step to run().
+        owner = getattr(fn, "__self__", None)
+        return owner if isinstance(owner, keras.Model) else self.tracked
+
+    def weight_of(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """What a replica's minibatch counts in the mean of the replicas."""
+        samples = batch_size((args, kwargs))
+        if self.minibatch_weight is not None:
+            weight = self.minibatch_weight(*args, **kwargs)
+            if samples is None:
+                return weight
+            # A replica without samples takes no step, whatever the function says of none.
+            weight = tf.cast(weight, tf.float64)
+            return tf.where(samples > 0, weight, tf.zeros_like(weight))
+        model = getattr(fn, "__self__", None)
+        if samples is None or not isinstance(model, keras.Model):
+            return 1 if samples is None else samples
+        return weight_of(args[0], samples, model.loss)
+
+    def make_synchronizer(self, model: keras.Model | None) -> Synchronizer:
+        """Makes the sync state of a model from its present weights."""
+        if model is None:
+            raise ValueError(
+                "run() was given a function that updates weights, but not whose. Call "
+                "strategy.track(model) once before a custom training loop."
+            )
+        _refuse(model)
+        former = self._trained.get(id(model))
+        if former is not None:
+            with self.place.meeting(COMPILED_ANEW):
+                former.synchronizer.finish_block()
+        build_optimizer(model)
+        local_results = self._container_strategy().experimental_local_results
+        variables = replica_variables(
+            model, local_results, self.settings.rule, self.settings.local_state
+        )
+        # Without the layers' names, whose numbers count every model that a process has made.
+        shapes = [
+            f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
+            for n, v in zip(variables.weight_names, variables.weights, strict=True)
+        ]
+        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
+        name = f"model{self._synchronizers_made}"
+        self._synchronizers_made += 1
+        settings = self.settings
+        for optimizer in optimizers(model):
+            warn_of_outlasting_momentum(settings, optimizer)
+        synchronizer = Synchronizer(
+            variables,
+            rule=settings.rule,
+            averages=settings.averages,
+            local_state=settings.local_state,
+            sync_period=self.sync_period,
+            aggregation=settings.aggregation,
+            num_replicas=self._num_replicas_in_sync,
+            first_replica=self._id_in_cluster * len(self.worker_devices),
+            devices=self.worker_devices,
+            collectives=self.collectives,
+            reports=self.reports,
+            name=name,
+            place=self.place,
+            make_variable=_plain_variable,
+            overlap=settings.overlap,
+            fragments=settings.fragments,
+            device_sync_period=settings.device_sync_period,
+            compression=settings.compression,
+        )
+        if former is not None:
+            synchronizer.adopt(former.synchronizer)
+        others = [t.synchronizer for key, t in self._trained.items() if key != id(model)]
+        if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
+            raise ValueError(
+                f"model {model.name!r} shares weights with another that was trained under this "
+                "strategy; each would keep a global model of them. Train one model that has both."
+            )
+        self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
+        self.recent = model
+        return synchronizer
+
+    def of_those_that_stepped(self, outputs: Any, samples: Sequence[Any]) -> Any:
+        """What a step of Keras returned, without the zeros of replicas that had no samples.
+
+        Keras averages it over the replicas; those without samples are given the mean of the others.
+
+        Args:
+            outputs: of `run`.
+            samples: of each local replica, as `batch_size` gives it.
+        """
+        if len(samples) == 1 or not any(tf.is_tensor(number) or number == 0 for number in samples):
+            return outputs
+        stepped = tf.stack([tf.convert_to_tensor(1 if n is None else n) for n in samples]) > 0
+
+        def filled(leaf: Any) -> Any:
+            parts = self._container_strategy().experimental_local_results(leaf)
+            if len(parts) == 1 or not all(tf.is_tensor(p) and p.dtype.is_floating for p in parts):
+                return leaf
+            weights = tf.cast(stepped, parts[0].dtype)
+            total = tf.tensordot(weights, tf.stack(parts), 1)
+            mean = tf.math.divide_no_nan(total, tf.reduce_sum(weights))
+            # The type in which Keras finds the values of replicas.
+            return _values.PerReplica(
+                [tf.where(stepped[k], part, mean) for k, part in enumerate(parts)]
+            )
+
+        return tf.nest.map_structure(filled, outputs)
+
+    def step_counts(self) -> list[int]:
+        """How many steps each optimizer that `run` has seen has taken here, over the replicas."""
+        # The public number does not change while gradients are accumulated.
+        counts = [optimizer._iterations.value for optimizer in self.stepping.values()]
+        local_results = self._container_strategy().experimental_local_results
+        return [sum(int(part) for part in local_results(count)) for count in counts]
+
+    def check_optimizers(self, model: keras.Model | None) -> None:
+        """Raises ValueError if a sync writes slots, and `run` steps with an unknown optimizer."""
+        used, self.used = self.used, []
+        settings = self.settings
+        if model is None or (
+            settings.local_state == "keep" and not hasattr(settings.rule, "check_optimizer")
+        ):
+            return
+        setting = (
+            "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
+        )
+        check_optimizers_known(model, used, f"{settings.rule}{setting}")
+
+    def check_written(self, synchronizer: Synchronizer) -> None:
+        """Raises ValueError if `run` is to train weights that no sync would average."""
+        written, self.written = self.written, []
+        first = self._container_strategy().experimental_local_results
+        for variable in written:
+            if getattr(variable, "trainable", False) and not synchronizer.has_any_of(
+                [first(variable)[0]]
+            ):
+                raise ValueError(
+                    f"run() trains {variable.name!r}, which is not a weight of the model that is "
+                    "synchronised: the replicas would drift apart. Call strategy.track([...]) with "
+                    "all models that are trained."
+                )
+
+    @property
+    def synchronizers(self) -> list[Synchronizer]:
+        """Of all models that were trained, in the order in which they were made."""
+        return [trained.synchronizer for trained in list(self._trained.values())]
+
+    def _in_turn(self) -> list[Synchronizer]:
+        """All of them, first that of the model which others may still train."""
+        trained = sorted(self._trained.values(), key=lambda each: each.model is not self.recent)
+        return [each.synchronizer for each in trained]
+
+    def trained(self, model: keras.Model) -> Synchronizer | None:
+        """The synchronizer of a model, if it was trained."""
+        found = self._trained.get(id(self._owner(model)))
+        return found.synchronizer if found else None
+
+    def is_stranger(self, model: keras.Model) -> bool:
+        """Whether a model is another strategy's, or has weights that a trained model has."""
+        if model.distribute_strategy is not self._container_strategy():
+            return True
+        first = self._container_strategy().experimental_local_results
+        own = [first(v.value)[0] for v in model.trainable_variables]
+        return any(s.has_any_of(own) for s in self.synchronizers)
+
+    def set_sync_period(self, sync_period: int | None) -> None:
+        """τ from here on, in whatever block the models are."""
+        self.sync_period = sync_period
+        for synchronizer in self.synchronizers:
+            synchronizer.set_sync_period(sync_period)
+
+    def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
+        """Closes the open blocks of all models; every worker must call it for this purpose."""
+        self.blocks_closed += 1
+        synchronizers = self._in_turn()
+        if synchronizers:
+            with self.place.meeting(purpose):
+                for synchronizer in synchronizers:
+                    synchronizer.finish_block()
+
+    def broadcast_replica(self, model: keras.Model, replica: int) -> None:
+        if not 0 <= replica < self._num_replicas_in_sync:
+            raise ValueError(
+                f"replica={replica} is not one of 0 … {self._num_replicas_in_sync - 1}."
+            )
+        synchronizer = self.synchronizer_of(model)
+        # First this: at the end of a block the rule changes the weights.
+        self.finish_blocks(call("strategy.broadcast_replica()"))
+        worker, device = divmod(replica, len(self.worker_devices))
+        weights, state = synchronizer.replica_values(device)
+
+        def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
+            mine = tensor if worker == self._id_in_cluster else tf.zeros_like(tensor)
+            flat = tf.reshape(mine, [-1])
+            total = self.control.collectives.all_reduce([flat], f"replica/{k}")[0]
+            return tf.reshape(total, tensor.shape)
+
+        values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]
+        synchronizer.restart(values[: len(weights)], values[len(weights) :])
+
+    # -- local steps -------------------------------------------------------------------------
+
+    def _use_merge_call(self) -> bool:
+        # No step waits for other replicas.
+        return False
+
+    def _in_multi_worker_mode(self) -> bool:
+        # True makes Keras and the input library run a collective at every step.
+        return False
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        # Optimizers sum gradients over replicas here: a local step has its own alone.
+        del reduce_op, options
+        return value
+
+    def _replica_ctx_update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        # Optimizers write weights and slots through this: noticed while run() is traced.
+        self.optimizer_stepped = True
+        self.written.append(var)
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+    def note_step(self, optimizer: Any) -> None:
+        """An optimizer takes a step in a replica."""
+        self.used.append(optimizer)
+        self.stepping[id(optimizer)] = optimizer
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        # Python code that sets a weight (load_weights, set_weights, assign) comes through here.
+        result = super()._update(var, fn, args, kwargs, group)
+        if tf.executing_eagerly():
+            for synchronizer in self.synchronizers:
+                synchronizer.was_set(var.values[0])
+        return result
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del destinations, options
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        if isinstance(value, _values.SyncOnReadVariable):
+            return self._reduce_over_all(value, mean)
+        local_results = self._container_strategy().experimental_local_results
+        if self._looking:
+            return tf.nest.map_structure(lambda leaf: local_results(leaf)[0], value)
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else self._reduced(local_results(leaf), mean), value
+        )
+
+    def _reduced(self, local: Sequence[Any], mean: bool) -> tf.Tensor:
+        """The sum or mean over the replicas of all workers, of what those of this worker have."""
+        if self._num_workers > 1 and not tf.executing_eagerly():
+            raise ValueError(
+                "strategy.reduce inside a tf.function would have the workers wait for each other "
+                "in every step. Return the values that strategy.run gives, and call "
+                "strategy.reduce outside of the function, on every worker; or update a "
+                "keras.metrics.Mean in the step, and read its result() where an epoch ends."
+            )
+        parts = [tf.convert_to_tensor(part) for part in local]
+        if not all(part.shape.is_compatible_with(parts[0].shape) for part in parts):
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise ValueError(
+                f"strategy.reduce: the replicas' values have the shapes {shapes}. Give the axis of "
+                "the samples too, as in strategy.reduce(op, value, axis=0)."
+            )
+        # What is no value of replicas is the same on each.
+        total = tf.add_n(parts) * (len(self.worker_devices) // len(parts))
+        if self._num_workers > 1:
+            total = tf.reduce_sum(joined(total[tf.newaxis], 0, self.control, _REDUCE), 0)
+        return total / self._num_replicas_in_sync if mean else total
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: Any, options: Any
+    ) -> tf.Tensor:
+        # The parent's waits without end for a silent worker, and knows no workers of Horovod.
+        if not tf.executing_eagerly():
+            if self.settings.collectives == "horovod" and self._num_workers > 1:
+                raise NotImplementedError(
+                    "strategy.gather inside a tf.function does not work with Horovod. Call it from "
+                    "Python, outside of the function."
+                )
+            return super()._gather_to_implementation(value, destinations, axis, options)
+        parts = self._container_strategy().experimental_local_results(value)
+        mine = tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
+        return joined(mine, axis, self.control, _GATHER) if self._num_workers > 1 else mine
+
+    def _reduce_over_all(self, variable: Any, mean: bool) -> tf.Tensor:
+        purpose = self.place.of_metric()
+        if tf.executing_eagerly():
+            if self.synchronizers:
+                self.finish_blocks(purpose)
+            else:
+                self.control.together(purpose)
+        local = tf.add_n([v.read_value() for v in variable.values])
+        if self._num_workers > 1 and tf.executing_eagerly():
+            name = f"metric/{local.dtype.name}"
+            flat = tf.reshape(local, [-1])
+            local = tf.reshape(self.control.collectives.all_reduce([flat], name)[0], local.shape)
+        return local / self._num_replicas_in_sync if mean else local
+
+    # -- data --------------------------------------------------------------------------------
+
+    @property
+    def steps_seen(self) -> int:
+        """Training steps of this process, over all models."""
+        return sum(s.statistics().steps for s in self.synchronizers)
+
+    def datasets_by_epoch(self, dataset_fn: Any) -> Any:
+        self.position.move(0, self.steps_seen)
+        dataset = self._distribute_datasets_from_function(dataset_fn, None)
+        dataset.__class__ = _EpochDatasets
+        dataset.built_for = (self.position.epoch, self.position.first)
+        return dataset
+
+    def check_data(self, facts: dict[str, Any], shuffled: bool) -> None:
+        """Compares what the workers have handed to `fit` or `evaluate`; all must call it.
+
+        Args:
+            facts: see `division.difference`.
+            shuffled: whether Keras shuffles them by TensorFlow's seed.
+
+        Raises:
+            ValueError: on every worker, if they have different data.
+        """
+        if self._num_workers == 1:
+            return
+        if shuffled:
+            facts = {**facts, "shuffle seed": _context.global_seed()}
+        drawn = (
+            random.SystemRandom().getrandbits(48) if self.order.seed is None else self.order.seed
+        )
+        everyone = everyones({"facts": facts, "seed": drawn}, self.control, self.place.of_data())
+        self.order.seed = everyone[0]["seed"]
+        found = difference([one["facts"] for one in everyone])
+        if found:
+            raise ValueError(found)
+
+    def next_order(self, count: int) -> list[int]:
+        """The batches 0 … count − 1 in the order of the epoch that begins, the same everywhere."""
+        if self.order.seed is None:
+            self.order.seed = random.getrandbits(48)
+        return shuffled(count, self.order.seed, self.position.begin(self.steps_seen)[0])
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which part of the data that are distributed now is this worker's, and of how many."""
+        return (0, 1) if self._undivided else (self._id_in_cluster, self._num_workers)
+
+    def distribute_steps(self, dataset: tf.data.Dataset) -> Any:
+        """A dataset whose elements are this worker's steps, divided between its devices alone."""
+        with self._alone():
+            return self._experimental_distribute_dataset(dataset, None)
+
+    @contextlib.contextmanager
+    def creating_alone(self) -> Iterator[None]:
+        """Variables that are created meanwhile are this worker's own, unknown to the others."""
+        former, self._creates_alone = self._creates_alone, True
+        try:
+            yield
+        finally:
+            self._creates_alone = former
+
+    @contextlib.contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Datasets that are distributed meanwhile go whole to this worker's replicas."""
+        self._undivided = True
+        try:
+            yield
+        finally:
+            self._undivided = False
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """What is reduced meanwhile is a batch of which Keras wants the shapes alone."""
+        former, self._looking = self._looking, True
+        try:
+            yield
+        finally:
+            self._looking = former
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Divides data as if there were no other workers."""
+        place = self._num_workers, self._id_in_cluster
+        self._num_workers, self._id_in_cluster = 1, 0
+        try:
+            yield
+        finally:
+            self._num_workers, self._id_in_cluster = place
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        dataset = without_tuner(_safe(dataset))
+        if self._undivided:
+            with self._alone():
+                whole = super()._experimental_distribute_dataset(dataset, options)
+            if isinstance(whole, _input_lib.DistributedDataset):
+                whole.__class__ = _UndividedDataset
+            return whole
+        distributed = super()._experimental_distribute_dataset(dataset, options)
+        if isinstance(distributed, _input_lib.DistributedDataset):
+            distributed.__class__ = _Dataset
+            distributed.extended = self
+            if not divided_between_workers(dataset) and distributed._cardinality > 0:
+                # A worker takes each of its global batches in as many steps as there are workers.
+                distributed._cardinality *= self._num_workers
+        return distributed
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        def prepared(context: Any) -> tf.data.Dataset:
+            dataset = dataset_fn(context)
+            if len(self.worker_devices) > 1:
+                dataset = with_open_batches(dataset)
+            return without_tuner(dataset)
+
+        dataset = super()._distribute_datasets_from_function(prepared, options)
+        dataset.__class__, dataset.extended = _Datasets, self
+        return dataset
+
+    # -- variables ---------------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        # A replica writes its own component without asking the others.
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        variable = super()._create_variable(next_creator, **kwargs)
+        if type(variable) is _values.SyncOnReadVariable:
+            variable.__class__ = _Metric
+        return variable
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        # The parent broadcasts here without a timeout and without looking at shapes.
+        initial = kwargs["initial_value"]
+        seed = "seed_generator_state" in (kwargs.get("name") or "")
+        number = self._id_in_cluster * len(self.worker_devices) + replica_id
+
+        def value() -> tf.Tensor:
+            if primary_var is None:
+                first = initial() if callable(initial) else initial
+                if isinstance(first, _CheckpointInitialValue):
+                    first = first.wrapped_value
+                first = tf.convert_to_tensor(first, kwargs.get("dtype"))
+                shared = kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ
+                if shared and tf.executing_eagerly() and not self._creates_alone:
+                    first = self._chiefs_value(first, kwargs.get("name") or "Variable")
+            else:
+                first = tf.identity(primary_var.read_value())
+            if seed and (primary_var is None or replica_id > 0):
+                # Every replica draws masks of its own: dropout is independent noise.
+                step = number if primary_var is None else replica_id
+                offset = tf.cast(step * 1_000_003, first.dtype)
+                first = first + tf.one_hot(
+                    0, first.shape[0], offset, tf.zeros_like(offset), dtype=first.dtype
+                )
+            return first
+
+        return value
+
+    def _chiefs_value(self, value: tf.Tensor, name: str) -> tf.Tensor:
+        """The chief's initial value, after making sure that all create the same variable."""
+        self._created += 1
+        if self._num_workers == 1:
+            return value
+        # Without the numbers in Keras' names, which count all that a process has made.
+        name = re.sub(r"_\d+(?=[/_]|$)", "", name)
+        description = f"{name} {tuple(value.shape)} {value.dtype.name}"
+        number = f"variable {self._created}"
+        digest = hashlib.blake2b(description.encode(), digest_size=6).digest()
+        mine = int.from_bytes(digest, "little")
+        if any(theirs != mine for theirs in self.control.together(VARIABLE, mine)):
+            agree({f"model, {number}": description}, self.control, VARIABLE)
+        if not (value.dtype.is_floating or value.dtype.is_integer):
+            return value
+        return self.control.collectives.broadcast(value, "variable/value")
+
+    def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
+        # The parent takes one CPU device at most.
+        wanted = self._wanted_devices
+        if wanted is None:
+            gpus = tf.config.list_logical_devices("GPU")
+            wanted = [f"GPU:{index}" for index in range(len(gpus))] or ["CPU:0"]
+        available = [d.name.split("device:")[-1] for d in tf.config.list_logical_devices()]
+        missing = [d for d in wanted if d.upper() not in available]
+        if missing or not wanted:
+            raise ValueError(
+                f"devices={list(wanted)!r}: this process has {available}. Logical "
+                "CPU devices are made by tf.config.set_logical_device_configuration."
+            )
+        kind = wanted[0].upper().split(":")[0]
+        return tuple(f"{worker_device}/device:{d.upper()}" for d in wanted), kind
+
+
+def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset`, whose batches can be divided without harm to the memory that they come from.
+
+    What has been through `batch` is a copy already, and a step behind it would hide the size of its
+    batches from TensorFlow.
+    """
+    copies = with_own_memory(dataset)
+    return copies if compute_batch_size(copies) == compute_batch_size(dataset) else dataset
+
+
+def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """TensorFlow's form of our cluster, which has been validated; TF_CONFIG is not read again."""
+    if found.num_workers == 1:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    jobs = json.loads(found.tf_config())["cluster"]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=found.task_type,
+        task_id=found.task_index,
+        rpc_layer="grpc",
+    )
+
+
+def _abort(message: str) -> None:
+    # The way in which the parent's own health check ends collectives.
+    _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
+
+
+def _refuse(model: keras.Model) -> None:
+    """Raises ValueError for what Keras would do behind the strategy's back."""
+    if any(getattr(optimizer, "use_ema", False) for optimizer in optimizers(model)):
+        raise ValueError(
+            "the optimizer has use_ema=True, with which Keras overwrites each replica's weights by "
+            'its own average. Use averages={"ema": tfpara.EMA(...)} of the strategy instead.'
+        )
+    if getattr(model, "jit_compile", False) is True:
+        raise ValueError(
+            "the model was compiled with jit_compile=True; collectives cannot be compiled by XLA. "
+            "Compile it with jit_compile=False."
+        )
+
+
+def _identity(model: keras.Model) -> Any:
+    """What a synchronizer was made for; compiling anew or freezing layers changes it."""
+    # What has no slots yet gets them in its first step.
+    slots = [(optimizer, len(optimizer.variables)) for optimizer in optimizers(model)]
+    return slots, [id(v) for v in model.trainable_variables]
+
+
+def _plain_variable(value: Any, name: str) -> tf.Variable:
+    return ResourceVariable(value, name=f"tfpara/{name}", trainable=False)

@@ -1,0 +1,368 @@
+"""The global side of a sync: the rule's state and the averages, in the parts kept here.
+
+Variables are created here and nowhere else. A *field* is one array of the state, such as
+"rule/global_model", "rule/delta" or "averages/ema/average"; scalars are kept once for each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfpara.algorithms.bmuf_adam import MomentState
+from tfpara.sync.aggregation import Aggregation, Part, Sharded, cut
+
+MakeVariable = Callable[[Any, str], tf.Variable]
+
+
+class Cell(NamedTuple):
+    """One variable of the state: a part of one field, or a scalar field of that part."""
+
+    field: str
+    holder: int
+    part: Part
+    variable: tf.Variable
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the field is a number and not one for each weight."""
+        return self.variable.shape.rank == 0
+
+
+class Update(NamedTuple):
+    """A global step that is not written yet: for each holder, states and what to broadcast."""
+
+    buckets: slice
+    rule_states: list[list[Any]]
+    broadcasts: list[list[tf.Tensor]]
+    average_states: dict[str, list[list[Any]]]
+
+
+class GlobalState:
+    """State of the rule and of the averages.
+
+    Args:
+        aggregation: says which parts are kept here, and where.
+        rule: a resolved rule of `tfpara.algorithms`.
+        averages: averages of the global model, by name.
+        num_replicas: N.
+        buckets: the initial weights, equal on all workers.
+        moments: for a rule that filters the local optimizer's moments, the first and the second,
+            in buckets like the weights, equal on all workers; else None.
+        make: creates a plain variable, `make(initial_value, name)`.
+        name: of this state's exchanges, the same on every worker.
+
+    Attributes:
+        is_new: whether the rule has taken no step since its state was made.
+    """
+
+    def __init__(
+        self,
+        aggregation: Aggregation,
+        rule: Any,
+        averages: Mapping[str, Any],
+        num_replicas: int,
+        buckets: Sequence[tf.Tensor],
+        make: MakeVariable,
+        name: str,
+        moments: tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]] | None = None,
+    ) -> None:
+        self.aggregation = aggregation
+        self._rule = rule
+        self._averages = dict(averages)
+        self._num_replicas = num_replicas
+        self._name = name
+        self.bucket_sizes = [int(b.shape[0]) for b in buckets]
+        self._rule_states: list[list[Any]] = []
+        self._average_states: dict[str, list[list[Any]]] = {name: [] for name in averages}
+        self._moment_states: list[list[Any]] = []
+        for holder, device in enumerate(aggregation.holders):
+            with tf.device(device):
+                parts = aggregation.parts(holder)
+                own = [cut(buckets[p.bucket], p) for p in parts]
+                self._rule_states.append(
+                    [_variables(rule.init(w), f"rule_{k}", make) for k, w in enumerate(own)]
+                )
+                for label, average in averages.items():
+                    self._average_states[label].append(
+                        [
+                            _variables(average.init(w), f"{label}_{k}", make)
+                            for k, w in enumerate(own)
+                        ]
+                    )
+
+                if moments is not None:
+                    both = [[cut(kind[p.bucket], p) for p in parts] for kind in moments]
+                    self._moment_states.append(
+                        [
+                            _variables(rule.init_moments(m, v), f"moments_{k}", make)
+                            for k, (m, v) in enumerate(zip(*both, strict=True))
+                        ]
+                    )
+        self._counts = any(
+            cell.is_scalar and not cell.field.startswith("averages/") for cell in self.cells()
+        )
+        with tf.device("CPU:0"):
+            self.is_new = make(tf.constant(True), "is_new")
+
+    def update_moments(
+        self,
+        first: Sequence[Sequence[tf.Tensor]],
+        second: Sequence[Sequence[tf.Tensor]],
+        steps: tf.Tensor,
+        iterations: tf.Tensor,
+        share: tf.Tensor,
+    ) -> list[list[Any]]:
+        """The moments for the next block, for each holder; nothing is written.
+
+        Args:
+            first, second: for each holder its parts of the mean of the local moments.
+            steps: minibatches of the block, a float.
+            iterations: steps that the local optimizer has counted, a float.
+            share: the part of a whole block that this one was.
+        """
+        updated = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                new = []
+                for m, v, variables in zip(
+                    first[holder], second[holder], self._moment_states[holder], strict=True
+                ):
+                    new.append(
+                        self._rule.update_moments(
+                            _read(variables),
+                            m,
+                            v,
+                            steps=steps,
+                            iterations=iterations,
+                            num_replicas=self._num_replicas,
+                            share=share,
+                        )
+                    )
+                updated.append(new)
+        return updated
+
+    def commit_moments(self, updated: Sequence[Sequence[Any]]) -> None:
+        """Writes what `update_moments` returned."""
+        for kept, new in zip(self._moment_states, updated, strict=True):
+            for variables, values in zip(kept, new, strict=True):
+                _assign(variables, values)
+
+    def update(
+        self, means: Sequence[Sequence[tf.Tensor]], buckets: slice, share: tf.Tensor
+    ) -> Update:
+        """The global step and the averages' on every holder; nothing is written.
+
+        Args:
+            means: for each holder its parts of the mean of the local models.
+            buckets: those that the means are of.
+            share: the part of a whole block that this one was.
+        """
+        update = Update(buckets, [], [], {label: [] for label in self._averages})
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                # What has not arrived takes no time from sending: read when it has.
+                before = [
+                    _read(state, after=mean)
+                    for state, mean in zip(
+                        self._rule_states[holder][buckets], means[holder], strict=True
+                    )
+                ]
+                after = [
+                    self._step(state, mean, share)
+                    for state, mean in zip(before, means[holder], strict=True)
+                ]
+                broadcasts = list(map(self._rule.broadcast, before, after))
+                update.rule_states.append(after)
+                update.broadcasts.append(broadcasts)
+                for label, average in self._averages.items():
+                    states = self._average_states[label][holder][buckets]
+                    update.average_states[label].append(
+                        [
+                            average.update(_read(state, after=sent), new.global_model, share)
+                            for state, new, sent in zip(states, after, broadcasts, strict=True)
+                        ]
+                    )
+        return update
+
+    def _step(self, state: Any, mean: tf.Tensor, share: tf.Tensor) -> Any:
+        """The rule's step; that of a whole block, as most are, needs fewer passes."""
+        replicas = self._num_replicas
+        return tf.cond(
+            share < 1.0,
+            lambda: self._rule.update(state, mean, replicas, share),
+            lambda: self._rule.update(state, mean, replicas),
+        )
+
+    def commit(self, update: Update) -> None:
+        """Writes what `update` returned."""
+        self.is_new.assign(False)
+        pairs = [(self._rule_states, update.rule_states)]
+        pairs += [(self._average_states[k], v) for k, v in update.average_states.items()]
+        for kept, new in pairs:
+            for variables, values in zip(kept, new, strict=True):
+                for variable, value in zip(variables[update.buckets], values, strict=True):
+                    _assign(variable, value)
+
+    def whole(self, field: str) -> list[tf.Tensor]:
+        """The buckets of a field; every worker must call it."""
+        per_holder: list[list[tf.Tensor]] = [[] for _ in self.aggregation.holders]
+        for cell in self.cells():
+            if cell.field == field:
+                per_holder[cell.holder].append(cell.variable.read_value())
+        return self.aggregation.spread(per_holder, f"{self._name}/{field}")[0]
+
+    def value(self, which: str) -> list[tf.Tensor]:
+        """The buckets of the "global" model or of an average; every worker must call it."""
+        if which == "global":
+            return self.whole("rule/global_model")
+        average = self._averages[which]
+        per_holder = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = self._average_states[which][holder]
+                per_holder.append([average.value(_read(s)) for s in states])
+        return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
+
+    def share_of_start(self, which: str) -> float:
+        """The weight, 0 … 1, that the model before the first sync has in an average; else 0."""
+        if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
+            return 0.0
+        states = [state for of_holder in self._average_states[which] for state in of_holder]
+        return max((float(state.bias) for state in states), default=0.0)
+
+    def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
+        """Elements `at` … of a bucket start anew from `values`: no momentum, averages restarted.
+
+        A rule that counts (an outer optimizer its steps, BMUFAdam those that Δ is worth) cannot
+        start anew in some elements alone: it does in all, from where the replicas go on.
+        """
+        if self._counts and not bool(self.is_new):
+            self._start_anew()
+        stop = at + int(values.shape[0])
+        for holder, part in self._held():
+            own = self._rule_states[holder][part.bucket]
+            start, end = max(at, part.start), min(stop, part.stop)
+            inside = part.bucket == bucket and start < end
+            piece = values[start - at : end - at] if inside else values[:0]
+            if inside:
+                _assign_at(own, self._rule.init(piece), start - part.start)
+            for label, average in self._averages.items():
+                state = self._average_states[label][holder][part.bucket]
+                if not inside and float(state.count) == 0.0:
+                    continue  # Has been restarted, by the weight before this one.
+                value = average.value(_read(state))
+                if inside:
+                    before, after = value[: start - part.start], value[end - part.start :]
+                    value = tf.concat([before, piece, after], 0)
+                _assign(state, average.init(value))
+
+    def _start_anew(self) -> None:
+        for holder, part in self._held():
+            own = self._rule_states[holder][part.bucket]
+            before = _read(own)
+            _assign(own, self._rule.init(self._rule.broadcast(before, before)))
+        for states in self._moment_states:
+            for state in states:
+                _assign(state, self._rule.init_moments(state.momentum, state.velocity))
+        self.is_new.assign(True)
+
+    def cells(self) -> Iterator[Cell]:
+        """Every variable of the state that is kept here."""
+        for holder, part in self._held():
+            state = self._rule_states[holder][part.bucket]
+            for name, variable in zip(state._fields, state, strict=True):
+                yield Cell(f"rule/{name}", holder, part, variable)
+            for label, states in self._average_states.items():
+                state = states[holder][part.bucket]
+                for name, variable in zip(state._fields, state, strict=True):
+                    yield Cell(f"averages/{label}/{name}", holder, part, variable)
+            for state in self._moment_states[holder : holder + 1]:
+                for name, variable in zip(MomentState._fields, state[part.bucket], strict=True):
+                    yield Cell(f"moments/{name}", holder, part, variable)
+
+    def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
+        """Gives a field its value: the buckets; for a scalar field a number, or one per bucket."""
+        self.is_new.assign(False)
+        for cell in self.cells():
+            if cell.field != field:
+                continue
+            value = buckets[cell.part.bucket] if isinstance(buckets, list) else buckets
+            value = value if cell.is_scalar else cut(value, cell.part)
+            cell.variable.assign(tf.cast(value, cell.variable.dtype))
+
+    def measured_from(
+        self, received: Sequence[Sequence[tf.Tensor]], buckets: slice
+    ) -> list[list[tf.Tensor]]:
+        """For each holder its parts of the point that the replicas' differences are added to.
+
+        Args:
+            received: for each holder its parts of the point that the differences are from.
+            buckets: those that the parts are of.
+        """
+        per_holder = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = [_read(state) for state in self._rule_states[holder][buckets]]
+                per_holder.append(list(map(self._rule.measured_from, states, received[holder])))
+        return per_holder
+
+    def broadcast_point(self) -> list[tf.Tensor]:
+        """The buckets from which replicas go on that had no part in the last sync.
+
+        Every worker must call it.
+        """
+        per_holder = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = [_read(state) for state in self._rule_states[holder]]
+                per_holder.append([self._rule.broadcast(state, state) for state in states])
+        return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the replicas keep different parts."""
+        return isinstance(self.aggregation, Sharded)
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of state that each local holder keeps."""
+        totals = [0] * len(self.aggregation.holders)
+        for cell in self.cells():
+            totals[cell.holder] += cell.variable.shape.num_elements() * cell.variable.dtype.size
+        return totals
+
+    def _held(self) -> Iterator[tuple[int, Part]]:
+        for holder in range(len(self.aggregation.holders)):
+            for part in self.aggregation.parts(holder):
+                yield holder, part
+
+
+def _variables(state: Any, name: str, make: MakeVariable) -> Any:
+    """A NamedTuple of variables that holds the NamedTuple `state`."""
+    return type(state)(
+        *(
+            make(tf.convert_to_tensor(value), f"{name}_{field}")
+            for field, value in zip(state._fields, state, strict=True)
+        )
+    )
+
+
+def _read(variables: Any, after: tf.Tensor | None = None) -> Any:
+    """The values of a NamedTuple of variables; read once the tensor `after` is there."""
+    with tf.control_dependencies([] if after is None else [after]):
+        return type(variables)(*(v.read_value() for v in variables))
+
+
+def _assign(variables: Any, values: Any) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(tf.cast(value, variable.dtype))
+
+
+def _assign_at(variables: Any, values: Any, at: int) -> None:
+    """Assigns to elements `at` … of the flat variables; scalars, which are of all, stay."""
+    for variable, value in zip(variables, values, strict=True):
+        if variable.shape.rank:
+            variable[at : at + value.shape[0]].assign(value)

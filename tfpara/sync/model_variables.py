@@ -1,0 +1,143 @@
+"""The variables of a Keras model that a sync works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.keras_model import optimizers
+from tfpara.sync.replicas import ReplicaVariables
+
+
+def replica_variables(
+    model: keras.Model,
+    components_of: Callable[[Any], tuple[tf.Variable, ...]],
+    rule: Any = None,
+    local_state: str = "keep",
+) -> ReplicaVariables:
+    """The model's weights, averaged state and optimizer slots, by device.
+
+    Args:
+        model: built; its optimizer, if it has one, too.
+        components_of: gives a distributed variable's component on each local device.
+        rule: one that filters the moments of the local optimizer names its slots by
+            `check_optimizer`.
+        local_state: "keep", "reset" or "average": what a sync makes of the slots.
+
+    Raises:
+        ValueError: the rule, or the choice of `local_state`, does not work with the model's
+            optimizer.
+    """
+
+    def components(variables: Sequence[keras.Variable]) -> list[tuple[tf.Variable, ...]]:
+        return [components_of(v.value) for v in variables]
+
+    weights = model.trainable_variables
+    state = [
+        v
+        for v in model.non_trainable_variables
+        # A frozen weight is not state: it is trainable to TensorFlow, and does not move.
+        if v.value.dtype.is_floating and not v.value.trainable
+    ]
+    slots = [slot for optimizer in optimizers(model) for slot in _slots(optimizer)]
+    moments: list[Any] = []
+    counting = _counting(optimizers(model), local_state)
+    if hasattr(rule, "check_optimizer"):
+        (optimizer,) = _only_optimizer(model)
+        rule.check_optimizer(optimizer)
+        # Keras' own lists, by its own index: the optimizer may have slots of frozen weights too.
+        indices = [optimizer._get_variable_index(v) for v in weights]
+        moments = [
+            components([of_all[i] for i in indices])
+            for of_all in (optimizer._momentums, optimizer._velocities)
+        ]
+        counting, slots = [optimizer], []
+    return ReplicaVariables(
+        weights=components(weights),
+        weight_names=[v.path for v in weights],
+        state=components(state),
+        state_names=[v.path for v in state],
+        slots=components([v for v, _ in slots]),
+        slot_names=[v.path for v, _ in slots],
+        slot_resets=[value for _, value in slots],
+        moments=moments,
+        counts=components([optimizer._iterations for optimizer in counting]),
+        cycles=[optimizer.gradient_accumulation_steps or 1 for optimizer in counting],
+        rates=components([o.learning_rate for o in optimizers(model) if _rate_can_be_set(o)]),
+    )
+
+
+def _rate_can_be_set(optimizer: Any) -> bool:
+    return isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable)
+
+
+def _counting(found: Sequence[Any], local_state: str) -> list[Any]:
+    """The optimizers whose number of steps goes with their slots when a sync writes these.
+
+    Adam and others divide their moments by what these have seen by that number: moments that are
+    set to 0 without it would be taken for old ones, and steps be several times the learning rate.
+
+    Raises:
+        ValueError: a reset would also set a learning-rate schedule back, or an optimizer has slots
+            that do not start from a constant.
+    """
+    if local_state == "keep":
+        return []
+    if local_state == "average":
+        return list(found)
+    counting = []
+    for optimizer in found:
+        name = type(optimizer).__name__
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        if "ScheduleFreeAdamW" in kinds:
+            raise ValueError(
+                f'local_state="reset": {name} keeps a second copy of the weights in its slots, '
+                'which cannot be reset. Give local_state="keep" or "average".'
+            )
+        if kinds & _WITHOUT_COUNT:
+            continue
+        rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call a schedule.
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(
+                f'local_state="reset" sets back the number of steps from which {name} corrects its '
+                "moments, and from which its learning-rate schedule counts too. Give a number as "
+                "the rate, and change it by a callback such as "
+                'keras.callbacks.LearningRateScheduler; or give local_state="keep" or "average".'
+            )
+        counting.append(optimizer)
+    return counting
+
+
+# Keras' optimizers whose step does not depend on the number of steps before it.
+_WITHOUT_COUNT = {"SGD", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion"}
+
+
+def _only_optimizer(model: keras.Model) -> list[Any]:
+    found = optimizers(model)
+    if len(found) != 1:
+        raise ValueError(
+            f"the model has {len(found)} optimizers, and BMUFAdam filters the moments of one. "
+            "Use tfpara.BMUF."
+        )
+    return found
+
+
+def _slots(optimizer: Any) -> list[tuple[keras.Variable, float]]:
+    """The optimizer's per-weight state, with the value each starts from.
+
+    Without what an optimizer marks `of_one_replica`: a sync neither averages nor resets that.
+    """
+    start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
+    # Nadam's product of its momenta so far: the only scalar that goes with the moments.
+    product = getattr(optimizer, "_u_product", None)
+    return [
+        (v, 1.0 if v is product else start if v.path.endswith("accumulator") else 0.0)
+        for v in optimizer.variables
+        if v.value.dtype.is_floating
+        and (v.value.shape.rank or v is product)
+        and not v.path.endswith("gradient_accumulator")  # gradients under way are no momentum
+        and not getattr(v, "of_one_replica", False)
+    ]

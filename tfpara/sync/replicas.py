@@ -1,0 +1,179 @@
+"""The local replicas' variables: as flat buckets for a sync, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfpara.collectives import broadcast_to_devices
+from tfpara.sync.buffers import Layout
+from tfpara.sync.reports import first_nonfinite
+
+Buckets = Sequence[tf.Tensor]
+
+
+@dataclasses.dataclass
+class ReplicaVariables:
+    """The variables that a sync reads and writes: for each, its component on each local device.
+
+    weights: trainable; the rule works on them. state: averaged as it is (batch-norm statistics).
+    slots: of the optimizer; kept, reset or averaged. slot_resets: their values after a reset.
+    moments: of a rule that filters them, the first and the second. counts: the numbers of steps,
+    one for each optimizer, that go with slots or moments which a sync writes. cycles: how many
+    steps each of these optimizers accumulates gradients for. rates: the optimizers' learning rates
+    that Python code can set, which must be alike on all replicas.
+    """
+
+    weights: Sequence[Sequence[tf.Variable]]
+    weight_names: Sequence[str]
+    state: Sequence[Sequence[tf.Variable]]
+    state_names: Sequence[str]
+    slots: Sequence[Sequence[tf.Variable]]
+    slot_names: Sequence[str]
+    slot_resets: Sequence[float]
+    moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
+    counts: Sequence[Sequence[tf.Variable]] = ()
+    cycles: Sequence[int] = ()
+    rates: Sequence[Sequence[tf.Variable]] = ()
+
+
+class Replicas:
+    """Packs and writes the variables of a worker's replicas.
+
+    Args:
+        variables: of the model.
+        devices: one for each local replica, the lead device first.
+        local_state: "keep", "reset" or "average": the optimizer's slots at a sync.
+        bucket_bytes: largest bucket.
+        fragments: parts of the weights that are synchronised in turn.
+    """
+
+    def __init__(
+        self,
+        variables: ReplicaVariables,
+        devices: Sequence[str],
+        local_state: str,
+        bucket_bytes: int,
+        fragments: int = 1,
+    ) -> None:
+        self.variables = variables
+        self.devices = list(devices)
+        self._local_state = local_state
+        self.averaged_slots = variables.slots if local_state == "average" else []
+        self.layout = Layout([v[0].shape for v in variables.weights], bucket_bytes, fragments)
+        self.state_layout = Layout([v[0].shape for v in variables.state], bucket_bytes)
+        self.slot_layout = Layout([v[0].shape for v in self.averaged_slots], bucket_bytes)
+        self._averaged = [*variables.weights, *variables.state, *self.averaged_slots]
+        slot_names = variables.slot_names if self.averaged_slots else []
+        self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
+
+    def first_nonfinite(self, replica: int) -> tf.Tensor:
+        """Index, among `averaged_names`, of the first variable with a NaN or Inf; or −1."""
+        return first_nonfinite([v[replica] for v in self._averaged], self.devices[replica])
+
+    def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
+        """Buckets of a replica's weights: all, or a fragment's."""
+        own = self._of(fragment)
+        with tf.device(self.devices[replica]):
+            return self.layout.pack([v[replica] for v in own], fragment)
+
+    def moments(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Buckets of a replica's first and second moments."""
+        with tf.device(self.devices[replica]):
+            first, second = (
+                self.layout.pack([v[replica] for v in slots]) for slots in self.variables.moments
+            )
+        return first, second
+
+    @property
+    def shared_counts(self) -> Sequence[Sequence[tf.Variable]]:
+        """The optimizers' numbers of steps that are the same on all replicas after a sync."""
+        return [] if self._local_state == "reset" else self.variables.counts
+
+    def write_counts(self, furthest: tf.Tensor) -> None:
+        """Optimizers whose slots have become the same count their steps as the furthest replica.
+
+        Args:
+            furthest: the largest of each of `shared_counts` over all replicas.
+        """
+        for k, count in enumerate(self.shared_counts):
+            cycle = self.variables.cycles[k]
+            for component in count:
+                newest = tf.cast(furthest[k], component.dtype)
+                # Gradients that are being accumulated stay a replica's own.
+                component.assign(newest - newest % cycle + component % cycle)
+
+    def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
+        """Buckets of a replica's state, measured from `anchors`, and of its averaged slots."""
+        with tf.device(self.devices[replica]):
+            state = self.state_layout.pack([v[replica] for v in self.variables.state])
+            # Measured from the last sync's value, so that what has not moved stays exact.
+            moved = [s - a for s, a in zip(state, anchors, strict=True)]
+            return [*moved, *self.slot_layout.pack([v[replica] for v in self.averaged_slots])]
+
+    def write_weights(self, per_device: Sequence[Buckets], fragment: int | None = None) -> None:
+        """Writes the weights, from buckets for each device."""
+        tensors = []
+        for device, buckets in zip(self.devices, per_device, strict=True):
+            with tf.device(device):
+                tensors.append(self.layout.unpack(buckets, fragment))
+        assign(self._of(fragment), tensors)
+
+    def write_moments(self, field: str, spread: Sequence[Buckets]) -> None:
+        """Writes the "momentum" or the "velocity", from buckets for each device."""
+        slots = self.variables.moments[0 if field == "momentum" else 1]
+        assign(slots, [self.layout.unpack(buckets) for buckets in spread])
+
+    def write_others(self, state: Buckets, slots: Buckets) -> None:
+        """Writes the same state, and averaged slots, on all devices; resets slots if asked."""
+        for layout, buckets, variables in (
+            (self.state_layout, state, self.variables.state),
+            (self.slot_layout, slots, self.averaged_slots),
+        ):
+            copies = broadcast_to_devices(buckets, self.devices)
+            assign(variables, [layout.unpack(copy) for copy in copies])
+        if self._local_state == "reset":
+            for slot, value in zip(self.variables.slots, self.variables.slot_resets, strict=True):
+                for component in slot:
+                    component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
+            for count, cycle in zip(self.variables.counts, self.variables.cycles, strict=True):
+                for component in count:
+                    component.assign(component % cycle)
+
+    def average_devices(self, samples: tf.Tensor) -> None:
+        """All local replicas go on from the mean of their weights and state.
+
+            w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0)
+
+        Args:
+            samples: n, how many each has processed since they were last equal; all 0: nothing is
+                done.
+        """
+        total = tf.reduce_sum(samples)
+        shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))
+        for variable in (*self.variables.weights, *self.variables.state):
+            with tf.device(self.devices[0]):
+                values = [tf.cast(component, tf.float32) for component in variable]
+                # Measured from the first, so that what is equal stays exact.
+                moved = [s * (v - values[0]) for s, v in zip(shares[1:], values[1:], strict=True)]
+                mean = tf.add_n([values[0], *moved])
+            for component, own in zip(variable, values, strict=True):
+                with tf.device(component.device):
+                    component.assign(tf.cast(tf.where(total > 0.0, mean, own), component.dtype))
+
+    def _of(self, fragment: int | None) -> Sequence[Sequence[tf.Variable]]:
+        weights = self.variables.weights
+        return weights if fragment is None else weights[self.layout.variables[fragment]]
+
+
+def assign(
+    variables: Sequence[Sequence[tf.Variable]], per_device: Sequence[Sequence[tf.Tensor]]
+) -> None:
+    """Assigns to every variable's component on each device; `per_device` has a list for each."""
+    for replica, tensors in enumerate(per_device):
+        for variable, tensor in zip(variables, tensors, strict=True):
+            component = variable[replica]
+            with tf.device(component.device):
+                component.assign(tf.cast(tensor, component.dtype))

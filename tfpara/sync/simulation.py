@@ -1,0 +1,80 @@
+"""Many replicas in one process, to study a rule without a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara import cluster
+from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.threads import check_threads
+
+
+def simulate(num_replicas: int, rule: Any, *, sync_period: int, **options: Any) -> Any:
+    """A strategy of N replicas on logical CPU devices of this process.
+
+    They take the same steps, with the same rule and the same division of the data, as N workers
+    would; only the order in which a machine adds up the sums differs. Everything that works on a
+    cluster works on it: `fit`, callbacks, averages, checkpoints. Speed and waiting are not
+    simulated: the replicas share this machine's cores, and its memory, in which each has its
+    weights, gradients and slots.
+
+    Call it before anything else of TensorFlow.
+
+    Args:
+        num_replicas: N ≥ 1.
+        rule: as `PeriodicSyncStrategy` takes it.
+        sync_period: τ, minibatches of each replica between two syncs.
+        **options: the other arguments of `PeriodicSyncStrategy`, but for `devices` and
+            `device_sync_period`: each replica stands for a worker.
+
+    Returns:
+        A `PeriodicSyncStrategy`.
+
+    Raises:
+        ValueError: N is no whole number of at least 1; or TF_CONFIG says that this is one of
+            several workers.
+        RuntimeError: TensorFlow has made its devices already.
+
+    Example:
+        >>> strategy = simulate(8, tfpara.BMUF(), sync_period=20)
+        >>> strategy.num_replicas
+        8
+    """
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
+        raise ValueError(f"num_replicas={num_replicas!r} must be a whole number of at least 1.")
+    if cluster.read().num_workers > 1:
+        raise ValueError(
+            "simulate() is for one process, and TF_CONFIG names several workers. Unset it, or use "
+            "PeriodicSyncStrategy."
+        )
+    if options.get("device_sync_period") is not None:
+        raise ValueError(
+            f"device_sync_period={options['device_sync_period']!r}: simulated replicas are workers "
+            "of one device each. Leave it out."
+        )
+    make_devices(num_replicas)
+    devices = [f"CPU:{number}" for number in range(num_replicas)]
+    return PeriodicSyncStrategy(rule, sync_period=sync_period, devices=devices, **options)
+
+
+def make_devices(count: int) -> None:
+    """Divides the CPU into logical devices, at least `count`.
+
+    Raises:
+        RuntimeError: TensorFlow has made fewer already, or has one thread for more than 8.
+    """
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    there = tf.config.get_logical_device_configuration(cpu) or []
+    check_threads(count)
+    if max(1, len(there)) >= count:
+        return
+    try:
+        configuration = [tf.config.LogicalDeviceConfiguration()] * count
+        tf.config.set_logical_device_configuration(cpu, configuration)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{count} logical CPU devices are needed, and TensorFlow has made {max(1, len(there))} "
+            "already. Call simulate() before any tensor, variable, model or optimizer is made."
+        ) from error

@@ -1,0 +1,519 @@
+"""The distribution strategy, derived from `tf.distribute.MultiWorkerMirroredStrategy`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara import cluster, program
+from tfpara.checks import checked_averages, checked_period, checked_seconds
+from tfpara.cluster import quiet, startup
+from tfpara.cluster.place import call
+from tfpara.collectives.choice import choose
+from tfpara.group import as_list
+from tfpara.steps import after, batch_size, skip_empty
+from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
+from tfpara.sync.extended import PeriodicSyncExtended, in_replica
+from tfpara.sync.reports import Request
+from tfpara.sync.settings import (
+    Settings,
+    check_delay,
+    check_device_period,
+    checked_aggregation,
+    checked_collectives,
+    checked_communication,
+    checked_compression,
+    checked_device_period,
+    checked_fragments,
+    checked_local_state,
+    checked_overlap,
+    checked_rule,
+)
+from tfpara.sync.statistics import SyncStatistics
+from tfpara.threads import check_threads
+
+_log = logging.getLogger(__name__)
+
+
+class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Local optimizer steps on every replica, and a synchronisation every τ minibatches.
+
+    Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
+    made and compiled in the strategy's scope. A replica is one device of one worker; the workers
+    are those of TF_CONFIG, or those that horovodrun or mpirun have started (without them, this
+    process alone). Nothing is exchanged in a training step but every `sync_period`-th.
+
+    The end of an epoch closes the open block: all workers, however much data each had, join a last
+    sync, so the metrics of the epoch's log, validation and callbacks come after it. Metrics are
+    reduced over all replicas of all workers.
+
+    Args:
+        rule: `tfpara.BSP()`, `BMUF(...)`, `EASGD(...)`, `BMUFAdam(...)`, `DiLoCo(...)`,
+            `SlowMo(...)` or, around a Keras optimizer, `Outer(...)`.
+        sync_period: τ ≥ 1, the minibatches of each replica between two syncs.
+        averages: averages of the global model by name, e.g. `{"ema": tfpara.EMA(0.99)}`; they never
+            touch training.
+        local_state: what becomes of the optimizer's slots (momentum …) at a sync: "keep", "reset"
+            to their initial value, or "average" over the replicas.
+        aggregation: "replicated": every worker keeps the whole global model and averages.
+            "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
+            where there are several replicas and the model has 16 MB or more, or with `compression`;
+            without it not between two workers of Horovod over Gloo, where on a slow link a sharded
+            sync takes up to twice as long.
+        devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`. None: all GPUs, or CPU:0.
+        overlap: False: training stops for a sync. True: a sync runs while the next block trains,
+            and is merged where that block ends. A number d ≤ τ: it is merged d minibatches after it
+            began. See docs/syncs.md.
+        fragments: parts of the model that take turns at the sync points: each is synchronised at
+            every `fragments`-th. 1: the whole model at each.
+        compression: "none"; "bf16", "fp16": half the bytes; "int8": a quarter, on the wire between
+            workers. What rounding leaves out is sent at the next sync.
+        device_sync_period: a worker's devices also average their weights every so many minibatches,
+            of which τ is a multiple. None: only syncs of all replicas.
+        data_plan: facts about the data that all workers must share (numbers and strings by name);
+            compared before the first step.
+        timeout_seconds: longest wait for other workers inside a sync. It must exceed the time by
+            which the slowest worker can be late, first-step compilation included.
+        startup_timeout_seconds: longest wait for all workers to appear.
+        communication: "AUTO", "RING" or "NCCL", between workers; of TensorFlow's collectives.
+        collectives: what connects the workers: "tensorflow" (TF_CONFIG), "horovod", or "auto":
+            Horovod where horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started
+            the process, else TensorFlow. See docs/horovod.md.
+
+    Raises:
+        TypeError: `rule` is not a rule object, or an average is not one.
+        ValueError: a value outside its range.
+        tfpara.FingerprintError: workers that were started with different settings.
+        tfpara.cluster.ClusterError: TF_CONFIG is wrong.
+        tfpara.StartupError: workers that did not come, or see another cluster.
+    """
+
+    def __init__(
+        self,
+        rule: Any,
+        *,
+        sync_period: int,
+        averages: Mapping[str, Any] | None = None,
+        local_state: str = "keep",
+        aggregation: str = "auto",
+        overlap: bool | int = False,
+        fragments: int = 1,
+        compression: str = "none",
+        device_sync_period: int | None = None,
+        devices: Sequence[str] | None = None,
+        data_plan: Mapping[str, Any] | None = None,
+        timeout_seconds: float = 300.0,
+        startup_timeout_seconds: float = 300.0,
+        communication: str = "AUTO",
+        collectives: str = "auto",
+    ) -> None:
+        """Joins the other workers, and compares settings with them; arguments as above."""
+        settings = Settings(
+            rule=checked_rule(rule),
+            sync_period=checked_period(sync_period),
+            averages=checked_averages(averages),
+            local_state=checked_local_state(local_state, rule, overlap, fragments),
+            aggregation=checked_aggregation(aggregation),
+            timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),
+            communication=checked_communication(communication),
+            collectives=checked_collectives(collectives),
+            data_plan=dict(data_plan or {}),
+            overlap=checked_overlap(overlap, rule, sync_period),
+            fragments=checked_fragments(fragments, rule),
+            compression=checked_compression(compression, rule, aggregation),
+            device_sync_period=checked_device_period(device_sync_period, sync_period),
+        )
+        checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
+        gpus = tf.config.list_physical_devices("GPU") if devices is None else []
+        check_threads(len(gpus or devices or []))
+        found = cluster.read()
+        chosen, why = choose(collectives, found)
+        settings = dataclasses.replace(settings, collectives=chosen)
+        if found.num_workers > 1 and found.is_chief and collectives == "auto":
+            # Shown by default only where there was a choice.
+            level = logging.WARNING if found.rank_variable else logging.DEBUG
+            _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
+        if found.num_workers > 1 and chosen == "horovod":
+            horovod_group.join(found, startup_timeout_seconds, timeout_seconds)
+            starting: Any = contextlib.nullcontext()
+        else:
+            starting = startup.guard(found, startup_timeout_seconds)
+        # The grandparent's constructor: the parent's would build its own extended class.
+        with starting:
+            with _starting_first():
+                extended = PeriodicSyncExtended(self, settings, devices, found)
+            tf.distribute.Strategy.__init__(self, extended)
+        if found.num_workers > 1:
+            found = horovod_group.with_addresses(found, extended.control)
+        program.watch(self, found, timeout_seconds)
+        extended.start()
+        if found.num_workers > 1:
+            extended.connect(found)
+        scope.watch(self)
+        keras_hooks.install()
+        quiet.install()
+        average_loss.install()
+        if self.is_chief:
+            # So that it shows where TF_CONFIG is not what was meant.
+            print(f"tfpara: {self}", file=sys.stderr, flush=True)
+
+    def __repr__(self) -> str:
+        def counted(number: int, what: str) -> str:
+            return f"{number} {what}{'s' * (number != 1)}"
+
+        count = f"{counted(self.num_workers, 'worker')}, {counted(self.num_replicas, 'replica')}"
+        period = "no syncs" if self.sync_period is None else f"sync_period={self.sync_period}"
+        averages = f", averages={self.averages}" if self.averages else ""
+        return f"PeriodicSyncStrategy of {count}: {self.rule}, {period}{averages}"
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a model was trained under this strategy."""
+        return bool(self.extended.synchronizers)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """N; inside a replica 1, since a local step is that of a replica on its own."""
+        # Keras divides the loss, and clips, by this number inside a replica.
+        return 1 if in_replica() else self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """N, the replicas of all workers."""
+        return self.extended._num_replicas_in_sync
+
+    @property
+    def num_workers(self) -> int:
+        """Processes taking part."""
+        return self.extended._num_workers
+
+    @property
+    def worker_index(self) -> int:
+        """This worker, 0 … num_workers − 1; 0 is the chief."""
+        return self.extended._id_in_cluster
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker writes what is written once."""
+        return self.worker_index == 0
+
+    @property
+    def local_replica_ids(self) -> list[int]:
+        """The numbers, among 0 … N − 1, of this worker's replicas."""
+        count = len(self.extended.worker_devices)
+        return list(range(self.worker_index * count, (self.worker_index + 1) * count))
+
+    @property
+    def sync_period(self) -> int | None:
+        """τ, minibatches of each replica between two syncs; None while there are none."""
+        return self.extended.sync_period
+
+    def set_sync_period(self, sync_period: int | None) -> None:
+        """Sets τ from here on. Every worker must call it, between blocks: where an epoch begins.
+
+        Args:
+            sync_period: minibatches of each replica between two syncs, at least 1. None: the
+                replicas are independent until it is set again; the end of an epoch averages
+                nothing either.
+
+        Raises:
+            ValueError: not a whole number of at least 1, or one that does not go with `overlap` or
+                `device_sync_period`; or steps were taken since the last sync.
+        """
+        extended = self.extended
+        if sync_period is not None:
+            checked_period(sync_period)
+            check_delay(extended.settings.overlap, sync_period)
+            check_device_period(extended.settings.device_sync_period, sync_period)
+        if any(s.agreement().block_open or s.in_flight for s in extended.synchronizers):
+            raise ValueError(
+                f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
+                "sync. Call it where an epoch begins, or after strategy.synchronize()."
+            )
+        extended.set_sync_period(sync_period)
+
+    def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
+        """All replicas go on from the weights of one; momentum and averages start again there.
+
+        Closes the open block first, so every worker must call it. The optimizers' slots of each
+        replica stay as they are.
+
+        Args:
+            model: the model that is trained.
+            replica: 0 … N − 1, the one whose local weights (and batch-norm statistics) are taken.
+
+        Raises:
+            ValueError: there is no such replica.
+        """
+        self.extended.broadcast_replica(model, replica)
+
+    @property
+    def rule(self) -> Any:
+        """The synchronisation rule, with defaults filled in for N replicas."""
+        return self.extended.settings.rule
+
+    @property
+    def averages(self) -> dict[str, Any]:
+        """The averages of the global model, by name."""
+        return dict(self.extended.settings.averages)
+
+    @property
+    def weight_names(self) -> list[str]:
+        """What `weights` takes: "local", "global" and the averages' names."""
+        return ["local", "global", *self.extended.settings.averages]
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on every local replica and, where it takes an optimizer step, counts it.
+
+        A replica whose part of the batch is empty takes no step. Where `fn` updates the weights of
+        a model, the sync of every `sync_period`-th call is part of this call.
+        """
+        extended = self.extended
+        with self.scope():
+            if tf.executing_eagerly() and extended.synchronizer_for(fn) is None:
+                model = extended.model_of(fn)
+                if _is_train_step(fn) or (model is extended.tracked and _has_weights(model)):
+                    # From the weights before the step, which is taken at once.
+                    extended.make_synchronizer(model)
+            # What is traced in an earlier call does not show that it steps, but counts.
+            counts = extended.step_counts() if tf.executing_eagerly() else []
+            extended.optimizer_stepped = False
+            extended.written, extended.used = [], []
+            outputs = super().run(skip_empty(fn), args, kwargs, options)
+            locals_ = self.experimental_local_results((args, kwargs or {}))
+            samples = [batch_size(values) for values in locals_]
+            if _is_step_of_keras(fn):
+                outputs = extended.of_those_that_stepped(outputs, samples)
+            if tf.executing_eagerly() and extended.step_counts() != counts:
+                extended.optimizer_stepped = True
+            if not extended.optimizer_stepped and not _is_train_step(fn):
+                return outputs
+            extended.check_optimizers(extended.model_of(fn))
+            # The step may have made slots of optimizers.
+            synchronizer = extended.synchronizer_for(fn)
+            if synchronizer is None:
+                with tf.init_scope():
+                    synchronizer = extended.make_synchronizer(extended.model_of(fn))
+                scope.check(extended.model_of(fn), self)
+            extended.check_written(synchronizer)
+            with after(locals_):
+                synchronizer.after_step(
+                    [1 if n is None else n for n in samples],
+                    [extended.weight_of(fn, *values) for values in locals_],
+                )
+            return outputs
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """The sum or mean of a value over the replicas of all workers.
+
+        Every worker must call it, as often as the others, and outside of a `tf.function` where
+        there are several workers. It closes no block. A replica that took no step, since its part
+        of the batch was empty, has zeros.
+
+        Args:
+            reduce_op: "SUM" or "MEAN".
+            value: what `run` returned, or a structure of that.
+            axis: that of the samples, over which the values are summed, or averaged, too.
+
+        Raises:
+            ValueError: inside a `tf.function`, if there are several workers; or values of different
+                shapes, on every worker.
+        """
+        return super().reduce(reduce_op, value, axis)
+
+    def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
+        """Training data for `fit` that are another dataset in every epoch, and can be resumed.
+
+        Args:
+            dataset_fn: called on each worker as `dataset_fn(epoch, first)`; returns this worker's
+                minibatches of that epoch (from 0), those of its replicas in turn: a minibatch for
+                each of `local_replica_ids`, then the next for each, and so on. `first` minibatches,
+                counted over all replicas, have been trained already and must be left out; it is 0
+                but for the epoch in which a run is resumed. All must have the same element spec.
+
+        Returns:
+            Data for `fit`: every pass that follows training steps is the next epoch's. A
+            `tfpara.callbacks.Checkpoint` tells it where a resumed run is.
+        """
+        position = self.extended.position
+        return self.extended.datasets_by_epoch(
+            lambda context: dataset_fn(position.epoch, position.first)
+        )
+
+    def keep_state(self, name: str, holder: Any) -> None:
+        """Has the state of an object kept in checkpoints and restored from them.
+
+        Args:
+            name: the state's; a second object under one name replaces the first.
+            holder: `get_state()` returns what JSON can carry, `set_state(state)` takes it back.
+        """
+        self.extended.states[name] = holder
+
+    def request(self, request: Request) -> None:
+        """Asks all workers for a checkpoint, or to stop: they agree on it at the next sync.
+
+        Acted on by `tfpara.callbacks.Checkpoint` and `StopTogether`. Any worker may ask.
+        """
+        for synchronizer in self.extended.synchronizers:
+            synchronizer.request(request)
+
+    def answered(self) -> None:
+        """Forgets what was asked for and agreed on; every worker calls it at the same sync."""
+        for synchronizer in self.extended.synchronizers:
+            synchronizer.answered()
+
+    def weigh_minibatches(self, weight: Callable[..., Any]) -> None:
+        """Says what a minibatch counts in the mean of the replicas, before the first step.
+
+        By default that is the number by which Keras divides the compiled loss of a minibatch: its
+        samples; with sample weights their number, those of padding among them, or their sum if the
+        loss has reduction="mean_with_sample_weight". A loss of a custom loop, or one with Keras'
+        masks, may divide by another number, and every frame has the same say in the model only if
+        that is given here.
+
+        Args:
+            weight: called with what a replica's step is given (Keras gives it one argument, the
+                minibatch); returns a number or a scalar tensor. The same on every worker.
+
+        Raises:
+            ValueError: a model was trained already, by steps that count otherwise.
+        """
+        if self.has_trained:
+            raise ValueError(
+                "weigh_minibatches() after a model was trained: its compiled step counts "
+                "otherwise. Call it right after the strategy is made."
+            )
+        self.extended.minibatch_weight = weight
+
+    def track(self, model: keras.Model | Sequence[keras.Model], optimizers: Any = ()) -> None:
+        """Names what a custom loop trains through `run`; Keras' `fit` needs no call.
+
+        Several models are synchronised as one: a call of `run` that trains any of them is a step of
+        all, and `weights`, `broadcast_replica` and `state_bytes`, given one of them, are of all.
+
+        Args:
+            model: the model, or a list of all that the loop trains.
+            optimizers: those of the loop, one or a list, beside what the models are compiled with;
+                for `local_state` "reset" and "average" and for BMUFAdam.
+
+        Raises:
+            TypeError: what is given is no model, or no optimizer.
+            ValueError: the list of models is empty.
+        """
+        self.extended.track(as_list(model), as_list(optimizers))
+
+    def synchronize(self) -> None:
+        """Closes the open block: every worker must call it, and joins syncs until all have.
+
+        `fit` does so at the end of each epoch; custom loops call it where their data ends.
+        """
+        self.extended.finish_blocks()
+
+    def barrier(self) -> None:
+        """Waits until every worker has called this.
+
+        What the chief wrote before is there after it: all workers may read it.
+        """
+        self.extended.control.together(call("strategy.barrier()"))
+
+    @contextlib.contextmanager
+    def weights(self, model: keras.Model, which: str) -> Iterator[None]:
+        """Puts the "global" model, the "local" ones or a named average into `model` for a while.
+
+        Every worker must enter, since the open block is closed first. Leaving the context puts the
+        former weights back, bit for bit, on every device. Statistics such as those of batch
+        normalisation are those of the last sync in each case. A model that has not been trained yet
+        has the same weights under every name. Models that are tracked together all have them.
+        Contexts may be nested: the inner one holds.
+
+        Args:
+            model: a model that was made in the scope.
+            which: "global", "local" or a name among `averages`.
+
+        Raises:
+            ValueError: an unknown name; the message lists those there are. Weights that are set, or
+                trained by `fit`, inside the context. Or a model of another strategy, or one that is
+                part of the model that was trained.
+        """
+        known = self.weight_names
+        if which not in known:
+            raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
+        self.extended.finish_blocks(call(f"strategy.weights(model, {which!r})"))
+        synchronizer = self.extended.trained(model)
+        if synchronizer is None and self.extended.is_stranger(model):
+            raise ValueError(
+                f"this model has no {which!r} weights of its own: it belongs to another strategy, "
+                "or is part of a model that was trained. Give the model that fit was called on."
+            )
+        former, self.extended.shown = self.extended.shown, which
+        try:
+            with synchronizer.showing(which) if synchronizer else contextlib.nullcontext():
+                yield
+        finally:
+            self.extended.shown = former
+
+    def state_bytes(self, model: keras.Model) -> list[int]:
+        """Bytes of global state (model, momentum, averages) that each local holder keeps.
+
+        One number for a worker that keeps the whole state, one for each replica where it is
+        sharded. Every worker must call it.
+
+        Args:
+            model: built and compiled in the scope.
+        """
+        with self.scope():
+            return self.extended.synchronizer_of(model).global_state.nbytes
+
+    def statistics(self) -> SyncStatistics:
+        """What this worker has done so far, over all models of the strategy."""
+        total = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
+        for synchronizer in self.extended.synchronizers:
+            one = synchronizer.statistics()
+            total = SyncStatistics(
+                steps=total.steps + one.steps,
+                samples=total.samples + one.samples,
+                syncs=total.syncs + one.syncs,
+                sync_seconds=total.sync_seconds + one.sync_seconds,
+                wait_seconds=total.wait_seconds + one.wait_seconds,
+                distance=one.distance,
+                bytes_sent=total.bytes_sent + one.bytes_sent,
+            )
+        return total
+
+
+@contextlib.contextmanager
+def _starting_first() -> Iterator[None]:
+    """Explains TensorFlow's error where it has been used before it knew the cluster."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "at program startup" not in str(error):
+            raise
+        raise RuntimeError(
+            "TensorFlow was used before the strategy was made, and cannot join a cluster any more. "
+            "Make the strategy before any tensor, variable, dataset, layer, metric, model or "
+            "optimizer; give tfpara.Outer a function, as in "
+            "Outer(lambda: keras.optimizers.Adam(0.1))."
+        ) from None
+
+
+def _is_step_of_keras(fn: Any, names: Sequence[str] = ("train_step", "test_step")) -> bool:
+    """Whether `fn` is what `fit` or `evaluate` runs on a minibatch."""
+    owner = getattr(fn, "__self__", None)
+    return isinstance(owner, keras.Model) and getattr(fn, "__name__", "") in names
+
+
+def _has_weights(model: keras.Model | None) -> bool:
+    return model is not None and bool(model.trainable_variables)
+
+
+def _is_train_step(fn: Any) -> bool:
+    """Whether `fn` is the training step of a model with weights, whatever writes these."""
+    return _is_step_of_keras(fn, ["train_step"]) and _has_weights(fn.__self__)
