@@ -538,7 +538,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         setting = (
             "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
         )
-        check_optimizers_known(model, used, f"{settings.rule}{setting}")
+        # Not the rule as it prints: an outer one reads its optimizer, which no graph can.
+        check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")
 
     def check_written(self, synchronizer: Synchronizer) -> None:
         """Raises ValueError if `run` is to train weights that no sync would average."""
