@@ -362,10 +362,11 @@ class SyncSteps:
 
     def _commit(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1."""
-        self._sync_began.assign(now())
-        shares = self._shares(fragment, reports)
-        with phase("pack"):
-            local = [self._replicas.weights(r, fragment) for r in range(len(self._devices))]
+        # The watchdog is to see a wait for whatever is sent.
+        with tf.control_dependencies([self._sync_began.assign(now())]):
+            shares = self._shares(fragment, reports)
+            with phase("pack"):
+                local = [self._replicas.weights(r, fragment) for r in range(len(self._devices))]
         others = self._averaging.exchange_others(shares) if self._whole else []
         arrival = self._averaging.exchange(fragment, local, shares)
         distance = self._measured(fragment, local, arrival)
