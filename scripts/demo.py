@@ -29,7 +29,7 @@ from scripts import runs
 from scripts.data import held_out
 
 _OUT = flags.DEFINE_string("out", "runs/demo", "directory for corpus, runs and results")
-_TRAIN = flags.DEFINE_float("train_minutes", 16.0, "speech to train on, in minutes", 0.1)
+_TRAIN = flags.DEFINE_float("train_minutes", 14.0, "speech to train on, in minutes", 0.1)
 _HELD_OUT = flags.DEFINE_float(
     "held_out_minutes", 3.0, "speech of each of validation and test, in minutes", 0.1
 )
