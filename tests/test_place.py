@@ -116,7 +116,7 @@ def test_the_sentence_has_the_advice_of_who_is_elsewhere():
         for place in (train, end):
             place.epoch_begins(1)
         train.step_begins(11)
-        told = [bytes(place.told()) for place in (train, end, odd, train)]
+        told = [place.told() for place in (train, end, odd, train)]
     assert sentence(told) == (
         "workers 0, 3 are in epoch 2 of fit (step 12), worker 1 at the end of epoch 2 of fit, "
         "worker 2 in evaluate; call evaluate on every worker or on none."

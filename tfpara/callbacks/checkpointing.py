@@ -12,12 +12,12 @@ from tfpara import fit_call
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.termination import RESTART_EXIT_CODE, Termination
 from tfpara.checkpoint.run import IF_DAMAGED, Checkpoints, taken_up
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.place import of_callback
 from tfpara.sync.exchange import everyones
 from tfpara.sync.reports import Request
 from tfpara.sync.statistics import Agreement
 
-_WISHES = Purpose("in StopTogether", "give StopTogether to fit on every worker")
+_WISHES = of_callback("StopTogether")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other
 
 

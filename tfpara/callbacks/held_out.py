@@ -15,11 +15,11 @@ import tensorflow as tf
 from tfpara.callbacks.scalars import Scalars
 from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.place import of_callback
 from tfpara.keras_model import carried_states
 from tfpara.sync.exchange import everyones
 
-_LENGTH = Purpose("in HeldOut", "give HeldOut to fit on every worker")
+_LENGTH = of_callback("HeldOut")
 
 
 class HeldOut(keras.callbacks.Callback):

@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from tfpara.callbacks.held_out import evaluate
 from tfpara.callbacks.schedule import Schedule, learning_rate
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.place import of_callback
 from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
 from tfpara.sync.exchange import everyones
 from tfpara.sync.training_state import TrainingState
 
-_TRIED = Purpose("in SearchRate", "give SearchRate to fit on every worker")
+_TRIED = of_callback("SearchRate")
 
 
 class SearchRate(Schedule):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ from tfpara.keras_model import training_variables
 from tfpara.sync.exchange import everyones
 from tfpara.sync.fingerprint import differences
 from tfpara.sync.keras_hooks import build_optimizers
+from tfpara.sync.reading import random_states, set_random_states
 from tfpara.sync.synchronizer import Synchronizer
 
 IF_DAMAGED = ("refuse", "start")
@@ -246,7 +246,7 @@ class Checkpoints:
             tensors[f"replica-{ids[replica]}/wire/{name}"] = variable.read_value()
         for name, variable in self.synchronizer.of_open_block().items():
             tensors[f"open/{name}"] = variable.read_value()
-        tensors["random"] = tf.constant(json.dumps(_random_state()))
+        tensors["random"] = tf.constant(json.dumps(random_states()))
         return tensors
 
     # -- restoring -----------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Checkpoints:
                 value = value if alike else total / self._strategy.num_workers
             counter.assign(value)
         self._extended.sync_period = self.synchronizer.sync_period
-        _set_random_state(json.loads(own.get_tensor("random")))
+        set_random_states(json.loads(own.get_tensor("random")))
         for name, state in manifest["states"].items():
             if name in self._extended.states:
                 self._extended.states[name].set_state(state)
@@ -363,22 +363,6 @@ def _value(held: Mapping[str, Any], key: str) -> Any:
     if key not in held:
         raise CheckpointError(f"the checkpoint lacks {key}, which this model has.")
     return held[key].get_tensor(key)
-
-
-def _random_state() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
 
 
 def check_run(path: Any, manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ _timeout: float | None = None  # of the strategy that was made last
 _silence: str | None = None
 _who_is_mute: Callable[[], str] = str  # asks those who answer; "" if it is not known
 _advice: Callable[[], str] = str  # on the exchange that has failed here; "" if there is none
-_WENT_ON = "has ended its program while others went on"
 _apart = ""  # who is where, if this process has ended an exchange in which not all were
 _ended: dict[int, str] = {}  # why, of each worker that has said that it ends; "" if in good order
 # Why this one ends, to be told to the others; None if they know as well as this one.
@@ -63,9 +62,7 @@ def explain(
         return f"{_apart or (apart[1] if apart else '')}."
     gone = _gone(cluster)
     if gone:
-        # It went well elsewhere; what this worker alone has come to is what to put right.
-        advice = _advice() if gone.endswith(_WENT_ON) else ""
-        return f"a sync failed because {gone}; {advice or 'start all workers again'}."
+        return f"a sync failed because {gone}."
     # Horovod does not say why it has ended; but a worker that ends closes its port before.
     silent = "Horovod has" in text and bool(cluster.addresses)
     told = _WHO_WAS_SILENT.search(text)  # by the worker that ended the sync
@@ -133,16 +130,20 @@ def last_words() -> str | None:
 
 
 def _gone(cluster: Cluster) -> str:
-    """Which workers are gone, and why as far as it is known, as in "because WORKERS"; or ""."""
+    """Which workers are gone, why as far as it is known, and what to do; "" if none is."""
     names = {rank: cluster.describe(rank) for rank in range(cluster.num_workers)}
     closed = unreachable(cluster, _PROBE_SECONDS)
     if closed and not _ended:
         time.sleep(_HEAR_SECONDS)
     failed = [f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why]
     gone = [f"{n} is gone" for rank, n in names.items() if n in closed and rank not in _ended]
-    ended = [f"{names[rank]} {_WENT_ON}" for rank in _ended]
+    again = "start all workers again"
     # Others end because of one that has failed or died, and in good order where they expect it.
-    return " and ".join(failed or gone or ended)
+    if failed or gone:
+        return f"{' and '.join(failed or gone)}; {again}"
+    ended = [f"{names[rank]} has ended its program while others went on" for rank in _ended]
+    # It went well elsewhere; what this worker alone has come to is what to put right.
+    return f"{' and '.join(ended)}; {_advice() or again}" if ended else ""
 
 
 def know(cluster: Cluster, timeout_seconds: float) -> None:

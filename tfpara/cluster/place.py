@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 MARKS = 3  # numbers in a mark
@@ -39,6 +39,11 @@ class Purpose(NamedTuple):
 def call(text: str) -> Purpose:
     """Of a function that is to be called by all."""
     return Purpose(f"in {text}", f"call {text} on every worker or on none")
+
+
+def of_callback(name: str) -> Purpose:
+    """Of a callback that is to be given to `fit` by all."""
+    return Purpose(f"in {name}", f"give {name} to fit on every worker")
 
 
 EVALUATE = call("evaluate")
@@ -195,13 +200,14 @@ class Place:
         return list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
 
 
-def sentence(told: Sequence[bytes]) -> str:
+def sentence(table: Iterable[Iterable[float]]) -> str:
     """Who is where, and what to do.
 
     Args:
-        told: what each worker has `told`, by rank.
+        table: for each worker, by rank, the numbers that it has `told`.
     """
-    said = [row.rstrip(b"\0").decode(errors="replace").split("\n") for row in told]
+    texts = [bytes(int(number) for number in row).rstrip(b"\0") for row in table]
+    said = [text.decode(errors="replace").split("\n") for text in texts]
     where: dict[str, list[str]] = {}
     for rank, (_, text, _) in enumerate(said):
         where.setdefault(text, []).append(str(rank))

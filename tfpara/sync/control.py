@@ -75,5 +75,5 @@ class Control:
                 told = tf.constant(self._place.told())
                 table = self.collectives.all_gather(told, "places").numpy()
                 time.sleep(_GRACE_SECONDS)
-                raise MismatchError(sentence([bytes(row.astype("uint8")) for row in table]))
+                raise MismatchError(sentence(table))
         return [int(each) for each in rows[:, 2]]

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import multiprocessing
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,17 +68,21 @@ class Order:
         self.seed = state
 
 
-def random_states() -> list[Any]:
+def random_states() -> dict[str, list[Any]]:
     """The states of Python's and NumPy's common generators, as JSON carries them."""
-    kind, keys, *rest = np.random.get_state()
-    return [random.getstate(), [kind, [int(k) for k in keys], *rest]]
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": list(random.getstate()),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
 
 
-def set_random_states(states: list[Any]) -> None:
+def set_random_states(states: Mapping[str, list[Any]]) -> None:
     """Goes back to what `random_states` returned."""
-    (version, internal, gauss), numpys = states
+    version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(tuple(numpys))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
 
 
 @contextlib.contextmanager

@@ -301,7 +301,7 @@ class SyncSteps:
             )
             mine.set_shape([TEXT_BYTES])
             table = self._report_collectives.all_gather(mine, f"{self._name}/places")
-            return tf.numpy_function(_sentence, [table], tf.string)
+            return tf.numpy_function(lambda rows: sentence(rows).encode(), [table], tf.string)
 
         return tf.cond(are_apart(reports), told, lambda: tf.constant(""))
 
@@ -459,10 +459,6 @@ def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Callable
     in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
     made = functools.cache(in_graph.get_concrete_function)
     return lambda *arguments: made()(*arguments)
-
-
-def _sentence(table: np.ndarray) -> bytes:
-    return sentence([bytes(row.astype(np.uint8)) for row in table]).encode()
 
 
 def now() -> tf.Tensor:
