@@ -26,11 +26,13 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.algorithms import EMA as EMA
     from tfpara.algorithms import MA as MA
     from tfpara.algorithms import AsyncEASGD as AsyncEASGD
+    from tfpara.algorithms import Average as Average
     from tfpara.algorithms import AveragedASGD as AveragedASGD
     from tfpara.algorithms import BMUFAdam as BMUFAdam
     from tfpara.algorithms import DiLoCo as DiLoCo
     from tfpara.algorithms import Downpour as Downpour
     from tfpara.algorithms import Outer as Outer
+    from tfpara.algorithms import Rule as Rule
     from tfpara.algorithms import RunningThenMean as RunningThenMean
     from tfpara.algorithms import SlowMo as SlowMo
     from tfpara.callbacks.async_checkpointing import AsyncCheckpoint as AsyncCheckpoint
@@ -61,6 +63,7 @@ _LOCATION = {
     "AsyncEASGD": "tfpara.algorithms",
     "AsyncStatistics": "tfpara.parameter_server.strategy",
     "AsyncStrategy": "tfpara.parameter_server.strategy",
+    "Average": "tfpara.algorithms",
     "AveragedASGD": "tfpara.algorithms",
     "BMUF": "tfpara.algorithms",
     "BMUFAdam": "tfpara.algorithms",
@@ -81,6 +84,7 @@ _LOCATION = {
     "ParameterServerError": "tfpara.parameter_server.control.lobby",
     "PeriodicSyncStrategy": "tfpara.sync.strategy",
     "Pushed": "tfpara.parameter_server.books",
+    "Rule": "tfpara.algorithms",
     "RunningThenMean": "tfpara.algorithms",
     "SlowMo": "tfpara.algorithms",
     "Speed": "tfpara.parameter_server.simulation",

@@ -41,7 +41,9 @@ def checked_averages(
         averages: by name; None: none.
         asynchronous: whether the strategy can start a mean, so that RunningThenMean makes sense.
     """
-    kinds = algorithms.AVERAGES + ((algorithms.RunningThenMean,) if asynchronous else ())
+    kinds: tuple[type, ...] = algorithms.AVERAGES
+    if asynchronous:
+        kinds += (algorithms.RunningThenMean,)
     known = ", ".join(f"tfpara.{kind.__name__}(...)" for kind in kinds)
     if averages is None:
         return {}
@@ -51,13 +53,14 @@ def checked_averages(
             f'averages={{"ema": tfpara.EMA(0.99)}}. There are: {known}.'
         )
     for name, average in averages.items():
-        if not isinstance(average, kinds):
-            what = (
-                "the class; write it with its arguments" if average in kinds else "no such object"
+        if not isinstance(average, (algorithms.Average, *kinds)):
+            is_class = isinstance(average, type) and issubclass(
+                average, (algorithms.Average, *kinds)
             )
+            what = "the class; write it with its arguments" if is_class else "no such object"
             raise TypeError(
                 f"averages[{name!r}]={average!r} is not an average object, but {what}. There are: "
-                f"{known}."
+                f"{known}; or one of your own (tfpara.Average)."
             )
         if name in ("global", "local"):
             raise ValueError(f"averages: the name {name!r} is taken. Choose another.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from tfpara.algorithms.rule import Average
+
 
 def _minimum(a: Any, b: Any) -> Any:
     """min(a, b) in plain arithmetic, for NumPy and TensorFlow scalars alike."""
@@ -20,7 +22,7 @@ class AverageState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EMA:
+class EMA(Average):
     """Exponential moving average of the global model after each sync.
 
         Ŵ_t = β_t Ŵ_{t−1} + (1 − β_t) W_t,   Ŵ_0 = W_0
@@ -82,7 +84,7 @@ class EMA:
 
 
 @dataclasses.dataclass(frozen=True)
-class MA:
+class MA(Average):
     """Equal-weight moving average of the global models after each sync.
 
         W̄_t = (1/t) Σ_{k=1..t} W_k

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from tfpara.algorithms.rule import Rule
+
 _COMPAT = (None, "cntk", "fairseq")
 
 
@@ -16,7 +18,7 @@ class BMUFState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BMUF:
+class BMUF(Rule):
     """Block momentum: the block's model update is filtered like a gradient with momentum.
 
     With w̄ the (sample-weighted) mean of the local models, η = `block_momentum` and
@@ -116,32 +118,6 @@ class BMUF:
         if self.block_momentum is None:
             raise ValueError("Call resolve(num_replicas) first: block_momentum is still None.")
         return self._anchor(after, self.block_momentum)
-
-    def restart(self, local: Any, broadcast: Any) -> Any:
-        """The weights that a replica goes on from: the broadcast point."""
-        del local
-        return broadcast
-
-    def measured_from(self, state: Any, received: Any) -> Any:
-        """What the replicas' differences from `received` are added to: the exact broadcast point.
-
-        The replicas were put where they have `received`, which rounding has moved; the equations
-        speak of what they have learned since.
-        """
-        del received
-        return self.broadcast(None, state)
-
-    def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
-        """The same for a replica that has trained on since the sync began at `snapshot`.
-
-            w_i ← B + (w_i − s_i)
-
-        with B the broadcast point: what it has learned since is kept. The next sync measures the
-        replicas from B too, so the rule's equations stay as they are. Shen et al., "Faster
-        distributed deep net training: computation and communication decoupled stochastic gradient
-        descent" (CoCoD-SGD, 2019), for model averaging.
-        """
-        return self.restart(local, broadcast) + (local - snapshot)
 
     def _momentum(self, num_replicas: int) -> float:
         eta = self.block_momentum

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from tfpara.algorithms.rule import Rule
+
 
 class EASGDState(NamedTuple):
     """`global_model`: the centre W that the local models are tied to."""
@@ -13,7 +15,7 @@ class EASGDState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EASGD:
+class EASGD(Rule):
     """Elastic averaging: local models and centre pull on each other; neither is overwritten.
 
         w_i ← w_i − α(w_i − W);  W ← W + α Σ_i (w_i − W)
@@ -89,22 +91,3 @@ class EASGD:
         if self.elasticity is None:
             raise ValueError("Call resolve(num_replicas) first: elasticity is still None.")
         return local - self.elasticity * (local - broadcast)
-
-    def measured_from(self, state: EASGDState, received: Any) -> Any:
-        """What the replicas' differences from `received` are added to: that point itself.
-
-        No sync has put the replicas there: their mean w̄, which the centre's step takes, is
-        `received` plus the mean of the differences, wherever the centre is by now.
-        """
-        del state
-        return received
-
-    def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
-        """The same move for a replica that has trained on since the sync began at `snapshot`.
-
-            w_i ← w_i − α(s_i − W)
-
-        The force is that of the values before the sync, as in `restart`, so that replicas and
-        centre still pull on each other alike; it comes later.
-        """
-        return local + (self.restart(snapshot, broadcast) - snapshot)

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms.keras_step import KerasStep, shortest
+from tfpara.algorithms.rule import Rule
 
 _FIX = "Use an optimizer that treats every weight by itself: SGD, Adam, AdamW, Adagrad, RMSprop, …"
 _REFUSED = {
@@ -33,7 +34,7 @@ _OPTIONS = {
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Outer:
+class Outer(Rule):
     """A Keras optimizer as the global step, on the pseudo-gradient.
 
         G = W − w̄;  W ← optimizer step with the gradient G;  every replica goes on from W
@@ -131,37 +132,6 @@ class Outer:
             pairs = zip(state, after, strict=True)
             after = step.State(*(old + share * (new - old) for old, new in pairs))
         return step.State(*(np.asarray(v)[()] for v in after)) if in_numpy else after
-
-    def broadcast(self, before: Any, after: Any) -> Any:
-        """What the replicas need: the point they go on from, W."""
-        del before
-        return after.global_model
-
-    def restart(self, local: Any, broadcast: Any) -> Any:
-        """The weights that a replica goes on from: W."""
-        del local
-        return broadcast
-
-    def measured_from(self, state: Any, received: Any) -> Any:
-        """What the replicas' differences from `received` are added to: the exact broadcast point.
-
-        The replicas were put where they have `received`, which rounding has moved; the equations
-        speak of what they have learned since.
-        """
-        del received
-        return self.broadcast(None, state)
-
-    def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
-        """The same for a replica that has trained on since the sync began at `snapshot`.
-
-            w_i ← B + (w_i − s_i)
-
-        with B the broadcast point: what it has learned since is kept. The next sync measures the
-        replicas from B too, so the rule's equations stay as they are. Shen et al., "Faster
-        distributed deep net training: computation and communication decoupled stochastic gradient
-        descent" (CoCoD-SGD, 2019), for model averaging.
-        """
-        return self.restart(local, broadcast) + (local - snapshot)
 
     def _check_element_by_element(self) -> None:
         """Two steps on three weights together must be those on each alone."""

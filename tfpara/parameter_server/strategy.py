@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import fit_call
-from tfpara.algorithms import ASYNC_RULES, RULES, AsyncEASGD, AveragedASGD
+from tfpara.algorithms import ASYNC_RULES, AsyncEASGD, AveragedASGD, Rule
 from tfpara.checks import checked_averages, checked_period, checked_seconds
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
@@ -435,7 +435,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
 
 def checked_rule(rule: Any) -> Any:
     """The rule, if it is an asynchronous one."""
-    if isinstance(rule, RULES):
+    if isinstance(rule, Rule):
         raise TypeError(
             f"{type(rule).__name__} is a synchronous rule: give it to "
             "tfpara.PeriodicSyncStrategy. AsyncStrategy takes ASGD, AveragedASGD, Downpour or "

@@ -231,7 +231,7 @@ class GlobalState:
         if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
             return 0.0
         states = [state for of_holder in self._average_states[which] for state in of_holder]
-        return max((float(state.bias) for state in states), default=0.0)
+        return max((float(getattr(state, "bias", 0.0)) for state in states), default=0.0)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
         """Elements `at` … of a bucket start anew from `values`: no momentum, averages restarted.

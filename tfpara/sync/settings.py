@@ -20,7 +20,7 @@ from tfpara.sync.synchronizer import LOCAL_STATE
 class Settings:
     """The checked arguments of a strategy."""
 
-    rule: Any
+    rule: algorithms.Rule
     sync_period: int
     averages: dict[str, Any]
     local_state: str
@@ -38,6 +38,10 @@ class Settings:
     def resolved(self, num_replicas: int) -> Settings:
         """With the rule for N replicas. Not before TensorFlow knows the cluster."""
         rule, asked = self.rule.resolve(num_replicas), repr(self.rule)
+        if _is_of_a_user(rule):
+            algorithms.check_rule(checked_rule(rule), num_replicas)
+        for average in filter(_is_of_a_user, self.averages.values()):
+            algorithms.check_average(average)
         return dataclasses.replace(self, rule=rule, asked_rule=asked)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -96,16 +100,21 @@ def warn_of_outlasting_momentum(settings: Settings, optimizer: Any) -> None:
         )
 
 
+def _is_of_a_user(given: Any) -> bool:
+    return type(given).__module__.partition(".")[0] != "tfpara"
+
+
 def checked_rule(rule: Any) -> Any:
     """Returns the rule if it is a rule object, else raises TypeError that says what to write."""
     names = [f"tfpara.{kind.__name__}(...)" for kind in algorithms.RULES]
-    names += ["tfpara.DiLoCo(...)", "tfpara.SlowMo(...)"]
-    if isinstance(rule, algorithms.RULES):
+    names += ["tfpara.DiLoCo(...)", "tfpara.SlowMo(...)", "one of your own (tfpara.Rule)"]
+    if isinstance(rule, algorithms.Rule):
         return rule
     hint = ""
-    if isinstance(rule, type) and rule in algorithms.RULES:
+    if isinstance(rule, type) and issubclass(rule, algorithms.Rule):
         arguments = "keras.optimizers.SGD(1.0)" if rule is algorithms.Outer else ""
-        hint = f" That is the class: write tfpara.{rule.__name__}({arguments}) with parentheses."
+        name = f"tfpara.{rule.__name__}" if rule in algorithms.RULES else rule.__name__
+        hint = f" That is the class: write {name}({arguments}) with parentheses."
     elif isinstance(rule, keras.optimizers.Optimizer):
         hint = " Write tfpara.Outer(...) around the optimizer."
     elif isinstance(rule, str):

@@ -1,0 +1,258 @@
+"""What a synchronisation rule and an average are; the classes to derive one's own from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class Rule:
+    """What a sync makes of the mean of the local models.
+
+    A rule of one's own is a frozen dataclass that derives from this and has `init` and `update`.
+    Both are plain arithmetic on flat arrays, element by element: they run on NumPy arrays where the
+    rule is checked, on TensorFlow tensors where models train, and on any part of the weights, for
+    each worker may keep a part of the state. What the replicas go on with is the global model,
+    unless `broadcast` or `restart` say otherwise. The rest has defaults that are right for both
+    kinds of rules: those that overwrite the replicas, and those with a `restart` of their own,
+    which leave them weights of their own.
+
+    Example:
+        >>> import dataclasses
+        >>> from typing import Any, NamedTuple
+        >>> class State(NamedTuple):
+        ...     global_model: Any
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Part(Rule):
+        ...     rate: float
+        ...     def init(self, weights):
+        ...         return State(weights)
+        ...     def update(self, state, average, num_replicas, share=1.0):
+        ...         return State(state.global_model + self.rate * (average - state.global_model))
+        >>> rule = Part(0.5)
+        >>> rule.update(rule.init(0.0), average=2.0, num_replicas=4)
+        State(global_model=1.0)
+    """
+
+    def resolve(self, num_replicas: int) -> Rule:
+        """The rule for N replicas: defaults that depend on N filled in, and checked.
+
+        Raises:
+            ValueError: a hyper-parameter is unstable for so many.
+        """
+        del num_replicas
+        return self
+
+    def init(self, weights: Any) -> Any:
+        """The state of a run that starts at the flat vector `weights`.
+
+        Returns:
+            A NamedTuple. Its field `global_model` is the global model; the others are of the shape
+            of the weights, too, or numbers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
+
+    def update(self, state: Any, average: Any, num_replicas: int, share: Any = 1.0) -> Any:
+        """The state after the global step.
+
+        Args:
+            state: as `init` or this function returned it.
+            average: w̄, the sample-weighted mean of the local models.
+            num_replicas: N.
+            share: f, 0 < f ≤ 1: the part of a whole block that this one was.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no update(state, average, num_replicas, share=1.0)."
+        )
+
+    def broadcast(self, before: Any, after: Any) -> Any:
+        """What all replicas receive, given the state before and after the global step."""
+        del before
+        return after.global_model
+
+    def restart(self, local: Any, broadcast: Any) -> Any:
+        """The weights that a replica goes on from: what it has received."""
+        del local
+        return broadcast
+
+    def measured_from(self, state: Any, received: Any) -> Any:
+        """The point that the mean of the replicas' differences from `received` is added to.
+
+        With `compression=` only these differences travel. A rule that overwrites the replicas put
+        them where they have `received`, which rounding has moved: the differences are what they
+        have learned since, and belong to the exact point. Otherwise no sync has put them there, and
+        their mean is `received` plus the mean of the differences, wherever the global model is.
+        """
+        return self.broadcast(state, state) if self._overwrites else received
+
+    # None in a rule that has no such form: its syncs cannot overlap training.
+    def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
+        """The same as `restart` for a replica that has trained on since the sync began.
+
+            w_i ← B + (w_i − s_i),  or  w_i ← w_i + (restart(s_i) − s_i)
+
+        with B the broadcast point and s_i the replica's weights when the sync began. The first is
+        for rules that overwrite the replicas: what a replica has learned since is kept, and the
+        next sync measures it from B, too, so the rule's equations stay as they are. The second is
+        for others: the move is that of the values before the sync, and comes later. Shen et al.,
+        "Faster distributed deep net training: computation and communication decoupled stochastic
+        gradient descent" (CoCoD-SGD, 2019), for model averaging.
+        """
+        if self._overwrites:
+            return self.restart(local, broadcast) + (local - snapshot)
+        return local + (self.restart(snapshot, broadcast) - snapshot)
+
+    @property
+    def _overwrites(self) -> bool:
+        """Whether replicas go on from the broadcast point alone."""
+        return type(self).restart is Rule.restart
+
+
+class Average:
+    """An average of the global model after each sync, which training never sees.
+
+    An average of one's own is a frozen dataclass that derives from this and has all three methods,
+    element by element as those of a `Rule`.
+    """
+
+    def init(self, weights: Any) -> Any:
+        """The state of a run that starts at the flat vector `weights`.
+
+        Returns:
+            A NamedTuple of arrays of that shape, and numbers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
+
+    def update(self, state: Any, global_model: Any, share: Any = 1.0) -> Any:
+        """The state after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no update(state, global_model, share=1.0)."
+        )
+
+    def value(self, state: Any) -> Any:
+        """The averaged model, as a flat vector."""
+        raise NotImplementedError(f"{type(self).__name__} has no value(state).")
+
+
+_WEIGHTS = np.array([0.5, -1.0, 2.0], np.float32)
+_MEANS = _WEIGHTS + np.array([[1e-3, 0.2, -3.0], [-0.7, 0.1, 4.0], [0.3, 0.0, 1.0]], np.float32)
+_SHARES = (1.0, 0.5, 1.0)
+
+
+def check_rule(rule: Rule, num_replicas: int) -> None:
+    """Tries a rule out on three weights, together and one by one.
+
+    Args:
+        rule: as `resolve` gives it.
+        num_replicas: that it is for.
+
+    Raises:
+        TypeError: it lacks a method or returns what is no state; the message says which.
+        ValueError: what it returns has other shapes, is not finite, or mixes the weights.
+    """
+
+    def run(part: slice) -> list[np.ndarray]:
+        weights = _WEIGHTS[part]
+        state = _state(rule, "init", rule.init(weights), weights)
+        if "global_model" not in state._fields:
+            raise TypeError(
+                f"{rule!r}: init returns {type(state).__name__} without a field `global_model`, "
+                "which is what averages, exports and checkpoints take."
+            )
+        found = []
+        for mean, share in zip(_MEANS, _SHARES, strict=True):
+            before = state
+            # Without the share, as for a whole block.
+            shares = () if share == 1.0 else (np.float32(share),)
+            after = rule.update(before, mean[part], num_replicas, *shares)
+            state = _state(rule, "update", after, weights, before)
+            sent = _array(rule, "broadcast", rule.broadcast(before, state), weights)
+            local = weights + mean[part]
+            found += [sent, _array(rule, "restart", rule.restart(local, sent), weights)]
+            base = rule.measured_from(state, sent)
+            found.append(_array(rule, "measured_from", base, weights))
+            if rule.restart_delayed is not None:
+                late = rule.restart_delayed(local, weights, sent)
+                found.append(_array(rule, "restart_delayed", late, weights))
+        return found + [np.broadcast_to(np.asarray(v), weights.shape) for v in state]
+
+    _check_repr(rule)
+    _check_element_by_element(rule, run)
+
+
+def check_average(average: Average) -> None:
+    """Tries an average out on three weights, together and one by one; raises as `check_rule`."""
+
+    def run(part: slice) -> list[np.ndarray]:
+        weights = _WEIGHTS[part]
+        state = _state(average, "init", average.init(weights), weights)
+        found = []
+        for model, share in zip(_MEANS, _SHARES, strict=True):
+            new = average.update(state, model[part], np.float32(share))
+            state = _state(average, "update", new, weights, state)
+            found.append(_array(average, "value", average.value(state), weights))
+        return found
+
+    _check_repr(average)
+    _check_element_by_element(average, run)
+
+
+def _check_repr(given: Rule | Average) -> None:
+    if " object at 0x" in repr(given):
+        raise TypeError(
+            f"{type(given).__name__}: workers and checkpoints compare what it prints, and it "
+            "prints an address. Write @dataclasses.dataclass(frozen=True) above the class."
+        )
+
+
+def _check_element_by_element(
+    given: Rule | Average, run: Callable[[slice], list[np.ndarray]]
+) -> None:
+    together = run(slice(None))
+    each = [run(slice(k, k + 1)) for k in range(len(_WEIGHTS))]
+    alone = [np.concatenate(values) for values in zip(*each, strict=True)]
+    if not np.allclose(together, alone, rtol=1e-5, atol=1e-6):
+        raise ValueError(
+            f"{given!r} mixes weights: three of them together give other results than each alone. "
+            "Every worker may keep a part of the weights, so work element by element, without "
+            "norms, means or sorting over the vector."
+        )
+
+
+def _state(
+    given: Rule | Average, method: str, state: Any, weights: np.ndarray, former: Any = None
+) -> Any:
+    """A state that a method returned, after a look at its form."""
+    if not (isinstance(state, tuple) and hasattr(state, "_fields")):
+        raise TypeError(
+            f"{given!r}: {method} returns {type(state).__name__}, and must return a NamedTuple of "
+            "arrays."
+        )
+    if former is not None and state._fields != former._fields:
+        raise TypeError(
+            f"{given!r}: {method} returns the fields {', '.join(state._fields)}; init returns "
+            f"{', '.join(former._fields)}. Return the same."
+        )
+    for name, value in zip(state._fields, state, strict=True):
+        if (
+            np.ndim(value)
+            or name == "global_model"
+            or former is not None
+            and np.ndim(getattr(former, name))
+        ):
+            _array(given, f"{method}'s {name}", value, weights)
+    return state
+
+
+def _array(given: Rule | Average, what: str, value: Any, weights: np.ndarray) -> np.ndarray:
+    found = np.asarray(value)
+    if found.shape != weights.shape:
+        raise ValueError(
+            f"{given!r}: {what} has the shape {found.shape} for weights of the shape "
+            f"{weights.shape}. It must be the same."
+        )
+    if not np.all(np.isfinite(found)):
+        raise ValueError(f"{given!r}: {what} is not finite for weights of ordinary size.")
+    return found
