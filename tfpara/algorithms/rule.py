@@ -236,12 +236,8 @@ def _state(
             f"{', '.join(former._fields)}. Return the same."
         )
     for name, value in zip(state._fields, state, strict=True):
-        if (
-            np.ndim(value)
-            or name == "global_model"
-            or former is not None
-            and np.ndim(getattr(former, name))
-        ):
+        was = value if former is None else getattr(former, name)
+        if name == "global_model" or np.ndim(value) or np.ndim(was):
             _array(given, f"{method}'s {name}", value, weights)
     return state
 
