@@ -195,3 +195,20 @@ def test_predict_takes_all_rows_where_fit_takes_a_part(strategy, monkeypatch):
     monkeypatch.undo()
     model = make_model(strategy)
     np.testing.assert_allclose(model.predict(X[:22], batch_size=8, verbose=0), model(X[:22]), 1e-5)
+
+
+def test_ctrl_c_is_that_also_where_an_operation_fails_at_the_same_moment(strategy):
+    """pybind11 makes another error of both, as two workers that are interrupted have shown."""
+
+    def both(*_):
+        raise RuntimeError(
+            "pybind11::error_already_set: MISMATCH of original and normalized active exception "
+            "types: ORIGINAL UnavailableError REPLACED BY KeyboardInterrupt: <EMPTY MESSAGE>"
+        )
+
+    stopped = K.LambdaCallback(on_train_batch_end=both)
+    with pytest.raises(KeyboardInterrupt):
+        make_model(strategy).fit(X, Y, callbacks=[stopped], verbose=0)
+    other = K.LambdaCallback(on_train_batch_end=lambda *_: [].remove(1))
+    with pytest.raises(ValueError, match="not in list"):
+        make_model(strategy).fit(X, Y, callbacks=[other], verbose=0)

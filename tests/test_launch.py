@@ -143,7 +143,11 @@ while time.monotonic() < deadline:
 @pytest.mark.parametrize(
     ("end", "code", "text"),
     [
-        (0, 1, "worker 1 ended first, with exit code 0 while others went on; then (chief|worker 2) "),
+        (
+            0,
+            1,
+            "worker 1 ended first, with exit code 0 while others went on; then (chief|worker 2) ",
+        ),
         (3, 3, "worker 1 failed first: exit code 3;"),
     ],
 )

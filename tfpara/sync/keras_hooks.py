@@ -177,6 +177,11 @@ def _watched(fit: Callable[..., Any]) -> Callable[..., Any]:
     return fitting
 
 
+# What pybind11 says where Ctrl-C comes while an operation raises an error of its own, as it does
+# where another worker has ended by Ctrl-C.
+_INTERRUPTED = "REPLACED BY KeyboardInterrupt"
+
+
 def _shown_by_the_chief(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a model with a progress bar, which other workers show only where asked to."""
     signature = inspect.signature(method)
@@ -188,7 +193,12 @@ def _shown_by_the_chief(method: Callable[..., Any]) -> Callable[..., Any]:
         others = strategy is not None and not strategy.is_chief
         if others and given.arguments.get("verbose", "auto") == "auto":
             given.arguments["verbose"] = 0
-        return method(*given.args, **given.kwargs)
+        try:
+            return method(*given.args, **given.kwargs)
+        except RuntimeError as error:
+            if _INTERRUPTED in str(error):
+                raise KeyboardInterrupt from None
+            raise
 
     return showing
 
