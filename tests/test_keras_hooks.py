@@ -200,7 +200,7 @@ def test_predict_takes_all_rows_where_fit_takes_a_part(strategy, monkeypatch):
 def test_ctrl_c_is_that_also_where_an_operation_fails_at_the_same_moment(strategy):
     """pybind11 makes another error of both, as two workers that are interrupted have shown."""
 
-    def both(*_):
+    def both(*_, **__):
         raise RuntimeError(
             "pybind11::error_already_set: MISMATCH of original and normalized active exception "
             "types: ORIGINAL UnavailableError REPLACED BY KeyboardInterrupt: <EMPTY MESSAGE>"
@@ -209,6 +209,6 @@ def test_ctrl_c_is_that_also_where_an_operation_fails_at_the_same_moment(strateg
     stopped = K.LambdaCallback(on_train_batch_end=both)
     with pytest.raises(KeyboardInterrupt):
         make_model(strategy).fit(X, Y, callbacks=[stopped], verbose=0)
-    other = K.LambdaCallback(on_train_batch_end=lambda *_: [].remove(1))
+    other = K.LambdaCallback(on_train_batch_end=lambda *_, **__: [].remove(1))
     with pytest.raises(ValueError, match="not in list"):
         make_model(strategy).fit(X, Y, callbacks=[other], verbose=0)
