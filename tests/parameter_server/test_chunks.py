@@ -1,5 +1,7 @@
 """Training data in chunks: every sample once in an epoch, and what is refused."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,14 +11,29 @@ from hypothesis import strategies as st
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 
 
+@functools.lru_cache(maxsize=4)
+def graph_of(chunks):
+    """A function that makes the dataset of a chunk in a graph, as on a worker, and what it has."""
+    specs = []
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def make(*place_and_arguments):
+        dataset = chunks.dataset(*place_and_arguments)
+        specs.append(dataset.element_spec)
+        return tf.data.experimental.to_variant(dataset)
+
+    return make, specs
+
+
 def read(chunks, epoch=0):
     """Minibatches of each chunk, through a graph as on a worker."""
+    make, specs = graph_of(chunks)
     found = []
     for chunk in range(chunks.count):
-        place = (tf.constant(epoch, tf.int64), tf.constant(chunk, tf.int64))
-        found.append(
-            list(chunks.dataset(*place, *chunks.arguments(epoch, chunk)).as_numpy_iterator())
-        )
+        arguments = tf.nest.map_structure(tf.convert_to_tensor, chunks.arguments(epoch, chunk))
+        variant = make(tf.constant(epoch, tf.int64), tf.constant(chunk, tf.int64), *arguments)
+        dataset = tf.data.experimental.from_variant(variant, specs[0])
+        found.append(list(dataset.as_numpy_iterator()))
     return found
 
 
