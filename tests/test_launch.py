@@ -16,6 +16,22 @@ from tfpara import cluster
 from tfpara.launch import output as launch_output
 
 RANK = "from tfpara import cluster\nrank = cluster.read().rank\n"
+# Whom a worker waits for has left its number under the script's first argument.
+NUMBERED = (
+    RANK
+    + """
+import os, signal, sys, time
+os.symlink(str(os.getpid()), f"{sys.argv[1]}-{rank}")
+def wait_for_start_of(other):
+    while not os.path.lexists(f"{sys.argv[1]}-{other}"): time.sleep(0.01)
+def wait_for_end_of(other):
+    wait_for_start_of(other)
+    while True:
+        try: os.kill(int(os.readlink(f"{sys.argv[1]}-{other}")), 0)
+        except ProcessLookupError: return
+        time.sleep(0.01)
+"""
+)
 
 
 @pytest.fixture
@@ -123,7 +139,7 @@ if rank == 1:
     open(sys.argv[1], "w").write(str(os.getpid()))
     os._exit(3)
 pid = int(open(sys.argv[1]).read())
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + 120
 while time.monotonic() < deadline:
     try:
         os.kill(pid, 0)
@@ -151,39 +167,39 @@ while time.monotonic() < deadline:
         (3, 3, "worker 1 failed first: exit code 3;"),
     ],
 )
-def test_the_worker_is_named_because_of_which_others_failed(script, end, code, text):
+def test_the_worker_is_named_because_of_which_others_failed(script, tmp_path, end, code, text):
     """As they say; the failed one may end after those whom it takes with it."""
     path = script(
-        RANK
+        NUMBERED
         + f"""
-import sys, time
 if rank == 1:
-    time.sleep({0.5 if end else 0})
+    if {end}: wait_for_end_of(0); wait_for_end_of(2)
     sys.exit({end})
-time.sleep({0 if end else 0.5})
+if {end}: wait_for_start_of(1); wait_for_start_of(2 - rank)
+else: wait_for_end_of(1)
 because = "worker 1 (127.0.0.1:1) has ended" if rank == 0 else "chief (127.0.0.1:2) is gone"
 print(f"tfpara: a sync failed because {{because}}; start all", file=sys.stderr)
 sys.exit(1)
 """
     )
-    returned, _, err = launch("-n", 3, "--grace=1000", path)
+    returned, _, err = launch("-n", 3, "--grace=1000", path, tmp_path / "number")
     assert returned == code
     assert re.search(f"tfpara-launch: {text}", err)
 
 
-def test_a_killed_worker_is_the_cause_though_another_ends_before_it(script):
+def test_a_killed_worker_is_the_cause_though_another_ends_before_it(script, tmp_path):
     """As where its connections close, and others notice, before the system has seen to its end."""
     path = script(
-        RANK
+        NUMBERED
         + """
-import os, signal, sys, time
 if rank == 1:
-    time.sleep(0.5)
+    wait_for_end_of(0)
     os.kill(os.getpid(), signal.SIGKILL)
+wait_for_start_of(1)
 sys.exit("peer is gone")
 """
     )
-    code, _, err = launch("-n", 2, path)
+    code, _, err = launch("-n", 2, path, tmp_path / "number")
     assert code == 137
     assert "[chief] peer is gone\n" in err
     assert "worker 1 failed first: killed by SIGKILL;" in err

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -14,20 +13,14 @@ import warm
 
 from tfpara import cluster
 from tfpara.cluster import rendezvous
+from tfpara.launch import clusters
 
 HERE = pathlib.Path(__file__).resolve().parent
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Ports that nobody listens on now, and that the system gives to no outgoing connection."""
+    return clusters.ports("127.0.0.1", 0, count)
 
 
 def tf_config(addresses: list[str], rank: int) -> str:

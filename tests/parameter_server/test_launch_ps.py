@@ -43,7 +43,7 @@ while True:
         sys.exit(f"ParameterServerError: {error}")
     time.sleep(0.01)
 """
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 
 @pytest.fixture

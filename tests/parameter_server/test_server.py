@@ -95,13 +95,12 @@ def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead(bound, p
 
 @pytest.mark.one_version
 def test_a_slow_worker_does_not_hold_up_the_others():
-    got = run("slow", workers=2, ps=1, seconds=1.5, turns=4)
-    alike, slow = got["alike"], got["slow"]
-    assert 0 < slow[0] < 0.5 * alike[0]  # it has a tenth of its time
-    assert slow[1] > 3 * slow[0]
-    assert slow[1] > 0.6 * alike[1]
+    got = run("stopped", workers=2, ps=1, wanted=100, turns=3)
+    assert len(got["meanwhile"]) == 3
+    for stopped, other in got["meanwhile"]:
+        assert stopped <= 1 and other >= 100  # one push was under way
     # All the same, no update is lost; in the epoch that was broken off samples differ.
-    assert got["mean"] == [got["pushes"]] * 2
+    assert got["mean"] == [got["pushes"] * 4 / 64] * 2  # 4 samples in a push, of 64
     assert sum(got["staleness"]) == sum(got["by_worker"]) == got["pushes"]
 
 

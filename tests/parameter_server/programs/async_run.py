@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
+from tfpara.launch import clusters
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.control.serving import server_config
 from tfpara.parameter_server.errors import ChunkError
@@ -28,9 +28,7 @@ from tfpara.parameter_server.strategy import AsyncStrategy
 
 IDS = 64
 RULES = {rule.__name__: rule for rule in (ASGD, AsyncEASGD, Downpour)}
-# Its processes have imported TensorFlow when they start.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tensorflow", "keras"])
+FORKS = multiprocessing.get_context("fork")
 
 
 def serve(spec, job, index):
@@ -41,37 +39,60 @@ def serve(spec, job, index):
     tf.distribute.Server(cluster, job_name=job, task_index=index, config=config).join()
 
 
+def run_servers(orders, spec):
+    """Starts and kills servers, as it is told: in a process where TensorFlow has no threads yet."""
+    running = {}
+    with contextlib.suppress(EOFError):
+        while True:
+            order, *place = orders.recv()
+            if order == "start":
+                process = running[tuple(place)] = FORKS.Process(target=serve, args=(spec, *place))
+                process.start()
+                orders.send(process.pid)
+            else:
+                running[tuple(place)].kill()
+                running[tuple(place)].join()
+                orders.send(None)
+    for process in running.values():
+        process.kill()
+
+
 class Servers(Processes):
     """Processes that this one has started; workers can be killed and started again."""
 
     def __init__(self, workers, ps):
-        sockets = [socket.socket() for _ in range(1 + workers + ps)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-        for s in sockets:
-            s.close()
+        ports = clusters.ports("127.0.0.1", 0, 1 + workers + ps)
+        addresses = [f"127.0.0.1:{port}" for port in ports]
         self.spec = {
             "chief": addresses[:1],
             "worker": addresses[1 : 1 + workers],
             "ps": addresses[1 + workers :],
         }
-        self.running = {}
+        self.pids = {}
         self.gone = []
+        self._orders, theirs = FORKS.Pipe()
+        self._starter = FORKS.Process(target=self._run_servers, args=(theirs,))
+        self._starter.start()
+        theirs.close()
         for job, count in (("worker", workers), ("ps", ps)):
             for index in range(count):
                 self.start(job, index)
         self._connect(self.spec)
 
+    def _run_servers(self, orders):
+        self._orders.close()  # so that the end of this process is the end of that one
+        run_servers(orders, self.spec)
+
+    def _order(self, *order):
+        self._orders.send(order)
+        return self._orders.recv()
+
     def start(self, job, index):
-        self.running[job, index] = FORKS.Process(target=serve, args=(self.spec, job, index))
-        self.running[job, index].start()
+        self.pids[job, index] = self._order("start", job, index)
 
     def kill(self, index):
         """A worker; the chief is told, as by the lobby."""
-        process = self.running["worker", index]
-        process.kill()
-        process.join()
+        self._order("kill", "worker", index)
         self.gone.append(index)
 
     def check(self):
@@ -82,8 +103,8 @@ class Servers(Processes):
         return gone
 
     def end(self):
-        for process in self.running.values():
-            process.kill()
+        self._orders.close()
+        self._starter.join()
 
 
 def count(y_true, y_pred):
@@ -193,13 +214,12 @@ def kill_a_worker(servers, strategy, stop):
 def pause_a_worker(servers, strategy, stop):
     """Stops a worker for a while: a slow one; then kills it for good."""
     global KILLS
-    process = servers.running["worker", 0]
     for _ in range(2):
         if not all_at_work(strategy, stop):
             return
-        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(servers.pids["worker", 0], signal.SIGSTOP)
         stop.wait(1.0)
-        os.kill(process.pid, signal.SIGCONT)
+        os.kill(servers.pids["worker", 0], signal.SIGCONT)
     kill_a_worker(servers, strategy, stop)
 
 
@@ -214,50 +234,40 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training = self.event.is_set()
 
 
-def pushes_of(strategy, seconds):
-    """Of each worker, while so much time passes."""
+def pushes_until(strategy, wanted):
+    """Of each worker, until worker 1 has made so many more."""
     before = strategy.statistics().by_worker
-    time.sleep(seconds)
-    return [int(n) for n in strategy.statistics().by_worker - before]
+    while (now := strategy.statistics().by_worker)[1] < before[1] + wanted:
+        time.sleep(0.01)
+    return [int(n) for n in now - before]
 
 
-def scenario_slow(servers, options):
-    """Pushes of each worker while all are alike, and while worker 0 has a tenth of its time."""
+def scenario_stopped(servers, options):
+    """Pushes of each worker while worker 0 is stopped, several times, in one long epoch."""
     global BATCH
-    BATCH = 64
+    BATCH = 4
     strategy = AsyncStrategy(ASGD(), _processes=servers)
     with strategy.scope():
         model = counting_model()
-    x, y = samples(256 * BATCH, BATCH)
-    measured, done = {"alike": [], "slow": []}, threading.Event()
-
-    def slow(process, ended):
-        while not ended.is_set():
-            os.kill(process.pid, signal.SIGSTOP)
-            time.sleep(0.09)
-            os.kill(process.pid, signal.SIGCONT)
-            time.sleep(0.01)
+    x, y = samples(2**14 * BATCH, BATCH)  # an epoch's end would wait for worker 0's chunk
+    pushes, done = [], threading.Event()
+    worker = servers.pids["worker", 0]
 
     def measure():
-        all_at_work(strategy, threading.Event())
-        for _ in range(options["turns"]):  # so that other load is on both alike
-            measured["alike"].append(pushes_of(strategy, options["seconds"]))
-            ended = threading.Event()
-            thread = threading.Thread(target=slow, args=(servers.running["worker", 0], ended))
-            thread.start()
-            measured["slow"].append(pushes_of(strategy, options["seconds"]))
-            ended.set()
-            thread.join()
+        for _ in range(options["turns"]):
+            all_at_work(strategy, threading.Event())
+            os.kill(worker, signal.SIGSTOP)
+            pushes.append(pushes_until(strategy, options["wanted"]))
+            os.kill(worker, signal.SIGCONT)
         done.set()
 
     thread = threading.Thread(target=measure)
     thread.start()
     strategy.fit(
-        model, x, y, batch_size=BATCH, epochs=10**6, verbose=0, chunks=16, callbacks=[Stop(done)]
+        model, x, y, batch_size=BATCH, epochs=10**6, verbose=0, chunks=64, callbacks=[Stop(done)]
     )
     thread.join()
-    sums = {name: np.sum(turns, 0).tolist() for name, turns in measured.items()}
-    return sums | counted(model, strategy)
+    return {"meanwhile": pushes} | counted(model, strategy)
 
 
 def scenario_counting(servers, options):
