@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -26,16 +26,14 @@ import tensorflow as tf
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
 from tfpara.cluster.place import Purpose
-from tfpara.keras_model import training_variables
 from tfpara.sync.exchange import everyones
 from tfpara.sync.fingerprint import differences
 from tfpara.sync.keras_hooks import build_optimizers
 from tfpara.sync.reading import random_states, set_random_states
+from tfpara.sync.state import Kind, Slot, slots_of
 from tfpara.sync.synchronizer import Synchronizer
 
 IF_DAMAGED = ("refuse", "start")
-# Checkpoints of older programs lack them; they begin at 0.
-_NEW_COUNTERS = ("bytes_sent", "block_steps")
 
 
 class Checkpoints:
@@ -60,8 +58,7 @@ class Checkpoints:
         self._extended = self._strategy.extended
         self.store = Store(directory, keep)
         self._next = 0
-        self._metrics: list[tuple[tf.Variable, Any]] = []
-        self._open_block: dict[str, Any] = {}
+        self._of_epoch: list[tuple[tf.Variable, Any]] = []  # values, until the epoch goes on
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -150,21 +147,9 @@ class Checkpoints:
     def restore_epoch(self) -> None:
         """Puts back what Keras resets or closes where `fit` begins the epoch that was under way:
         its metrics, and what replicas have trained since their last sync."""
-        for variable, value in self._metrics:
+        for variable, value in self._of_epoch:
             variable.assign(value)
-        held, self._metrics, self._open_block = self._open_block, [], {}
-        if not held:
-            return
-        synchronizer, ids = self.synchronizer, self._strategy.local_replica_ids
-        if "open/state" in held:
-            synchronizer.expect_flight()
-        for name, variable in synchronizer.of_open_block().items():
-            if name in _NEW_COUNTERS and f"open/{name}" not in held:
-                continue
-            variable.assign(held[f"open/{name}"])
-        for name, replica, variable in synchronizer.of_replicas():
-            variable.assign(held[f"replica-{ids[replica]}/sync/{name}"])
-        synchronizer.flight_restored()
+        self._of_epoch = []
 
     # -- agreeing ------------------------------------------------------------------------------
 
@@ -216,36 +201,16 @@ class Checkpoints:
 
     # -- what is in a part ---------------------------------------------------------------------
 
-    def _components(self) -> Iterator[tuple[str, int, tf.Variable]]:
-        """(name, replica, variable) of every local replica."""
-        ids = self._strategy.local_replica_ids
-        for name, variable in training_variables(self._model):
-            components = self._strategy.experimental_local_results(variable.value)
-            if len(components) == len(ids):
-                for replica, component in zip(ids, components, strict=True):
-                    yield name, replica, component
-            else:
-                yield name, ids[0], components[0]
-
     def _tensors(self) -> dict[str, Any]:
         """This worker's part."""
-        tensors: dict[str, Any] = {}
-        for name, replica, component in self._components():
-            tensors[f"replica-{replica}/{name}"] = component.read_value()
-        state = self.synchronizer.global_state
-        for cell in state.cells():
-            if self._strategy.is_chief or state.is_sharded:
-                where = f"{cell.part.bucket}/{cell.part.start}"
-                tensors[f"global/{cell.field}/{where}"] = cell.variable.read_value()
-        for name, counter in self.synchronizer.counters().items():
-            tensors[f"counter/{name}"] = counter.read_value()
         ids = self._strategy.local_replica_ids
-        for name, replica, variable in self.synchronizer.of_replicas():
-            tensors[f"replica-{ids[replica]}/sync/{name}"] = variable.read_value()
-        for name, replica, variable in self.synchronizer.of_wire():
-            tensors[f"replica-{ids[replica]}/wire/{name}"] = variable.read_value()
-        for name, variable in self.synchronizer.of_open_block().items():
-            tensors[f"open/{name}"] = variable.read_value()
+        # A whole global state is the same on all workers.
+        cells = self._strategy.is_chief or self.synchronizer.global_state.is_sharded
+        tensors = {
+            slot.key(ids): slot.variable.read_value()
+            for slot in slots_of(self._model)
+            if not slot.empty and (cells or slot.kind is not Kind.HOLDER)
+        }
         tensors["random"] = tf.constant(json.dumps(random_states()))
         return tensors
 
@@ -262,24 +227,24 @@ class Checkpoints:
 
     def _take_over(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
         self.synchronizer.give_up_block()
-        held = {name: r for r in readers for name in r.get_variable_to_shape_map()}
-        rank = self._strategy.worker_index
-        own = readers[rank % len(readers)]
-        self._load_global(readers, manifest)
-        self._load_replicas(held, manifest["replicas"])
-        self._load_sync(held, manifest["replicas"])
-        counters = self.synchronizer.counters()
-        for name, counter in counters.items():
-            if name in _NEW_COUNTERS and not own.has_tensor(f"counter/{name}"):
-                continue
-            value = own.get_tensor(f"counter/{name}")
-            if name == "samples":
-                total = sum(r.get_tensor("counter/samples") for r in readers)
-                alike = len(readers) == self._strategy.num_workers
-                value = value if alike else total / self._strategy.num_workers
-            counter.assign(value)
+        sizes, mine = manifest["bucket_sizes"], self.synchronizer.global_state.bucket_sizes
+        if sizes != mine:
+            raise CheckpointError(
+                f"the checkpoint has its weights in {len(sizes)} buckets, of other sizes than the "
+                f"{len(mine)} of this version. Resume with the version of tfpara that wrote it, or "
+                "start anew."
+            )
+        parts = Parts(readers, manifest["replicas"], sizes)
+        self._of_epoch = []
+        for slot in slots_of(self._model):
+            value = parts.value(slot, self._strategy)
+            if value is not None and slot.kind is not Kind.BLOCK:
+                slot.variable.assign(value)
+            if value is not None and slot.kind in (Kind.BLOCK, Kind.SUM):
+                self._of_epoch.append((slot.variable, value))
         self._extended.sync_period = self.synchronizer.sync_period
-        set_random_states(json.loads(own.get_tensor("random")))
+        rank = self._strategy.worker_index % len(readers)
+        set_random_states(json.loads(parts.of_worker(rank, "random")))
         for name, state in manifest["states"].items():
             if name in self._extended.states:
                 self._extended.states[name].set_state(state)
@@ -290,56 +255,6 @@ class Checkpoints:
                     stacklevel=2,
                 )
 
-    def _load_global(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
-        pieces: dict[str, dict[int, dict[int, Any]]] = {}
-        for reader in readers:
-            for key in reader.get_variable_to_shape_map():
-                if key.startswith("global/"):
-                    field, bucket, start = key.removeprefix("global/").rsplit("/", 2)
-                    pieces.setdefault(field, {}).setdefault(int(bucket), {})[int(start)] = reader
-        sizes = manifest["bucket_sizes"]
-        state = self.synchronizer.global_state
-        if sizes != state.bucket_sizes:
-            raise CheckpointError(
-                f"the checkpoint has its weights in {len(sizes)} buckets, of other sizes than the "
-                f"{len(state.bucket_sizes)} of this version. Resume with the version of tfpara "
-                "that wrote it, or start anew."
-            )
-        for cell in {cell.field: cell for cell in state.cells()}.values():
-            buckets = []
-            for bucket, size in enumerate(sizes):
-                found = sorted(pieces[cell.field][bucket].items())
-                parts = [
-                    reader.get_tensor(f"global/{cell.field}/{bucket}/{start}")
-                    for start, reader in found
-                ]
-                # All parts have the same scalar.
-                buckets.append(parts[0] if cell.is_scalar else np.concatenate(parts)[:size])
-            state.set_field(cell.field, buckets)
-
-    def _load_replicas(self, held: Mapping[str, Any], replicas: int) -> None:
-        for name, replica, component in self._components():
-            seeded = name.startswith("state/") and not component.dtype.is_floating
-            if replica >= replicas and seeded:
-                continue  # A replica that is new draws on from a seed of its own.
-            sources = [replica % replicas]
-            if name.startswith("metrics/"):
-                # Sums over the replicas, which have to stay what they are.
-                sources = list(range(replica, replicas, self._strategy.num_replicas))
-            values = [_value(held, f"replica-{source}/{name}") for source in sources]
-            component.assign(sum(values) if values else tf.zeros_like(component))
-            if name.startswith("metrics/"):
-                self._metrics.append((component, component.numpy()))
-
-    def _load_sync(self, held: Mapping[str, Any], replicas: int) -> None:
-        """The samples of open blocks, and a sync that had landed and was not merged yet."""
-        if replicas == self._strategy.num_replicas:
-            ids = self._strategy.local_replica_ids
-            for name, replica, variable in self.synchronizer.of_wire():
-                variable.assign(_value(held, f"replica-{ids[replica]}/wire/{name}"))
-            kept = {name for name in held if name.startswith("open/") or "/sync/" in name}
-            self._open_block = {name: _value(held, name) for name in kept}
-
     def _start_anew(self, number: int, manifest: Mapping[str, Any]) -> None:
         """Puts every replica where the rule would have it after a sync.
 
@@ -348,21 +263,96 @@ class Checkpoints:
         """
         weights = self.synchronizer.broadcast_point()
         readers = self.store.readers(number, manifest)
-        held = {name: r for r in readers for name in r.get_variable_to_shape_map()}
-        former = [f"replica-{replica}" for replica in range(manifest["replicas"])]
-        if f"{former[0]}/sync/pending_samples" in held:
-            pending = [_value(held, f"{of}/sync/pending_samples") for of in former]
-            for k, is_open in enumerate(self.synchronizer.open_fragments(pending)):
-                if is_open:
-                    values = [_value(held, f"{of}/weights/{k}") for of in former]
-                    weights[k] = tf.constant(np.mean(values, 0), weights[k].dtype)
+        parts = Parts(readers, manifest["replicas"], manifest["bucket_sizes"])
+        pending = [p for p in parts.of_replicas("sync/pending_samples") if p is not None]
+        for k, is_open in enumerate(self.synchronizer.open_fragments(pending)):
+            if is_open:
+                mean = np.mean(parts.of_replicas(f"weights/{k}"), 0)
+                weights[k] = tf.constant(mean, weights[k].dtype)
         self.synchronizer.start_from(weights)
 
 
-def _value(held: Mapping[str, Any], key: str) -> Any:
-    if key not in held:
-        raise CheckpointError(f"the checkpoint lacks {key}, which this model has.")
-    return held[key].get_tensor(key)
+class Parts:
+    """The parts of a checkpoint, from which each slot of a run takes its value.
+
+    Args:
+        readers: one for each worker's part.
+        replicas: of the run that wrote it.
+        sizes: of the buckets of the global state.
+    """
+
+    def __init__(self, readers: Sequence[Any], replicas: int, sizes: Sequence[int]) -> None:
+        self._readers = readers
+        self._replicas = replicas
+        self._sizes = sizes
+        self._reader_of = {name: r for r in readers for name in r.get_variable_to_shape_map()}
+
+    def value(self, slot: Slot, strategy: Any) -> Any:
+        """What a slot of this run gets; None: it stays as it is.
+
+        Raises:
+            CheckpointError: the checkpoint lacks it.
+        """
+        if slot.kind is Kind.HOLDER:
+            return self._of_holder(slot)
+        get: Callable[[int, str], Any]
+        if slot.replica is None:
+            owner, owners = strategy.worker_index, strategy.num_workers
+            former, get = len(self._readers), self.of_worker
+        else:
+            owner, owners = strategy.local_replica_ids[slot.replica], strategy.num_replicas
+            former, get = self._replicas, self._of_replica
+        if slot.kind in (Kind.REPLICA, Kind.BLOCK) and strategy.num_replicas != self._replicas:
+            return None
+        if slot.kind is Kind.RANDOM and owner >= former:
+            return None
+        sources = range(owner, former, owners) if slot.kind is Kind.SUM else [owner % former]
+        found = [get(source, slot.name) for source in sources]
+        if any(value is None for value in found):
+            if slot.absent is None:
+                raise _lacks(slot.name)
+            return tf.fill(slot.variable.shape, tf.cast(slot.absent, slot.variable.dtype))
+        return sum(found, start=tf.zeros_like(slot.variable)) if slot.kind is Kind.SUM else found[0]
+
+    def of_worker(self, rank: int, name: str) -> Any:
+        """What is in the part of a worker; None if it is not."""
+        reader = self._readers[rank]
+        return reader.get_tensor(name) if reader.has_tensor(name) else None
+
+    def of_replicas(self, name: str) -> list[Any]:
+        """What is there of each replica of the former run."""
+        return [self._of_replica(replica, name) for replica in range(self._replicas)]
+
+    def _of_replica(self, replica: int, name: str) -> Any:
+        key = f"replica-{replica}/{name}"
+        return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
+
+    def _of_holder(self, slot: Slot) -> Any:
+        """A piece of a field, from those of the former run, however that had cut the field."""
+        field, start = slot.name.rsplit("/", 1)
+        found = {
+            int(name.rsplit("/", 1)[1]): (name, reader)
+            for name, reader in self._reader_of.items()
+            if name.rsplit("/", 1)[0] == field
+        }
+        if not found:
+            raise _lacks(slot.name)
+        shape, begin, size = slot.variable.shape, int(start), self._sizes[int(field.split("/")[-1])]
+        if not shape.rank:  # All pieces have the same number.
+            name, reader = found[min(found)]
+            return reader.get_tensor(name)
+        value = np.zeros(shape, slot.variable.dtype.as_numpy_dtype)  # zeros past the bucket's end
+        for at, (name, reader) in found.items():
+            (length,) = reader.get_variable_to_shape_map()[name]
+            first, last = max(at, begin), min(at + length, begin + shape[0], size)
+            if first < last:
+                piece = reader.get_tensor(name)[first - at : last - at]
+                value[first - begin : last - begin] = piece
+        return value
+
+
+def _lacks(name: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint lacks {name}, which this model has.")
 
 
 def check_run(path: Any, manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

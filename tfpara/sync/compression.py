@@ -27,6 +27,7 @@ from tfpara.sync.aggregation import Sharded, cut
 from tfpara.sync.averaging import Shares
 from tfpara.sync.global_state import GlobalState
 from tfpara.sync.replicas import Buckets, Replicas
+from tfpara.sync.state import Kind, Slot
 
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 # Numbers of int8 that share a scale, max|x| / 127.
@@ -248,8 +249,10 @@ class CompressedWire:
         for point, value in zip(self.points, buckets, strict=True):
             point.assign(value)
 
-    def of_replicas(self) -> Iterator[tuple[str, int, tf.Variable]]:
-        """What a checkpoint keeps: (name, local replica, variable)."""
+    def slots(self) -> Iterator[Slot]:
+        """What all have received, and what rounding has left out."""
+        for k, point in enumerate(self.points):
+            yield Slot(f"counter/point/{k}", Kind.SHARED, point)
         for source, errors in enumerate(self._errors):
             for k, error in enumerate(errors):
-                yield f"error/{k}", source, error
+                yield Slot(f"wire/error/{k}", Kind.REPLICA, error, source)

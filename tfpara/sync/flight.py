@@ -23,6 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.sync.replicas import Buckets
+from tfpara.sync.state import Kind, Slot
 
 # Of a flight's `state`.
 NONE, FLYING, LANDED = range(3)
@@ -139,22 +140,19 @@ class Flight:
         for buckets in (*self.snapshots, *self.arrived):
             buckets[bucket][at : at + int(values.shape[0])].assign(values)
 
-    def variables(self) -> dict[str, tf.Variable]:
-        """Of a flight that has landed, those that are the same for all local replicas."""
-        found = {"state": self.state, "fragment": self.fragment}
-        return found | {f"arrived/{k}": v for k, v in enumerate(self.arrived[0])}
-
-    def of_replicas(self) -> Iterator[tuple[str, int, tf.Variable]]:
-        """Of a flight that has landed: (name, local replica, variable) of what each has."""
-        for replica, buckets in enumerate(self.snapshots):
-            for k, variable in enumerate(buckets):
-                yield f"flight/snapshot/{k}", replica, variable
-
-    def restored(self) -> None:
-        """`variables` and `of_replicas` have been given the values of a checkpoint."""
-        for buckets in self.arrived[1:]:
-            for variable, value in zip(buckets, self.arrived[0], strict=True):
-                variable.assign(value)
+    def slots(self) -> Iterator[Slot]:
+        """What a flight that has landed leaves for the merge."""
+        options: dict[str, Any] = {"empty": int(self.state) != LANDED, "absent": NONE}
+        yield Slot("open/state", Kind.BLOCK, self.state, **options)
+        yield Slot("open/fragment", Kind.BLOCK, self.fragment, **options)
+        for replica, (snapshots, arrived) in enumerate(
+            zip(self.snapshots, self.arrived, strict=True)
+        ):
+            for k, (snapshot, value) in enumerate(zip(snapshots, arrived, strict=True)):
+                name = f"sync/flight/snapshot/{k}"
+                yield Slot(name, Kind.BLOCK, snapshot, replica, **options)
+                # The same on all devices.
+                yield Slot(f"open/arrived/{k}", Kind.BLOCK, value, **options)
 
     def _prepare(self) -> int:
         with self._lock:

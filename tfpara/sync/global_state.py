@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpara.algorithms.bmuf_adam import MomentState
 from tfpara.sync.aggregation import Aggregation, Part, Sharded, cut
+from tfpara.sync.state import Kind, Slot
 
 MakeVariable = Callable[[Any, str], tf.Variable]
 
@@ -282,6 +283,13 @@ class GlobalState:
             for state in self._moment_states[holder : holder + 1]:
                 for name, variable in zip(MomentState._fields, state[part.bucket], strict=True):
                     yield Cell(f"moments/{name}", holder, part, variable)
+
+    def slots(self) -> Iterator[Slot]:
+        """All cells, and whether the rule has taken a step."""
+        for cell in self.cells():
+            name = f"global/{cell.field}/{cell.part.bucket}/{cell.part.start}"
+            yield Slot(name, Kind.HOLDER, cell.variable)
+        yield Slot("counter/is_new", Kind.SHARED, self.is_new, absent=False)
 
     def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
         """Gives a field its value: the buckets; for a scalar field a number, or one per bucket."""

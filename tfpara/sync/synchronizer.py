@@ -21,24 +21,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.sync.buffers import Layout
-from tfpara.sync.flight import FLYING, LANDED, NONE
+from tfpara.sync.flight import FLYING, NONE
 from tfpara.sync.overlapped import OverlappedSteps
 from tfpara.sync.replicas import Buckets, assign
 from tfpara.sync.reports import Request, signature_of, stop_if
+from tfpara.sync.state import Kind, Slot
 from tfpara.sync.statistics import Agreement, SyncStatistics
 from tfpara.sync.sync_steps import NEVER
 
 LOCAL_STATE = ("keep", "reset", "average")
-# Variables that go on where a model's synchronizer is made anew, and in checkpoints.
-_COUNTED = (
-    "_period",
-    "_steps",
-    "_samples",
-    "_syncs",
-    "_seconds",
-    "_distance",
-    "_bytes_sent",
-)
 
 
 class Synchronizer(OverlappedSteps):
@@ -211,8 +202,8 @@ class Synchronizer(OverlappedSteps):
         if self._compressed is not None and former._compressed is not None:
             self._compressed.adopt(former._compressed, of_weights)
         self._adopt_anchors(former)
-        for name in _COUNTED:
-            getattr(self, name).assign(getattr(former, name))
+        for mine, theirs in zip(self._counted(), former._counted(), strict=True):
+            mine.variable.assign(theirs.variable)
         # What is adopted was agreed on; the local weights may differ.
         self._signatures.assign(tf.zeros_like(self._signatures))
 
@@ -325,55 +316,40 @@ class Synchronizer(OverlappedSteps):
         period = int(self._period)
         return None if period >= NEVER else period
 
-    def counters(self) -> dict[str, tf.Variable]:
-        """What a checkpoint keeps beside the global state and the replicas' own variables."""
-        names = (*_COUNTED, "_signatures")
-        found = {name.strip("_"): getattr(self, name) for name in names}
-        points = self._compressed.points if self._compressed else []
-        found |= {f"point/{k}": point for k, point in enumerate(points)}
-        return found | {f"anchor/{k}": a for k, a in enumerate(self._averaging.anchors)}
+    def slots(self) -> Iterator[Slot]:
+        """The state of the syncs, beside the model's own variables."""
+        yield from self.global_state.slots()
+        yield from self._counted()
+        yield Slot("counter/signatures", Kind.SHARED, self._signatures)
+        for k, anchor in enumerate(self._averaging.anchors):
+            yield Slot(f"counter/anchor/{k}", Kind.SHARED, anchor)
+        if self._compressed is not None:
+            yield from self._compressed.slots()
+        if not self._whole:
+            yield Slot("open/turn", Kind.BLOCK, self._turn)
+            yield Slot("open/block_steps", Kind.BLOCK, self._block_steps, absent=0.0)
+            for replica, pending in enumerate(self._pending_samples):
+                yield Slot("sync/pending_samples", Kind.BLOCK, pending, replica)
+        if self._flight is not None:
+            yield from self._flight.slots()
 
-    def of_wire(self) -> Iterator[tuple[str, int, tf.Variable]]:
-        """What rounding has left out, for a checkpoint: (name, local replica, variable)."""
-        return self._compressed.of_replicas() if self._compressed else iter(())
-
-    def moved_by_training(self) -> Iterator[tf.Variable]:
-        """What training changes beside the replicas' own variables, but for what it counts."""
-        yield from (cell.variable for cell in self.global_state.cells())
-        yield self.global_state.is_new
-        yield from (v for name, v in self.counters().items() if f"_{name}" not in _COUNTED)
-        yield from (v for _, _, v in (*self.of_wire(), *self.of_replicas()))
-        yield from self.of_open_block().values()
+    def _counted(self) -> list[Slot]:
+        """What goes on where the model's synchronizer is made anew."""
+        return [
+            Slot("counter/period", Kind.WORKER, self._period),
+            Slot("counter/steps", Kind.WORKER, self._steps),
+            Slot("counter/samples", Kind.SUM, self._samples),
+            Slot("counter/syncs", Kind.WORKER, self._syncs),
+            Slot("counter/seconds", Kind.WORKER, self._seconds),
+            Slot("counter/distance", Kind.WORKER, self._distance),
+            Slot("counter/bytes_sent", Kind.WORKER, self._bytes_sent, absent=0.0),
+        ]
 
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
         """Other replicas than before go on, all from these weights."""
         self.set_weights([weights] * len(self._devices))
         if self._compressed:
             self._compressed.set_points(self._layout.pack(weights))
-
-    def of_replicas(self) -> Iterator[tuple[str, int, tf.Variable]]:
-        """What a checkpoint keeps for each local replica: (name, replica, variable)."""
-        if not self._whole:
-            for replica, pending in enumerate(self._pending_samples):
-                yield "pending_samples", replica, pending
-        if self._flight is not None and int(self._flight.state) == LANDED:
-            yield from self._flight.of_replicas()
-
-    def of_open_block(self) -> dict[str, tf.Variable]:
-        """What else it keeps where not all blocks are closed, the same on all workers."""
-        found = {} if self._whole else {"turn": self._turn, "block_steps": self._block_steps}
-        if self._flight is None or int(self._flight.state) != LANDED:
-            return found
-        return found | self._flight.variables()
-
-    def expect_flight(self) -> None:
-        """`of_replicas` and `of_open_block` are about to be given a landed sync's values."""
-        self._in_the_air.state.assign(LANDED)
-
-    def flight_restored(self) -> None:
-        """They have been."""
-        if self._flight is not None:
-            self._flight.restored()
 
     def open_fragments(self, pending_samples: Sequence[Any]) -> list[bool]:
         """Of each weight, whether its fragment has trained since its last sync.

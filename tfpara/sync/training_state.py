@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpara.keras_model import optimizers, training_variables
+from tfpara.keras_model import optimizers
 from tfpara.sync.keras_hooks import build_optimizers
+from tfpara.sync.state import Kind, model_slots, slots_of
 
 
 class TrainingState:
@@ -35,9 +35,17 @@ class TrainingState:
             self._go_back = strategy.snapshot(model)  # of the servers, which have the optimizer
         else:
             build_optimizers(model)
-        variables = [*_components(model), *(_of_synchronizer(model) if shared else ())]
+        if shared and hasattr(strategy, "synchronize"):
+            strategy.synchronize()  # of a run without parameter servers
+        rates = _rates(model)
         # A tensor that is kept is copied by TensorFlow when its variable is next written.
-        self._kept = [(variable, tf.identity(variable)) for variable in variables]
+        self._kept = [
+            (slot.variable, tf.identity(slot.variable))
+            for slot in (slots_of if shared else model_slots)(model)
+            if slot.kind not in (Kind.WORKER, Kind.SUM)
+            and not slot.empty
+            and id(slot.variable) not in rates
+        ]
 
     def restore(self) -> None:
         """Puts everything back, bit for bit; can be done again."""
@@ -59,19 +67,9 @@ def _is_finite(value: Any) -> bool:
     return bool(tf.math.is_finite(tf.reduce_sum(tf.cast(value, tf.float32))))
 
 
-def _components(model: keras.Model) -> Iterator[tf.Variable]:
-    """The plain variables of every local replica."""
-    rates = {id(optimizer.learning_rate) for optimizer in optimizers(model)}
+def _rates(model: keras.Model) -> set[int]:
+    """The ids of the learning rates' plain variables."""
+    found = [optimizer.learning_rate for optimizer in optimizers(model)]
     local_results = model.distribute_strategy.experimental_local_results
-    for name, variable in training_variables(model):
-        if not name.startswith("metrics/") and id(variable) not in rates:
-            yield from local_results(variable.value)
-
-
-def _of_synchronizer(model: keras.Model) -> Iterator[tf.Variable]:
-    """The plain variables of the global model, where replicas are synchronised."""
-    strategy: Any = model.distribute_strategy
-    if hasattr(strategy.extended, "synchronizer_of"):
-        strategy.synchronize()
-        with strategy.scope():
-            yield from strategy.extended.synchronizer_of(model).moved_by_training()
+    variables = [rate.value for rate in found if isinstance(rate, keras.Variable)]
+    return {id(component) for variable in variables for component in local_results(variable)}

@@ -92,7 +92,7 @@ class Killer:
         """Puts the places into the library of this process."""
         store = checkpoint_store.Store
         self.before(checkpoint.Checkpoints, "restore", "start")
-        self.before(checkpoint.Checkpoints, "_load_replicas", "restored")
+        self.before(checkpoint.Parts, "_of_holder", "restored")
         self.after(store, "begin", "begin")
         self.after(store, "write_part", "written")
         self.after(store, "commit", "removed")
@@ -222,12 +222,9 @@ def everything(strategy, model):
         locals_ = strategy.experimental_local_results(variable.value)
         found |= {f"optimizer/{k}/{r}": c.numpy() for r, c in enumerate(locals_)}
     synchronizer = strategy.extended.synchronizer_of(model)
-    for cell in synchronizer.global_state.cells():
-        name = f"state/{cell.field}/{cell.part.bucket}/{cell.part.start}"
-        found[name] = cell.variable.numpy()
-    for name, counter in synchronizer.counters().items():
-        if name != "seconds":
-            found[f"counter/{name}"] = counter.numpy()
+    for slot in synchronizer.slots():
+        if slot.name != "counter/seconds" and not slot.empty:
+            found[slot.key(strategy.local_replica_ids)] = slot.variable.numpy()
     return found
 
 
