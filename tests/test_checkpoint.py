@@ -23,8 +23,10 @@ DEVICES = ["CPU:0", "CPU:1"]
 EPOCHS, STEPS, TAU = 3, 8, 2
 
 
-def make(rule=None, devices=DEVICES, averages=None, seed=1, **options):
-    averages = {"ema": tfpara.EMA(0.8), "ma": tfpara.MA()} if averages is None else averages
+def make(rule=None, devices=DEVICES, averages=None, seed=1, small=False, **options):
+    """`small`: a layer and no averages, where what they hold is not the subject."""
+    if averages is None:
+        averages = {} if small else {"ema": tfpara.EMA(0.8), "ma": tfpara.MA()}
     strategy = tfpara.PeriodicSyncStrategy(
         rule or tfpara.BMUF(0.5),
         devices=devices,
@@ -33,19 +35,16 @@ def make(rule=None, devices=DEVICES, averages=None, seed=1, **options):
     )
     keras.utils.set_random_seed(seed)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(8),
-                keras.layers.BatchNormalization(momentum=0.9),
-                keras.layers.Dropout(0.3, seed=5),
-                keras.layers.Dense(4),
-            ]
-        )
+        layers = [keras.Input((6,))]
+        if not small:
+            layers.append(keras.layers.Dense(8))
+            layers.append(keras.layers.BatchNormalization(momentum=0.9))
+            layers.append(keras.layers.Dropout(0.3, seed=5))
+        model = keras.Sequential([*layers, keras.layers.Dense(4)])
         model.compile(
             keras.optimizers.SGD(0.1, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
+            metrics=[] if small else ["accuracy"],
         )
     return strategy, model
 
@@ -104,7 +103,7 @@ def everything(strategy, model):
 
 def run(directory, rule=None, stop=None, epochs=EPOCHS, log=None, devices=DEVICES, **options):
     """One process of a run; returns what it ends with and its history, or None if stopped."""
-    names = ("aggregation", "averages", "data_plan", "sync_period", "overlap", "fragments")
+    names = ("aggregation", "averages", "data_plan", "sync_period", "overlap", "fragments", "small")
     settings = {k: options.pop(k) for k in names if k in options}
     # Another seed for each process that resumes: all it has is the checkpoint.
     seed = 1 + len(list(directory.glob("checkpoint-*")))
@@ -133,7 +132,7 @@ def uninterrupted(**options):
 def finished(tmp_path_factory):
     """The directory of a run of an epoch, to copy."""
     directory = tmp_path_factory.mktemp("finished")
-    run(directory, epochs=1)
+    run(directory, epochs=1, small=True)
     return directory
 
 
@@ -244,46 +243,35 @@ class Scores(keras.callbacks.Callback):
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("stop", [(1, 5), (1, 7)])
-def test_epochs_logs_and_validation_are_those_of_an_uninterrupted_run(tmp_path, stop):
+def test_epochs_logs_and_validation_are_those_of_an_uninterrupted_run(tmp_path):
     """At (1, 7) no step of the resumed epoch is left; validation reads data that know no epochs."""
     validation = tf.data.Dataset.from_tensor_slices(minibatch(99, 0)).batch(2)
-    logs = []
-    for name, stops in (("whole", [None]), ("run", [stop, None])):
-        for stop_here in stops:
-            strategy, model = make()
-            scores, checkpoint = Scores(), tfpara.callbacks.Checkpoint(tmp_path / name)
-            checkpoint._every_syncs = 1
-            callbacks = [scores, *([stop_at(*stop_here)] if stop_here else []), checkpoint]
-            if stop_here == (1, 7):  # Once its sync was written.
-                callbacks.reverse()
-            try:
-                model.fit(
-                    epoch_data(strategy),
-                    epochs=EPOCHS,
-                    verbose=0,
-                    callbacks=callbacks,
-                    validation_data=validation,
-                )
-                logs.append(scores.logs)
-            except Stop:
-                pass
-            checkpoint._checkpoints.store.release()
-    whole, resumed = logs
-    assert resumed == {epoch: whole[epoch] for epoch in (1, 2)}
+
+    def logs(name, stop=None):
+        strategy, model = make()
+        scores = Scores()
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / name, every_syncs=1)
+        callbacks = [scores, *([stop_at(*stop)] if stop else []), checkpoint]
+        if stop == (1, 7):  # Once its sync was written.
+            callbacks.reverse()
+        with contextlib.suppress(Stop):
+            model.fit(
+                epoch_data(strategy),
+                epochs=EPOCHS,
+                verbose=0,
+                callbacks=callbacks,
+                validation_data=validation,
+            )
+        checkpoint._checkpoints.store.release()
+        return scores.logs
+
+    whole = logs("whole")
+    assert set(whole) == {0, 1, 2}
+    for name, stop in (("inside", (1, 5)), ("end", (1, 7))):
+        assert set(logs(name, stop)) == {0}
+        resumed = logs(name)
+        assert resumed == {epoch: whole[epoch] for epoch in (1, 2)}
     assert set(whole[1]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
-
-
-@pytest.mark.one_version
-def test_more_epochs_are_added_to_a_finished_run(tmp_path):
-    whole, whole_history, _ = uninterrupted()
-    run(tmp_path / "run", epochs=2)
-    resumed, history, _ = run(tmp_path / "run", epochs=3)
-    assert_same(resumed, whole)
-    assert history["loss"] == whole_history["loss"][2:]
-    again, history, _ = run(tmp_path / "run", epochs=3)
-    assert_same(again, whole)
-    assert history == {}
 
 
 @pytest.mark.one_version
@@ -342,7 +330,7 @@ def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once
 
 
 def test_a_sync_that_was_in_the_air_counts_on_another_number_of_replicas(tmp_path):
-    strategy, model = make(tfpara.BSP(), averages={}, overlap=True)
+    strategy, model = make(tfpara.BSP(), small=True, overlap=True)
     checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=1)
     wanted = []
 
@@ -356,7 +344,7 @@ def test_a_sync_that_was_in_the_air_counts_on_another_number_of_replicas(tmp_pat
     with pytest.raises(Stop):
         model.fit(epoch_data(strategy), verbose=0, callbacks=[checkpoint, looking])
     checkpoint._checkpoints.store.release()
-    other, again = make(tfpara.BSP(), ["CPU:0", "CPU:1", "CPU:2"], averages={}, overlap=True)
+    other, again = make(tfpara.BSP(), ["CPU:0", "CPU:1", "CPU:2"], small=True, overlap=True)
     checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
     found = []
 
@@ -382,7 +370,7 @@ def model_weights(weights, model):
 @pytest.mark.one_version
 def test_only_the_newest_are_kept_and_what_was_interrupted_goes(tmp_path):
     (tmp_path / ".partial-00000007-0").mkdir()
-    run(tmp_path, every_syncs=1, keep=2)
+    run(tmp_path, every_syncs=1, keep=2, small=True)
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["checkpoint-00000015", "checkpoint-00000016", "lock"]
     manifest = json.loads((tmp_path / names[-2] / "manifest.json").read_text())
@@ -424,12 +412,12 @@ def test_a_missing_part_is_damage(finished_run):
     for path in finished_run.glob("checkpoint-*/part-00000.index"):
         path.unlink()
     with pytest.warns(UserWarning, match="part-00000.index"), pytest.raises(tfpara.CheckpointError):
-        run(finished_run)
+        run(finished_run, small=True)
 
 
 @pytest.mark.one_version
 def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
-    common = {"data_plan": {"minibatch": 4, "epochs": 1}, "may_change": ("epochs",)}
+    common = {"data_plan": {"minibatch": 4, "epochs": 1}, "may_change": ("epochs",), "small": True}
     run(tmp_path, epochs=1, **common)
     run(tmp_path, epochs=1, **{**common, "data_plan": {"minibatch": 4, "epochs": 7}})
     for change, message in [
@@ -459,10 +447,10 @@ def test_a_checkpoint_of_another_version_is_used_and_of_another_format_refused(
         path.write_text(json.dumps(manifest))
     if change == "version":
         with pytest.warns(UserWarning, match="was written with tfpara version 0.0.1; numbers may"):
-            assert run(finished_run, epochs=1)
+            assert run(finished_run, epochs=1, small=True)
     else:
         with pytest.raises(tfpara.CheckpointError, match="has format 2; this version reads 1"):
-            run(finished_run)
+            run(finished_run, small=True)
 
 
 def test_a_checkpoint_with_other_buckets_is_refused(finished_run):
@@ -471,7 +459,7 @@ def test_a_checkpoint_with_other_buckets_is_refused(finished_run):
         manifest["bucket_sizes"].append(1)
         path.write_text(json.dumps(manifest))
     with pytest.raises(tfpara.CheckpointError, match="buckets, of other sizes than the 1 of this"):
-        run(finished_run)
+        run(finished_run, small=True)
 
 
 @pytest.mark.one_version
@@ -479,8 +467,8 @@ def test_a_directory_in_use_is_refused(tmp_path):
     with (tmp_path / "lock").open("w") as other:  # as another process would have it
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(tfpara.CheckpointError, match="in use by another run"):
-            run(tmp_path)
-    run(tmp_path, epochs=1)
+            run(tmp_path, small=True)
+    run(tmp_path, epochs=1, small=True)
 
 
 @pytest.mark.parametrize(
@@ -508,6 +496,8 @@ def test_what_flock_says_is_told_apart(tmp_path, monkeypatch, number, message):
 
 @pytest.mark.one_version
 def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
+    whole, whole_history, _ = uninterrupted()
+    capsys.readouterr()
     run(tmp_path, epochs=1)
     assert capsys.readouterr().out == ""
     _, history, strategy = run(tmp_path, epochs=1)
@@ -517,14 +507,16 @@ def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
         "nothing is trained now. To train longer, give fit more epochs. To begin anew, give "
         "another directory or remove this one.\n"
     )
-    assert len(run(tmp_path, epochs=2)[1]["loss"]) == 1
+    resumed, history, _ = run(tmp_path)
     assert capsys.readouterr().out == "Resuming from checkpoint 2: epoch 2.\n"
+    assert_same(resumed, whole)
+    assert history["loss"] == whole_history["loss"][1:]
 
 
 @pytest.mark.one_version
 def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
     def fit():
-        strategy, model = make()
+        strategy, model = make(small=True)
         stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
         checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
         callbacks = [stop, checkpoint]
@@ -536,9 +528,10 @@ def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
     assert "is complete: it stopped by itself after 2 epochs (checkpoint 3), so nothing" in fit()
 
 
+@pytest.mark.quick
 def test_one_callback_in_several_fits(tmp_path):
     """A fit for each epoch is one run; the same epochs again are not."""
-    strategy, model = make()
+    strategy, model = make(small=True)
     checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
     data = epoch_data(strategy)
     for epoch in range(2):
@@ -610,7 +603,7 @@ def test_states_of_callbacks_and_random_numbers_come_back(tmp_path):
 
 
 def test_a_state_that_json_cannot_carry_is_named(tmp_path):
-    strategy, model = make()
+    strategy, model = make(small=True)
     strategy.keep_state("score", Counter(np.float32(1)))
     checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
     with pytest.raises(tfpara.CheckpointError, match="state of 'score' cannot be kept.*float32"):
@@ -654,7 +647,7 @@ def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
 
 @pytest.mark.one_version
 def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
-    strategy, model = make()
+    strategy, model = make(small=True)
     ask = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: (
             os.kill(os.getpid(), signal.SIGTERM) if batch == STEPS - 1 else None
@@ -665,7 +658,7 @@ def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
     with pytest.raises(tfpara.callbacks.Preempted):
         model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[ask, checkpoint])
     assert signal.getsignal(signal.SIGTERM) == before
-    assert run(tmp_path, epochs=1)[1] == {}
+    assert run(tmp_path, epochs=1, small=True)[1] == {}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -735,7 +728,7 @@ def test_a_model_of_no_strategy_is_told_what_to_use(tmp_path):
 
 @pytest.mark.one_version
 def test_a_block_closed_by_hand_does_not_keep_checkpoints_from_being_written(tmp_path):
-    strategy, model = make()
+    strategy, model = make(small=True)
     close = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: batch == 2 and strategy.synchronize()
     )
@@ -750,7 +743,7 @@ def test_a_block_closed_by_hand_does_not_keep_checkpoints_from_being_written(tmp
 
 
 def test_stopping_together_stops_at_the_next_sync():
-    strategy, model = make()
+    strategy, model = make(small=True)
     wish = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", batch == 2)
     )
@@ -766,7 +759,7 @@ def test_stopping_together_stops_at_the_next_sync():
 def test_a_lesser_wish_does_not_replace_a_greater_one():
     from tfpara.sync.reports import Request
 
-    strategy, model = make()
+    strategy, model = make(small=True)
     model.fit(epoch_data(strategy), epochs=1, verbose=0)
     strategy.request(Request.STOP)
     strategy.request(Request.CHECKPOINT)
@@ -784,7 +777,7 @@ def test_epochs_of_unknown_and_different_length_are_trained_whole(tmp_path):
 
 
 def fit_epochs_of(lengths, directory, *callbacks):
-    strategy, model = make()
+    strategy, model = make(small=True)
     counts = []
 
     def of_epoch(epoch, first):
