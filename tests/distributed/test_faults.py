@@ -113,7 +113,7 @@ def test_a_long_wait_is_told_of():
 
 
 def test_a_silent_peer_is_an_error_after_the_timeout():
-    options = {"local_devices": 2}
+    options = {"local_devices": 2, "timeout_seconds": 5}
     with Workers("faults.py", [options, {**options, "fault": "stop"}]) as workers:
         try:
             output = workers.processes[0].communicate(timeout=120)[0]

@@ -21,7 +21,8 @@ def test_a_dead_peer_is_named(fault):
 
 @pytest.mark.parametrize("fault", ["stop", "sleep"])
 def test_a_silent_peer_is_an_error_after_the_timeout(fault):
-    with Workers("faults.py", [{}, {"fault": fault}], start="horovod") as workers:
+    options = {"timeout_seconds": 5}
+    with Workers("faults.py", [options, {**options, "fault": fault}], start="horovod") as workers:
         try:
             output = workers.processes[0].communicate(timeout=120)[0]
         finally:

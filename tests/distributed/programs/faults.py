@@ -90,7 +90,7 @@ def main():
     strategy = tfpara.PeriodicSyncStrategy(
         rule,
         devices=[f"CPU:{device}" for device in range(local)],
-        **{"sync_period": 3, "timeout_seconds": 5, "startup_timeout_seconds": 30, **options},
+        **{"sync_period": 3, "timeout_seconds": 60, "startup_timeout_seconds": 60, **options},
     )
     with strategy.scope():
         model = keras.Sequential(
