@@ -32,7 +32,7 @@ _TABLE_SECONDS = 3.0  # for the chief to a worker
 _BYE_SECONDS = 1.0
 _LIBRARIES = tuple(
     sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-) + (str(Path(__file__).parent),)
+) + (str(Path(__file__).parents[1]),)
 
 
 class Row(NamedTuple):
