@@ -20,6 +20,7 @@ WITH_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 def choose(collectives, environ, monkeypatch, problem=None):
     monkeypatch.setattr(horovod, "problem", lambda: problem)
+    monkeypatch.setattr(horovod, "mpi_problem", lambda: problem)
     return choice.choose(collectives, cluster.read(environ))
 
 
@@ -47,6 +48,16 @@ def test_auto_without_horovod(monkeypatch):
         missing,
     )
     assert choose("auto", WITH_RANK, monkeypatch, missing)[0] == "horovod"
+    assert choose("auto", WITH_MPI, monkeypatch, missing) == ("tensorflow", missing)
+
+
+def test_other_engines_start_tensorflow(monkeypatch):
+    for names in (("TFPARA_RANK", "TFPARA_SIZE"), ("PMI_RANK", "PMI_SIZE")):
+        environ = dict(zip(names, ("1", "2"), strict=True))
+        assert choose("auto", environ, monkeypatch) == ("tensorflow", f"{names[0]} is set")
+        assert choose("horovod", environ, monkeypatch)[0] == "horovod"
+    asked = WITH_RANK | {"TFPARA_COORDINATOR": "node1:4000"}
+    assert choose("tensorflow", asked, monkeypatch)[0] == "tensorflow"
 
 
 @pytest.mark.parametrize("environ", [{}, WITH_TF_CONFIG, WITH_TF_CONFIG | WITH_RANK])

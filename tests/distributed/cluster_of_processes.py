@@ -48,8 +48,8 @@ class Workers:
         options: of each worker, as JSON.
         environ: more environment variables of each worker.
         absent: workers of the cluster that are not started.
-        start: how the workers know each other: by "TF_CONFIG", or by "horovod", the variables of
-            Horovod, for which this process serves the store.
+        start: how the workers know each other: by "TF_CONFIG", by "horovod", the variables of
+            Horovod, for which this process serves the store, or by "rank", each its own.
         fresh: whether each worker has a new interpreter; else TensorFlow is imported already.
     """
 
@@ -68,6 +68,9 @@ class Workers:
         self.store = rendezvous.Server() if start == "horovod" else None
         for rank, option in enumerate(options):
             place = {"TF_CONFIG": tf_config(addresses, rank)}
+            if start == "rank":
+                place = {"TFPARA_RANK": str(rank), "TFPARA_SIZE": str(len(addresses))}
+                place["TFPARA_COORDINATOR"] = addresses[0]
             if self.store:
                 view = cluster.read(place)
                 place = rendezvous.variables(view, "127.0.0.1", self.store.port)

@@ -54,9 +54,10 @@ def test_mpirun():
     if has_mpi():
         assert code == 0, output
         assert output.count("trained") == 2
-    else:
-        assert code != 0
-        assert "OMPI_COMM_WORLD_RANK is set, so mpirun has started this process" in output
+    else:  # then on TensorFlow's collectives
+        assert code == 0, output
+        assert output.count("trained") == 2
+        assert "collectives=tensorflow: Horovod was built without MPI" in output
         assert "scripts/install_horovod.sh --mpi --venv=" in output
 
 

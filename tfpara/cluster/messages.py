@@ -21,6 +21,7 @@ import socket
 import time
 from typing import Any
 
+from tfpara.cluster import ports
 from tfpara.cluster import secret as run_secret
 
 _LONGEST_MESSAGE = 1 << 20  # bytes
@@ -106,6 +107,11 @@ class Channel:
     def fileno(self) -> int:
         """The socket's number, for `selectors`."""
         return self._connection.fileno()
+
+    @property
+    def own_host(self) -> str:
+        """The IP address of this end, at which the other one reaches it."""
+        return ports.plain(str(self._connection.getsockname()[0]))
 
     def send(self, **message: Any) -> None:
         """Sends a message, if the other end still reads, and as soon as it has said its number."""

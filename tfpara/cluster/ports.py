@@ -9,11 +9,16 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import random
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterable
 
+# Below the range from which Linux takes the ports of outgoing connections, so that none of those
+# takes a port between our look and the use of it.
+CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -61,7 +66,7 @@ def own_host(host: str) -> str:
         loopback here and elsewhere to the network, as Debian sets it up.
     """
     host = host.strip("[]")
-    named = not _is_address(host) and host != "localhost"
+    named = not is_address(host) and host != "localhost"
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -75,23 +80,42 @@ def own_host(host: str) -> str:
     return ""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, reuse: bool = True) -> socket.socket:
     """A socket with an address of this machine, which does not listen yet.
 
     Args:
         host: an IP address; empty for all interfaces.
         port: 0 for a free one.
+        reuse: whether connections that have ended leave the port free.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
     """
     if not host and socket.has_dualstack_ipv6():
         try:
-            return _bind(socket.AF_INET6, "::", port)
+            return _bind(socket.AF_INET6, "::", port, reuse)
         except OSError as error:  # IPv6 may be turned off
             if error.errno == errno.EADDRINUSE:
                 raise
-    return _bind(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)
+    return _bind(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port, reuse)
+
+
+def reserve() -> socket.socket:
+    """A port that is free on all interfaces, and kept from others until the socket is closed.
+
+    Raises:
+        OSError: there is none.
+    """
+    for port in random.sample(CHOSEN, len(CHOSEN)):
+        with contextlib.suppress(OSError):
+            # Where a port may be reused it could be given to two that do not listen yet.
+            return bind("", port, reuse=False)
+    raise OSError(errno.EADDRINUSE, "no port is free")
+
+
+def plain(host: str) -> str:
+    """An IP address without the form that version 4 has within version 6, and without a zone."""
+    return host.partition("%")[0].removeprefix("::ffff:")
 
 
 def interface(address: str) -> str:
@@ -105,11 +129,10 @@ def interface(address: str) -> str:
     return ""
 
 
-def _bind(family: int, host: str, port: int) -> socket.socket:
+def _bind(family: int, host: str, port: int, reuse: bool) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Connections that have ended do not keep the port.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != "::")
         bound.bind((host, port))
@@ -119,7 +142,18 @@ def _bind(family: int, host: str, port: int) -> socket.socket:
     return bound
 
 
-def _is_address(host: str) -> bool:
+def unknown(addresses: Iterable[str]) -> bool:
+    """Whether the name of a host among addresses "host:port" leads nowhere now."""
+    for host in {address.rpartition(":")[0].strip("[]") for address in addresses}:
+        try:
+            socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            return True
+    return False
+
+
+def is_address(host: str) -> bool:
+    """Whether this is an IP address, and no name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

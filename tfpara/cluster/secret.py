@@ -67,7 +67,7 @@ def derive(secret: bytes, *purpose: bytes) -> bytes:
 
 def warn_without(secret: bytes, addresses: Iterable[str]) -> None:
     """Says in one line that there is no secret, where addresses "host:port" lead to a network."""
-    if not secret and not all(_is_loopback(address) for address in addresses):
+    if not secret and not all(is_loopback(address) for address in addresses):
         _log.warning(
             "tfpara: the processes' meeting is not authenticated: whoever reaches its port can "
             f"take part in it. Set {FILE_VARIABLE} or {VARIABLE} to the same for all; "
@@ -88,7 +88,8 @@ def _contents(path: str) -> bytes:
         ) from None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether an address "host:port" leads to this machine alone."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

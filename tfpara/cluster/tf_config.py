@@ -147,7 +147,7 @@ def _addresses(job: str, value: Any, kind: Kind) -> list[str]:
             "there is one chief. Move the others to 'worker'."
         )
     for address in value:
-        problem = _address_problem(address)
+        problem = address_problem(address)
         if problem:
             raise ClusterError(
                 f"address {_repr.repr(address)} of cluster job '{job}' in TF_CONFIG {problem}. "
@@ -162,7 +162,7 @@ def _check_job(job: Any, what: str, kind: Kind) -> None:
         raise ClusterError(f"{what} {_repr.repr(job)} in TF_CONFIG is not supported: {reason}.")
 
 
-def _address_problem(address: Any) -> str | None:
+def address_problem(address: Any) -> str | None:
     """What is wrong with an address, or None."""
     if not isinstance(address, str):
         return "is not a string"

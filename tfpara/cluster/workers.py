@@ -1,4 +1,4 @@
-"""Who trains: the cluster that TF_CONFIG, horovodrun or mpirun describe in the environment.
+"""Who trains: the cluster that TF_CONFIG, or the engine that started us, describes.
 
 TF_CONFIG is read and checked here, before TensorFlow starts, because TensorFlow answers most
 mistakes in it with a hang. Only the standard library is imported.
@@ -8,8 +8,8 @@ mistakes in it with a hang. Only the standard library is imported.
 
 Ranks count the chief first, then the workers in their order, so the task above has rank 2. In a
 cluster of `worker` jobs only, worker 0 is the chief. Without TF_CONFIG, or with `{}`, one process
-trains alone, unless the variables of horovodrun (HOROVOD_RANK, HOROVOD_SIZE) or mpirun
-(OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE) say that it is one of several.
+trains alone, unless variables of horovodrun, mpirun, srun or another engine (`engines`) say that it
+is one of several.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfpara.cluster import tf_config
+from tfpara.cluster import engines, tf_config
 from tfpara.cluster.tf_config import ClusterError as ClusterError
 
 _KIND = tf_config.Kind(
@@ -39,7 +39,8 @@ _KIND = tf_config.Kind(
     example='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
     otherwise=", or unset it to train in one process",
 )
-# This process, and how many there are: of horovodrun, and of Open MPI's mpirun.
+# This process, and how many there are: of horovodrun, and of Open MPI's mpirun, under which
+# Horovod's processes find each other by themselves.
 RANK_VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -58,6 +59,8 @@ class Cluster(NamedTuple):
         rank_variable: the variable, such as HOROVOD_RANK, in which this process was told its rank;
             empty if TF_CONFIG alone tells it.
         size: number of processes according to the rank variables; there may be no addresses.
+        told: what an engine has told, where TF_CONFIG has not; the processes have to find each
+            other by it.
     """
 
     addresses: tuple[str, ...]
@@ -66,6 +69,7 @@ class Cluster(NamedTuple):
     has_chief_job: bool = False
     rank_variable: str = ""
     size: int = 0
+    told: engines.Told | None = None
 
     @property
     def num_workers(self) -> int:
@@ -86,6 +90,11 @@ class Cluster(NamedTuple):
     def address(self) -> str:
         """This process's "host:port"; empty when it trains alone, or has none."""
         return self.addresses[self.rank] if self.addresses else ""
+
+    @property
+    def coordinator(self) -> str:
+        """Where processes that know their ranks alone can meet; empty if it is not known."""
+        return self.told.coordinator if self.told else ""
 
     def describe(self, rank: int) -> str:
         """Names a process in messages: "chief (10.0.0.1:4000)" or "worker RANK (10.0.0.2:4000)"."""
@@ -119,39 +128,32 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
             which.
     """
     found = _from_tf_config(environ)
-    told = _from_rank_variables(environ)
+    told = engines.find({**environ, engines.COORDINATOR: ""} if found.addresses else environ)
     if told is None:
         return found
     if not found.addresses:
-        return told if told.size > 1 else found
+        return of_rank(told) if told.size > 1 else found
+    if engines.is_outer(told.rank_variable):
+        return found
     if (found.rank, found.num_workers) != (told.rank, told.size):
         raise ClusterError(
             f"{told.rank_variable}={told.rank} of {told.size} processes contradicts TF_CONFIG, in "
             f"which this process is {found.describe(found.rank)}, rank {found.rank} of "
-            f"{found.num_workers}. Unset TF_CONFIG for processes that horovodrun or mpirun start, "
-            f"and {told.rank_variable} for others."
+            f"{found.num_workers}. Unset TF_CONFIG for processes that "
+            f"{engines.starter(told.rank_variable)} start, and {told.rank_variable} for others."
         )
+    if told.rank_variable not in dict(RANK_VARIABLES):
+        return found
     return found._replace(rank_variable=told.rank_variable, size=told.size)
 
 
-def _from_rank_variables(environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster without addresses of the first pair of variables that is set."""
-    for names in RANK_VARIABLES:
-        given = [environ.get(name, "").strip() for name in names]
-        if not any(given):
-            continue
-        text = ", ".join(f"{n}={v!r}" for n, v in zip(names, given, strict=True))
-        # isdecimal alone takes digits of other scripts too, as int() does.
-        if not all(value.isdecimal() for value in given) or int(given[0]) >= int(given[1]):
-            raise ClusterError(
-                f"{text}: the first must be a number from 0 below the second, which counts the "
-                "processes. Both are set by horovodrun or mpirun; unset them to train in one "
-                "process, or under TF_CONFIG."
-            )
-        rank, size = map(int, given)
-        job = ("worker", rank - 1) if rank else ("chief", 0)
-        return Cluster((), *job, has_chief_job=True, rank_variable=names[0], size=size)
-    return None
+def of_rank(told: engines.Told, addresses: tuple[str, ...] = ()) -> Cluster:
+    """The cluster of a process that knows its rank, and the addresses once they are found."""
+    job = ("worker", told.rank - 1) if told.rank else ("chief", 0)
+    if addresses:
+        return Cluster(addresses, *job, has_chief_job=True)
+    variable = told.rank_variable
+    return Cluster((), *job, has_chief_job=True, rank_variable=variable, size=told.size, told=told)
 
 
 def _from_tf_config(environ: Mapping[str, str]) -> Cluster:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tfpara.cluster import Cluster
+from tfpara.cluster import RANK_VARIABLES, Cluster
 from tfpara.collectives import horovod
 
+_HOROVOD = RANK_VARIABLES[0][0]
 COLLECTIVES = ("auto", "tensorflow", "horovod")
 
 
@@ -12,7 +13,8 @@ def choose(collectives: str, found: Cluster) -> tuple[str, str]:
     """The backend that is asked for, and why it is taken.
 
     "auto" is Horovod where rank variables say that horovodrun or mpirun has started the process;
-    TensorFlow in a cluster of TF_CONFIG, also under rank variables if Horovod cannot be used.
+    TensorFlow in a cluster of TF_CONFIG, and of any other engine, also under rank variables if
+    mpirun's Horovod cannot be used.
 
     Args:
         collectives: one of `COLLECTIVES`.
@@ -27,16 +29,26 @@ def choose(collectives: str, found: Cluster) -> tuple[str, str]:
     if collectives == "auto":
         if not found.rank_variable:
             return "tensorflow", "TF_CONFIG names the workers"
+        if found.told and not of_horovod(found):
+            return "tensorflow", f"{found.rank_variable} is set"
         if not found.addresses:
+            problem = None if found.rank_variable == _HOROVOD else horovod.mpi_problem()
+            if problem:
+                return "tensorflow", problem
             return "horovod", f"{found.rank_variable} is set, and TF_CONFIG is not"
         problem = horovod.problem()
         if problem:
             return "tensorflow", problem
         return "horovod", f"{found.rank_variable} is set"
-    if collectives == "tensorflow" and found.num_workers > 1 and not found.addresses:
+    if collectives == "tensorflow" and of_horovod(found) and not found.coordinator:
         raise ValueError(
-            f"collectives='tensorflow' needs TF_CONFIG, and this process was told its place by "
-            f"{found.rank_variable}={found.rank} of {found.size} alone. Use "
-            "collectives='horovod', or start by tfpara-launch."
+            f"collectives='tensorflow' needs TF_CONFIG, or TFPARA_COORDINATOR=host:port, and this "
+            f"process was told its place by {found.rank_variable}={found.rank} of {found.size} "
+            "alone. Use collectives='horovod', or start by tfpara-launch."
         )
     return collectives, "asked for"
+
+
+def of_horovod(found: Cluster) -> bool:
+    """Whether the processes, which know their ranks alone, can find each other by Horovod."""
+    return bool(found.told) and found.rank_variable in dict(RANK_VARIABLES)

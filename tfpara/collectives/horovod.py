@@ -47,6 +47,17 @@ def problem() -> str | None:
     return None
 
 
+def mpi_problem() -> str | None:
+    """As `problem`, of a process that mpirun has started."""
+    found = problem()
+    if found is None and not load().mpi_built():
+        return (
+            f"Horovod was built without MPI. Run scripts/install_horovod.sh --mpi "
+            f"--venv={sys.prefix} to have it under mpirun"
+        )
+    return found
+
+
 def load() -> Any:
     """The module `horovod.tensorflow`.
 

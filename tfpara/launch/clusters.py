@@ -9,10 +9,7 @@ import socket
 
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
-
-# Below the range from which Linux takes the ports of outgoing connections, so that none of those
-# takes a port between our look and the worker's use of it.
-_PORTS = range(10000, 32768)
+from tfpara.cluster.ports import CHOSEN
 
 
 class LaunchError(ValueError):
@@ -65,7 +62,7 @@ def ports(host: str, base: int, count: int) -> list[int]:
         LaunchError: as by `local_clusters`.
     """
     if not base:
-        free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(host, port))
+        free = (port for port in random.sample(CHOSEN, len(CHOSEN)) if _is_free(host, port))
         return list(itertools.islice(free, count))
     if base + count - 1 > 65535:
         raise LaunchError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import math
 import os
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
-from tfpara.cluster import rendezvous, secret
+from tfpara.cluster import engines, rendezvous, secret
 from tfpara.launch import output as launch_output
 from tfpara.launch import supervisor as launch_workers
 from tfpara.launch.clusters import LaunchError, local_async_clusters, local_clusters, ports
@@ -29,7 +28,7 @@ from tfpara.version import __version__
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _EPILOG = f"""
-The first worker is the chief. TF_CONFIG and the variables of horovodrun and mpirun are replaced.
+The first worker is the chief. TF_CONFIG and variables by which others tell ranks are replaced.
 stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
 COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
 
@@ -142,7 +141,7 @@ def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
     default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
     asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
     common = {"PYTHONUNBUFFERED": "1", _LOG_LEVEL: "3", **default, **os.environ, **asked}
-    for name in ("TF_CONFIG", *itertools.chain(*cluster.RANK_VARIABLES)):
+    for name in ("TF_CONFIG", *engines.variables()):
         common.pop(name, None)
     return common | secret.for_start(common)
 

@@ -16,7 +16,7 @@ from tfpara import cluster, program
 from tfpara.checks import checked_averages, checked_period, checked_seconds
 from tfpara.cluster import quiet, startup
 from tfpara.cluster.place import call
-from tfpara.collectives.choice import choose
+from tfpara.collectives.choice import choose, of_horovod
 from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
 from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
@@ -47,8 +47,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
     made and compiled in the strategy's scope. A replica is one device of one worker; the workers
-    are those of TF_CONFIG, or those that horovodrun or mpirun have started (without them, this
-    process alone). Nothing is exchanged in a training step but every `sync_period`-th.
+    are those of TF_CONFIG, or those that srun, mpirun, horovodrun, torchrun or another engine has
+    started (docs/engines.md; without them, this process alone). Nothing is exchanged in a training
+    step but every `sync_period`-th.
 
     The end of an epoch closes the open block: all workers, however much data each had, join a last
     sync, so the metrics of the epoch's log, validation and callbacks come after it. Metrics are
@@ -91,7 +92,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         TypeError: `rule` is not a rule object, or an average is not one.
         ValueError: a value outside its range.
         tfpara.FingerprintError: workers that were started with different settings.
-        tfpara.cluster.ClusterError: TF_CONFIG is wrong.
+        tfpara.cluster.ClusterError: TF_CONFIG, or what an engine has told, is wrong.
         tfpara.StartupError: workers that did not come, or see another cluster.
     """
 
@@ -138,8 +139,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         settings = dataclasses.replace(settings, collectives=chosen)
         if found.num_workers > 1 and found.is_chief and collectives == "auto":
             # Shown by default only where there was a choice.
-            level = logging.WARNING if found.rank_variable else logging.DEBUG
+            chose = found.rank_variable and (of_horovod(found) or not found.told)
+            level = logging.WARNING if chose else logging.DEBUG
             _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
+        if chosen == "tensorflow" or not of_horovod(found):
+            found = startup.find_each_other(found, startup_timeout_seconds, chosen)
         if found.num_workers > 1 and chosen == "horovod":
             horovod_group.join(found, startup_timeout_seconds, timeout_seconds)
             starting: Any = contextlib.nullcontext()

@@ -1,0 +1,393 @@
+"""Which worker this process is, and where the workers meet, as the engine that started it says.
+
+Engines (Slurm, MPI, torchrun, ...) tell a process its rank and the number of processes in variables
+of their own, and some tell where rank 0 is. That is enough to meet (`startup.find_each_other`),
+and what TF_CONFIG would have said comes of it. TFPARA_RANK, TFPARA_SIZE and TFPARA_COORDINATOR say
+the same where no engine does. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import reprlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tfpara.cluster.ports import CHOSEN
+from tfpara.cluster.tf_config import ClusterError, address_problem
+
+RANK, SIZE, COORDINATOR = "TFPARA_RANK", "TFPARA_SIZE", "TFPARA_COORDINATOR"
+_INDEX = "JOB_COMPLETION_INDEX"
+_SET_COORDINATOR = (
+    f"Set {COORDINATOR}=host:port to rank 0's host and a free port there, the same in all processes"
+)
+_LONGEST_LIST = 1 << 16  # characters
+_SAGEMAKER_PORT = 23456
+_RANGES = r"\[[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*\]"
+_PART = re.compile(rf"[A-Za-z0-9_.-]+|{_RANGES}")
+_HOSTS = re.compile(rf"(?:[A-Za-z0-9_.-]|{_RANGES})+")
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 120
+
+
+class Told(NamedTuple):
+    """What an engine has told this process.
+
+    Attributes:
+        engine: its name.
+        rank: this process, 0 … size − 1.
+        size: number of processes.
+        rank_variable: where the rank is from.
+        size_variable: where the size is from.
+        coordinator: "host:port" at which rank 0 waits for the others; empty if it is not known.
+        coordinator_from: where that is from, in words.
+    """
+
+    engine: str
+    rank: int
+    size: int
+    rank_variable: str
+    size_variable: str
+    coordinator: str = ""
+    coordinator_from: str = ""
+
+    def described(self) -> str:
+        """What was found, and from which variables."""
+        found = (
+            f"{self.engine}: rank {self.rank} of {self.size}, from {self.rank_variable} and "
+            f"{self.size_variable}"
+        )
+        if not self.coordinator:
+            return found
+        return f"{found}; all meet at {self.coordinator}, from {self.coordinator_from}"
+
+
+class _Engine(NamedTuple):
+    """An engine and its variables.
+
+    Attributes:
+        name: in messages.
+        rank, size: its variables.
+        starter: what sets them, in messages.
+        coordinator: where rank 0 is, and from which variables, or two empty texts; given the
+            environment and the number of processes.
+        outer: whether processes of other engines are started within its own, which keep its
+            variables, so that another number than theirs is no contradiction.
+        also: variables without which rank and size are somebody else's.
+    """
+
+    name: str
+    rank: str
+    size: str
+    starter: str
+    coordinator: Callable[[Mapping[str, str], int], tuple[str, str]]
+    outer: bool = False
+    also: tuple[str, ...] = ()
+
+
+def find(environ: Mapping[str, str] = os.environ) -> Told | None:
+    """What the engine that has started this process says; None if none has.
+
+    Variables of a process (of MPI, torchrun, or our own) go before those of the machine or step in
+    which it is started (Slurm, pods); TFPARA_COORDINATOR before an engine's.
+
+    Raises:
+        ClusterError: variables that cannot be read, or contradict each other; one message names
+            them, and the fix.
+    """
+    index = _index(environ)
+    if index:
+        environ = {**environ, RANK: index}
+    for outer in (False, True):
+        told = [(e, t) for e in _ENGINES if e.outer == outer and (t := _read(e, environ))]
+        several = [each for each in told if each[1].size > 1 or each[0].rank == RANK]
+        if not told:
+            continue
+        (engine, first), *others = several or told
+        for other, theirs in others:
+            if first.rank_variable != RANK or first.size > 1:  # 1 is to be left alone
+                _check_agree(first, theirs, other)
+        if index and first.rank_variable == RANK:
+            first = first._replace(rank_variable=_INDEX)
+        return first if first.size == 1 else _with_coordinator(first, engine, environ)
+    if environ.get(COORDINATOR, "").strip():
+        raise ClusterError(
+            f"{COORDINATOR}={environ[COORDINATOR]!r} is set, but nothing says which of the "
+            f"processes this one is. Set {RANK} (from 0) and {SIZE}, or unset {COORDINATOR} to "
+            "train in one process."
+        )
+    return None
+
+
+def variables() -> tuple[str, ...]:
+    """Those that say which process of how many this is, in a process of an engine's own."""
+    names = [(e.rank, e.size) for e in _ENGINES if not e.outer]
+    return (*itertools.chain(*names), COORDINATOR)
+
+
+def starter(rank_variable: str) -> str:
+    """What sets a variable, such as "horovodrun or mpirun"."""
+    known = {engine.rank: engine.starter for engine in _ENGINES}
+    return known.get(rank_variable, "an indexed job")
+
+
+def is_outer(rank_variable: str) -> bool:
+    """Whether a variable is of the machine or step in which others start processes."""
+    return any(engine.outer and engine.rank == rank_variable for engine in _ENGINES)
+
+
+def no_coordinator(told: Told) -> str:
+    """That it is not known where the others are, in a sentence."""
+    return (
+        f"{told.rank_variable}={told.rank} and {told.size_variable}={told.size} say which process "
+        f"this is, but not where the others are. {_SET_COORDINATOR}."
+    )
+
+
+def hosts(nodelist: str) -> Iterator[str]:
+    """The hosts of a list in Slurm's compact form, such as "node[01-03,7],x5", in its order.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    if not nodelist or len(nodelist) > _LONGEST_LIST:
+        raise ValueError(f"a list of {len(nodelist)} characters")
+    for item in re.split(r",(?![^\[]*\])", nodelist):
+        if not _HOSTS.fullmatch(item):
+            raise ValueError(f"{_repr.repr(item)} names no hosts")
+        parts = [_choices(part) for part in _PART.findall(item)]
+        yield from map("".join, itertools.product(*parts))
+
+
+def _choices(part: str) -> list[str]:
+    """What one part of a name stands for: itself, or the numbers in brackets."""
+    if not part.startswith("["):
+        return [part]
+    found: list[str] = []
+    for limits in part[1:-1].split(","):
+        first, _, last = limits.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        if not 0 < len(numbers) <= _LONGEST_LIST:
+            raise ValueError(f"{limits!r} is no range")
+        found += [str(number).zfill(len(first)) for number in numbers]
+    return found
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def _index(environ: Mapping[str, str]) -> str:
+    """The number of a pod in an indexed job: its rank, where TFPARA_SIZE is all that is set."""
+    if environ.get(RANK, "").strip() or not environ.get(SIZE, "").strip():
+        return ""
+    return environ.get(_INDEX, "").strip()
+
+
+def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
+    if engine.rank == "SM_CURRENT_HOST":
+        return _sagemaker(engine, environ)
+    given = [environ.get(name, "").strip() for name in (engine.rank, engine.size)]
+    if not all(environ.get(name, "").strip() for name in engine.also):
+        return None
+    if not any(given) or (engine.outer and not all(given)):
+        return None
+    # isdecimal alone takes digits of other scripts too, as int() does.
+    whole = all(value.isdecimal() and len(value) < 10 for value in given)
+    if not whole or int(given[0]) >= int(given[1]):
+        text = ", ".join(
+            f"{name}={_repr.repr(value)}"
+            for name, value in zip((engine.rank, engine.size), given, strict=True)
+        )
+        raise ClusterError(
+            f"{text}: the first must be a number from 0 below the second, which counts the "
+            f"processes. Both are set by {engine.starter}; unset them to train in one process, or "
+            "under TF_CONFIG."
+        )
+    rank, size = map(int, given)
+    return Told(engine.name, rank, size, engine.rank, engine.size)
+
+
+def _sagemaker(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
+    own, text = environ.get(engine.rank, "").strip(), environ.get(engine.size, "").strip()
+    if not own or not text:
+        return None
+    try:
+        names = json.loads(text)
+        return Told(engine.name, names.index(own), len(names), engine.rank, engine.size)
+    except (ValueError, AttributeError, RecursionError):
+        raise ClusterError(
+            f"{engine.rank}={_repr.repr(own)} is not in {engine.size}={_repr.repr(text)}, which "
+            f"must be a JSON list of hosts. Set {RANK} and {SIZE} in place of them."
+        ) from None
+
+
+def _check_agree(first: Told, theirs: Told, other: _Engine) -> None:
+    if (first.rank, first.size) != (theirs.rank, theirs.size):
+        raise ClusterError(
+            f"{first.rank_variable}={first.rank} of {first.size_variable}={first.size} "
+            f"({first.engine}) contradicts {theirs.rank_variable}={theirs.rank} of "
+            f"{theirs.size_variable}={theirs.size} ({theirs.engine}). Unset those that are left "
+            f"over: {other.starter} sets the latter."
+        )
+
+
+def _with_coordinator(told: Told, engine: _Engine, environ: Mapping[str, str]) -> Told:
+    given = environ.get(COORDINATOR, "").strip()
+    if not given:
+        address, source = engine.coordinator(environ, told.size)
+        return told._replace(coordinator=address, coordinator_from=source)
+    problem = address_problem(given)
+    if problem:
+        raise ClusterError(
+            f"{COORDINATOR}={_repr.repr(given)} {problem}. Write host:port, such as "
+            "'10.0.0.1:4000', 'node1:4000' or '[::1]:4000'."
+        )
+    return told._replace(coordinator=given, coordinator_from=COORDINATOR)
+
+
+# -- where rank 0 is ------------------------------------------------------------------------------
+
+
+def _port(*words: str) -> int:
+    """The same port for the same job."""
+    return CHOSEN.start + zlib.crc32(" ".join(words).encode()) % len(CHOSEN)
+
+
+def _unknown(environ: Mapping[str, str], size: int) -> tuple[str, str]:
+    del environ, size
+    return "", ""
+
+
+def _on_slurm(environ: Mapping[str, str], size: int) -> tuple[str, str]:
+    del size
+    nodes = environ.get("SLURM_STEP_NODELIST", "").strip()
+    try:
+        first, *more = itertools.islice(hosts(nodes), 2)
+    except ValueError as error:
+        raise ClusterError(
+            f"SLURM_STEP_NODELIST={_repr.repr(nodes)} cannot be read ({error}); Slurm writes hosts "
+            f"as in node[01-03,7],x5. {_SET_COORDINATOR}."
+        ) from None
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    # Tasks of one machine need no network, nor a name that leads there.
+    host = first if more else "127.0.0.1"
+    source = f"SLURM_STEP_NODELIST={_repr.repr(nodes)} and the numbers of job {job} and step {step}"
+    return f"{host}:{_port('slurm', job, step)}", source
+
+
+def _under_open_mpi(environ: Mapping[str, str], size: int) -> tuple[str, str]:
+    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "").strip() != str(size):
+        return "", ""
+    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"):
+        job = environ.get(name, "").strip()
+        if job:
+            return f"127.0.0.1:{_port('mpi', job)}", f"OMPI_COMM_WORLD_LOCAL_SIZE and {name}"
+    return "", ""
+
+
+def _under_pmi(environ: Mapping[str, str], size: int) -> tuple[str, str]:
+    if environ.get("SLURM_STEP_NUM_TASKS", "").strip() == str(size):
+        return _on_slurm(environ, size)
+    proxy = _ancestor("hydra_pmi_proxy")
+    if environ.get("MPI_LOCALNRANKS", "").strip() != str(size) or not proxy:
+        return "", ""
+    return f"127.0.0.1:{_port('mpi', proxy)}", f"MPI_LOCALNRANKS and process {proxy} of mpiexec"
+
+
+def _ancestor(name: str) -> str:
+    """The process of this name that has started this one; empty if there is none."""
+    process = os.getppid()
+    while process > 1:
+        try:
+            words = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            return ""
+        own, _, rest = words.partition("(")[2].rpartition(")")
+        if own == name[:15]:
+            return str(process)
+        process = int(rest.split()[1])
+    return ""
+
+
+def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple[str, str]]:
+    """Where torchrun's variables say that rank 0 is; `step` ports from its own store."""
+
+    def found(environ: Mapping[str, str], size: int) -> tuple[str, str]:
+        del size
+        name, number = environ.get(host, "").strip(), environ.get(port, "").strip()
+        if not name or not number:
+            return "", ""
+        if ":" in name and not name.startswith("["):
+            name = f"[{name}]"
+        if number.isdecimal() and len(number) < 6:
+            number = str(int(number) + (step if int(number) + step < 65536 else -step))
+        problem = address_problem(f"{name}:{number}")
+        if problem:
+            raise ClusterError(
+                f"{host}={_repr.repr(name)}, {port}={_repr.repr(number)}: the address {problem}. "
+                f"{_SET_COORDINATOR}."
+            )
+        return f"{name}:{number}", f"{host} and {port}{why}"
+
+    return found
+
+
+def _of_jax(environ: Mapping[str, str], size: int) -> tuple[str, str]:
+    del size
+    given = environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
+    problem = address_problem(given) if given else None
+    if problem:
+        raise ClusterError(
+            f"JAX_COORDINATOR_ADDRESS={_repr.repr(given)} {problem}. {_SET_COORDINATOR}."
+        )
+    return given, "JAX_COORDINATOR_ADDRESS" if given else ""
+
+
+def _of_sagemaker(environ: Mapping[str, str], size: int) -> tuple[str, str]:
+    del size
+    return f"{json.loads(environ['SM_HOSTS'])[0]}:{_SAGEMAKER_PORT}", "the first of SM_HOSTS"
+
+
+_MPI = "horovodrun or mpirun"
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_ENGINES = (
+    _Engine("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", _MPI, _unknown),
+    _Engine("tfpara", RANK, SIZE, "whoever starts the processes", _unknown),
+    _Engine("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _MPI, _under_open_mpi),
+    _Engine("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "mpirun", _unknown),
+    _Engine("MPI", "PMI_RANK", "PMI_SIZE", "mpiexec", _under_pmi),
+    _Engine(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "torchrun",
+        _of_master(*_MASTER, 1, " + 1, since torchrun itself listens at MASTER_PORT"),
+        also=_MASTER,
+    ),
+    _Engine(
+        "PyTorch's runtime of Kubeflow",
+        "PET_NODE_RANK",
+        "PET_NNODES",
+        "Kubeflow",
+        _of_master("PET_MASTER_ADDR", "PET_MASTER_PORT", 0, ""),
+        outer=True,
+        also=("PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    ),
+    _Engine("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "Kubeflow", _of_jax, outer=True),
+    _Engine("SageMaker", "SM_CURRENT_HOST", "SM_HOSTS", "SageMaker", _of_sagemaker, outer=True),
+    # A batch script has SLURM_PROCID and SLURM_NTASKS, too; only a task of srun is in a step.
+    _Engine(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "srun",
+        _on_slurm,
+        outer=True,
+        also=("SLURM_STEP_ID",),
+    ),
+)
