@@ -65,10 +65,9 @@ def run(main: Callable[[], None]) -> NoReturn:
 
     def checked() -> None:
         with bad_input():  # before TensorFlow, which would hang over a wrong one
-            if tfpara.cluster.asynchronous.is_meant():
-                tfpara.cluster.asynchronous.read()
-            else:
-                tfpara.cluster.read()
+            asynchronous = tfpara.cluster.asynchronous
+            meant = asynchronous.is_meant()
+            tfpara.cluster.taking_part(asynchronous.read if meant else tfpara.cluster.read)
         main()
 
     app.run(lambda argv: tfpara.run(checked, name=program(), explain=_explain), flags_parser=_parse)

@@ -1,5 +1,6 @@
 """TF_CONFIG: what is accepted, and one clear message for what is not."""
 
+import functools
 import json
 import socket
 import subprocess
@@ -96,11 +97,12 @@ def test_worker_0_is_the_chief_of_a_cluster_of_workers():
         ({"clutser": TWO, "task": {"type": "worker", "index": 0}}, ["no 'cluster'", "'clutser'"]),
         (config(task_type="trainer"), ["task type 'trainer'", "'chief'"]),
         (config(task_type=["worker"]), ["task type ['worker']"]),
-        (config(task_type="evaluator"), ["'evaluator'", "no separate evaluator"]),
-        (config({**TWO, "evaluator": ["a:1"]}), ["cluster job 'evaluator'", "remove"]),
+        (config({**TWO, "master": ["a:1"]}), ["'master' and 'chief'", "Keep 'chief'"]),
+        (config({"worker": {"1": "b:1"}}, index=1), ["{'1': 'b:1'}", "enableDynamicWorker"]),
+        (config({"worker": {"0": "a:1", "2": "c:1"}}), ["each process has to know all"]),
+        (config({"worker": {"0": "a:1", "1": "b"}}), ["'b'", "no port"]),
         (config({**TWO, "ps": ["a:1"]}), ["'ps'", "no parameter servers", "AsyncStrategy"]),
         (config(task_type="ps"), ["'ps'", "no parameter servers"]),
-        (config({"master": ["a:1"]}), ["'master'", "write 'chief'"]),
         (config({"Worker": ["a:1"]}), ["'Worker'", "'worker'"]),
         (config({"chief": ["a:1", "b:1"]}), ["2 addresses", "one chief"]),
         (config({"worker": "a:1"}), ["'a:1'", "list"]),
@@ -131,6 +133,42 @@ def test_a_fault_is_one_short_message(env_config, words):
     assert [word for word in words if word not in message] == []
     assert "TF_CONFIG" in message
     assert "\n" not in message and len(message) < 600
+
+
+def test_the_chief_may_be_called_master():
+    spec = {"master": TWO["chief"], "worker": TWO["worker"]}
+    for task in (("master", 0), ("worker", 1)):
+        expected = config(TWO, *(("chief", 0) if task[0] == "master" else task))
+        assert cluster.read(environ(config(spec, *task))) == cluster.read(environ(expected))
+    assert cluster.read(environ(config({**TWO, "master": []}))).num_workers == 3
+
+
+def test_an_evaluator_takes_no_part(capsys):
+    spec = {**TWO, "evaluator": ["not even an address"]}
+    assert cluster.read(environ(config(spec))) == cluster.read(environ(config()))
+    for jobs in (spec, TWO):  # Vertex AI names it as a task alone
+        env = environ(config(jobs, "evaluator"))
+        with pytest.raises(cluster.ClusterError, match="is the evaluator of TF_CONFIG"):
+            cluster.read(env)
+        with pytest.raises(SystemExit) as leaving:
+            cluster.taking_part(functools.partial(cluster.read, env))
+        assert leaving.value.code == 0
+        assert "tfpara: this process is the evaluator" in capsys.readouterr().err
+
+
+def test_workers_by_index_are_a_list():
+    spec = {"worker": {"1": "b:1", "0": "a:1", "2": "c:1"}}
+    assert cluster.read(environ(config(spec, index=2))).addresses == ("a:1", "b:1", "c:1")
+
+
+def test_a_cluster_spec_of_vertex_ai():
+    pools = {"workerpool0": TWO["chief"], "workerpool1": TWO["worker"], "workerpool3": ["e:1"]}
+    spec = {**config(pools, "workerpool1", 1), "environment": "cloud", "open_ports": "1-2"}
+    env = {"CLUSTER_SPEC": json.dumps(spec)}
+    assert cluster.read(env) == cluster.read(environ(config(TWO, "worker", 1)))
+    assert cluster.read(env | environ(config(TWO, "chief", 0))).rank == 0  # TF_CONFIG wins
+    for other in ("", "{", "[]", '{"cluster": {"a": ["b:1"]}, "task": {"type": "a"}}'):
+        assert cluster.read({"CLUSTER_SPEC": other}) == cluster.ALONE
 
 
 JSON = st.recursive(

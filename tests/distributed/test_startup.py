@@ -149,6 +149,14 @@ def test_an_address_that_leads_nowhere_is_named(monkeypatch):
     assert "worker 1 (10.0.0.1:1) came to the chief, but the chief cannot" in messages[0]
 
 
+def test_a_name_may_be_known_later_than_its_process_runs(monkeypatch):
+    answers = [["worker 1 (pod-1.job:1)"], ["worker 1 (pod-1.job:1)"], []]
+    monkeypatch.setattr(startup, "unreachable", lambda *_: answers.pop(0))
+    monkeypatch.setattr(startup.ports, "unknown", lambda _: True)
+    assert meet_all(workers(2), [LONG] * 2) == [None] * 2
+    assert not answers
+
+
 def test_tensorflow_starts_on_the_ports_of_the_meeting():
     for result in run_all_well("start.py", [{"timeout_seconds": LONG}] * 2, fresh=True):
         assert "sum 2.0" in result.output and "met before" in result.output

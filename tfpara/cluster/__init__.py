@@ -6,3 +6,4 @@ from tfpara.cluster.workers import Cluster as Cluster
 from tfpara.cluster.workers import ClusterError as ClusterError
 from tfpara.cluster.workers import label as label
 from tfpara.cluster.workers import read as read
+from tfpara.cluster.workers import taking_part as taking_part

@@ -21,13 +21,7 @@ _START = "start the script by tfpara-launch --ps 1 -n 2, which writes TF_CONFIG"
 _KIND = tf_config.Kind(
     jobs=("chief", "worker", "ps"),
     expected="the jobs are 'chief' (one), 'worker' and 'ps'",
-    why_not={
-        "evaluator": (
-            "there is no separate evaluator: the chief evaluates; remove it, and to score "
-            "checkpoints on the side start a program of its own without TF_CONFIG"
-        ),
-        "master": "this is the former name of the chief; write 'chief'",
-    },
+    why_not={},
     example=(
         '{"cluster": {"chief": ["host:port"], "worker": ["host:port", ...], "ps": ["host:port", '
         '...]}, "task": {"type": "worker", "index": 0}}'
@@ -113,7 +107,10 @@ def label(job: str, index: int) -> str:
 
 def is_meant(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether TF_CONFIG, which may be wrong otherwise, names parameter servers."""
-    return '"ps"' in environ.get("TF_CONFIG", "")
+    text = environ.get("TF_CONFIG", "")
+    return '"ps"' in text or (
+        not text.strip() and '"workerpool2"' in environ.get("CLUSTER_SPEC", "")
+    )
 
 
 def read(environ: Mapping[str, str] = os.environ) -> AsyncCluster:

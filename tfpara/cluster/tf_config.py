@@ -21,11 +21,19 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 
 
 # At the top level, of TensorFlow and of those who start its processes.
+# Former names of jobs, and those of Vertex AI's CLUSTER_SPEC.
+_FORMER = {"master": "chief"}
+_POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
+_POOLS["workerpool3"] = _EVALUATOR = "evaluator"
 _KEYS = {"cluster", "task", "environment", "job", "rpc_layer", "session_master", "trial"}
 
 
 class ClusterError(ValueError):
     """TF_CONFIG or a rank variable breaks a rule. The message names the value and the fix."""
+
+
+class EvaluatorTask(ClusterError):
+    """TF_CONFIG makes this process an evaluator, which takes no part in the training."""
 
 
 class Kind(NamedTuple):
@@ -61,18 +69,26 @@ class TFConfig(NamedTuple):
 
 
 def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
-    """Reads and checks TF_CONFIG in `environ`.
+    """Reads and checks TF_CONFIG in `environ`, or what CLUSTER_SPEC of Vertex AI says in its place.
+
+    The chief may be called "master". An evaluator is left out, and workers may be listed by a map
+    of their indices.
 
     Returns:
         What it says; None if it is unset or blank, or has no addresses.
 
     Raises:
+        EvaluatorTask: this process is the evaluator.
         ClusterError: it breaks a rule that all kinds of clusters have; one message says which.
     """
     text = environ.get("TF_CONFIG", "")
-    if not text.strip():
+    if text.strip():
+        config = _object(_parse(text, kind), "TF_CONFIG", kind)
+    else:
+        config = _of_pools(environ.get("CLUSTER_SPEC", ""))
+    if not config:
         return None
-    config = _object(_parse(text, kind), "TF_CONFIG", kind)
+    config = _with_present_names(config)
     unknown = sorted(config.keys() - _KEYS)
     if "task" in config and "cluster" not in config and unknown:
         raise ClusterError(
@@ -80,7 +96,11 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
             f"TensorFlow knows. Write TF_CONFIG as {kind.example}{kind.otherwise}."
         )
     spec = _object(config.get("cluster", {}), "'cluster' in TF_CONFIG", kind)
-    jobs = {job: _addresses(job, value, kind) for job, value in spec.items()}
+    jobs = {
+        job: _addresses(job, _listed(job, value), kind)
+        for job, value in spec.items()
+        if job != _EVALUATOR
+    }
     jobs = {job: addresses for job, addresses in jobs.items() if addresses}
     if "task" not in config and jobs:
         raise ClusterError(
@@ -93,6 +113,62 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
         return None
     _check_distinct(jobs)
     return TFConfig({job: tuple(addresses) for job, addresses in jobs.items()}, *task)
+
+
+def _of_pools(text: str) -> dict[str, Any]:
+    """CLUSTER_SPEC of Vertex AI as TF_CONFIG; empty if it is somebody else's, or not there."""
+    try:
+        config = json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return {}
+    match config:
+        case {"cluster": dict() as spec, "task": {"type": str() as pool} as task}:
+            if spec and {*spec, pool} <= _POOLS.keys():
+                jobs = {_POOLS[name]: addresses for name, addresses in spec.items()}
+                return {"cluster": jobs, "task": {**task, "type": _POOLS[pool]}}
+    return {}
+
+
+def _with_present_names(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with jobs by the names that they have today."""
+    spec, task = config.get("cluster"), config.get("task")
+    if isinstance(spec, dict):
+        spec = {job: value for job, value in spec.items() if value or job not in _FORMER}
+        for former, name in _FORMER.items():
+            if former in spec and name in spec:
+                raise ClusterError(
+                    f"TF_CONFIG has both {former!r} and {name!r}, which are names of one job. "
+                    f"Keep {name!r}."
+                )
+        config = {**config, "cluster": {_present(job): value for job, value in spec.items()}}
+    if isinstance(task, dict):
+        if task.get("type") == _EVALUATOR:
+            raise EvaluatorTask(
+                "this process is the evaluator of TF_CONFIG, and has nothing to do: the training "
+                "processes evaluate by themselves. It ends with exit code 0; to score checkpoints "
+                "on the side, start a program of its own without TF_CONFIG."
+            )
+        if "type" in task:
+            config = {**config, "task": {**task, "type": _present(task["type"])}}
+    return config
+
+
+def _present(job: Any) -> Any:
+    return _FORMER.get(job, job) if isinstance(job, str) else job
+
+
+def _listed(job: str, value: Any) -> Any:
+    """A map of addresses by index as a list."""
+    if not isinstance(value, dict) or not all(map(str.isdecimal, value)):
+        return value
+    if len(value) < 2 or sorted(map(int, value)) != list(range(len(value))):
+        raise ClusterError(
+            f"cluster job {job!r} in TF_CONFIG is a map of some addresses alone, "
+            f"{_repr.repr(value)}: each process has to know all. With enableDynamicWorker a TFJob "
+            f"tells each worker its own; set that to false, or write a list of all, "
+            f'"{job}": ["host:port", ...].'
+        )
+    return [value[index] for index in sorted(value, key=int)]
 
 
 def dump(jobs: Mapping[str, tuple[str, ...]], task_type: str, task_index: int) -> str:

@@ -15,12 +15,14 @@ is one of several.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 from tfpara.cluster import engines, tf_config
 from tfpara.cluster.tf_config import ClusterError as ClusterError
 
+_Read = TypeVar("_Read")
 _KIND = tf_config.Kind(
     jobs=("chief", "worker"),
     expected="the jobs are 'chief' (one, optional) and 'worker'",
@@ -29,12 +31,6 @@ _KIND = tf_config.Kind(
             "the synchronous strategy has no parameter servers; list chief and worker only, "
             "or train with tfpara.AsyncStrategy, which uses them"
         ),
-        "evaluator": (
-            "there is no separate evaluator: evaluate() runs on all training workers together; "
-            "remove it, and to score checkpoints on the side start a program of its own without "
-            "TF_CONFIG"
-        ),
-        "master": "this is the former name of the chief; write 'chief'",
     },
     example='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
     otherwise=", or unset it to train in one process",
@@ -145,6 +141,19 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
     if told.rank_variable not in dict(RANK_VARIABLES):
         return found
     return found._replace(rank_variable=told.rank_variable, size=told.size)
+
+
+def taking_part(read: Callable[[], _Read]) -> _Read:
+    """What `read` finds; ends this process, with exit code 0, if it is to take no part.
+
+    Args:
+        read: that of this module, or of `asynchronous`.
+    """
+    try:
+        return read()
+    except tf_config.EvaluatorTask as task:
+        print(f"tfpara: {task}", file=sys.stderr, flush=True)
+        raise SystemExit(0) from None
 
 
 def of_rank(told: engines.Told, addresses: tuple[str, ...] = ()) -> Cluster:

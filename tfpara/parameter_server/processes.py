@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpara import program
 from tfpara.cluster import asynchronous as cluster
+from tfpara.cluster import taking_part
 from tfpara.parameter_server.cluster_run import Cluster
 from tfpara.parameter_server.control import serving
 from tfpara.parameter_server.control.lobby import Lobby
@@ -33,10 +34,10 @@ def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
         tfpara.cluster.ClusterError: TF_CONFIG is wrong.
         tfpara.StartupError: processes that did not come, or see another cluster.
     """
-    found = cluster.read()
+    found = taking_part(cluster.read)
     if not found.is_chief:
         serving.serve_forever(found, startup_timeout_seconds)
-    key = os.environ["TF_CONFIG"]
+    key = found.tf_config()
     if key not in _joined:
         _joined[key] = Processes(Lobby, found, timeout_seconds, startup_timeout_seconds)
         program.tell_of_failure(_joined[key].end_with)

@@ -134,7 +134,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         gpus = tf.config.list_physical_devices("GPU") if devices is None else []
         check_threads(len(gpus or devices or []))
-        found = cluster.read()
+        found = cluster.taking_part(cluster.read)
         chosen, why = choose(collectives, found)
         settings = dataclasses.replace(settings, collectives=chosen)
         if found.num_workers > 1 and found.is_chief and collectives == "auto":
