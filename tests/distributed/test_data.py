@@ -1,5 +1,6 @@
 """Which rows `fit` trains on, for every kind of data, against plain Keras and a count by hand."""
 
+import functools
 import json
 import multiprocessing
 
@@ -54,19 +55,18 @@ KINDS_OF = {devices: list(kinds.KINDS)[devices - 1 :: 2] for devices in (1, 2)}
 
 
 @pytest.fixture(scope="module")
-def workers(request, plain, tmp_path_factory):
-    """What two workers, of so many devices each, have trained on, evaluated and refused."""
-    place = tmp_path_factory.mktemp("data")
-    options = [
-        {
-            "kinds": KINDS_OF[request.param],
-            "devices": request.param,
-            "out": str(place / f"{rank}.json"),
-        }
-        for rank in range(2)
-    ]
-    run_all_well("feed.py", options, timeout=500)
-    return [json.loads((place / f"{rank}.json").read_text()) for rank in range(2)]
+def workers(plain, tmp_path_factory):
+    """`workers(devices)`: what two of so many devices each have trained on, evaluated, refused."""
+
+    # Not a fixture with parameters: pytest makes that anew for each test that is given one.
+    @functools.cache
+    def of(devices):
+        outs = [tmp_path_factory.mktemp("data") / "seen.json" for _ in range(2)]
+        common = {"kinds": KINDS_OF[devices], "devices": devices}
+        run_all_well("feed.py", [{**common, "out": str(out)} for out in outs], timeout=500)
+        return [json.loads(out.read_text()) for out in outs]
+
+    return of
 
 
 def together(parts):
@@ -75,24 +75,24 @@ def together(parts):
 
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
-    ("workers", "kind"),
+    ("devices", "kind"),
     [
         pytest.param(devices, kind, marks=[pytest.mark.one_version] * (devices == 2))
         for devices, own in KINDS_OF.items()
         for kind in own
     ],
-    indirect=["workers"],
 )
-def test_two_workers_train_on_each_row_once(kind, workers, plain):
-    found = [worker["trained"][kind] for worker in workers]
+def test_two_workers_train_on_each_row_once(devices, kind, workers, plain):
+    found = [worker["trained"][kind] for worker in workers(devices)]
     assert all(f["untouched"] for f in found)
     epochs = [together(parts) for parts in zip(*(f["epochs"] for f in found), strict=True)]
     assert epochs == plain[kind]
     assert all(part for f in found for part in f["epochs"]), "a worker had nothing"
 
 
-@pytest.mark.parametrize("workers", KINDS_OF, indirect=True)
-def test_two_workers_evaluate_each_row_once(workers, plain):
+@pytest.mark.parametrize("devices", KINDS_OF)
+def test_two_workers_evaluate_each_row_once(devices, workers, plain):
+    workers = workers(devices)
     assert together(w["evaluated"] for w in workers) == plain["arrays"][0]
     training, validation = (together(w["split"][k] for w in workers) for k in range(2))
     assert [row[0] for row in training] == list(range(31))
@@ -117,9 +117,8 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("workers", KINDS_OF, indirect=True)
 def test_data_that_would_leave_rows_out_are_refused_by_every_worker(workers):
-    refused = [worker["refused"] for worker in workers]
+    refused = [worker["refused"] for worker in workers(1)]  # devices play no part in it
     assert refused[0] == refused[1]
     assert set(refused[0]) == set(REFUSALS)
     for name, words in REFUSALS.items():

@@ -72,9 +72,10 @@ def main():
     found = {"trained": {}}
     for kind in options["kinds"]:
         found["trained"][kind] = kinds.trained(model, kind, strategy)
-    found["refused"] = refusals(strategy, model)
-    # What was refused has left nothing behind: the run goes on.
-    found["trained"]["PyDataset"] = kinds.trained(model, "PyDataset", strategy)
+    if options["devices"] == 1:
+        found["refused"] = refusals(strategy, model)
+        # What was refused has left nothing behind: the run goes on.
+        found["trained"]["arrays"] = kinds.trained(model, "arrays", strategy)
     x, y, w = kinds.arrays()
     model.rows()
     model.evaluate(kinds.Batches((x, y, w), workers=2), verbose=0)
