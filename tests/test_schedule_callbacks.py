@@ -392,11 +392,17 @@ def test_warm_start_after_sync_period():
 
 
 def search_by_hand(model, rates, scored_on=None):
-    """The loss after a pass over the sample with each rate, on copies of a plain model."""
-    found = []
+    """The loss after a pass over the sample with each rate, on copies of a plain model.
+
+    They take turns in one, which is traced once.
+    """
+    found, copy = [], make_model()
+    copy.optimizer.build(copy.trainable_variables)
     for rate in rates:
-        copy = make_model(optimizer=lambda rate=rate: keras.optimizers.SGD(rate, momentum=0.5))
         copy.set_weights(model.get_weights())
+        copy.optimizer.learning_rate = rate
+        for momentum in copy.optimizer.momentums:
+            momentum.assign(np.zeros(momentum.shape))
         copy.fit(sample(), verbose=0)
         found.append(copy.evaluate(scored_on or sample(), verbose=0)[0])
     return found

@@ -13,7 +13,7 @@ import tensorflow as tf
 from cluster_of_processes import run_all_well
 
 pytestmark = pytest.mark.timeout(600)
-ROUNDS = 5
+ROUNDS = 3
 X = np.random.default_rng(0).normal(size=(96, 16)).astype("float32")
 
 

@@ -81,10 +81,7 @@ TRAININGS = {
     "easgd-int8": Training(EASGD[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
 }
 # One of each way in which weights and reports travel.
-ON_HOROVOD = (
-    *("bsp-uneven", "bmuf-sharded", "easgd-uneven", "diloco", "bmuf_adam"),
-    *("all-at-once", "int8"),
-)
+ON_HOROVOD = ("bsp-uneven", "bmuf-sharded", "easgd-uneven", "bmuf_adam", "all-at-once", "int8")
 # Also of replicas that one process simulates on as many devices.
 SIMULATED = ("bmuf-sharded", "easgd-overlap", "int8", "easgd-int8")
 # Where only TensorFlow is another one.
