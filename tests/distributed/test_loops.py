@@ -35,7 +35,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory):
-    """What two workers of two devices found."""
+    """What two workers, of one device or two, found."""
     place = tmp_path_factory.mktemp("loops")
     outs = [place / f"{rank}.npz" for rank in range(2)]
     options = [{"out": str(out), "folder": str(place / "run")} for out in outs]
