@@ -13,8 +13,7 @@ from absl import flags
 from scripts import async_flags, common
 from tfpara import algorithms, cluster
 from tfpara.collectives.choice import COLLECTIVES
-from tfpara.sync.aggregation import AGGREGATIONS
-from tfpara.sync.compression import COMPRESSIONS
+from tfpara.sync.settings import AGGREGATIONS, COMPRESSIONS
 from tfpara.sync.simulation import simulate
 from tfpara.sync.strategy import PeriodicSyncStrategy
 

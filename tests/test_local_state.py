@@ -315,10 +315,11 @@ def test_freezing_keeps_what_rounding_has_left_out():
 
     def left_out(synchronizer):
         """Of the last layer's weights, on each replica."""
-        errors = synchronizer._compressed._errors
-        sizes = [int(p.shape[0]) for p in synchronizer._compressed.points]
+        wire, layout = synchronizer.graph.compressed, synchronizer.graph.replicas.layout
+        errors = wire._errors
+        sizes = [int(p.shape[0]) for p in wire.points]
         rows = [[e[:n] for e, n in zip(own, sizes, strict=True)] for own in errors]
-        return [[t.numpy() for t in synchronizer._layout.unpack(row)[-2:]] for row in rows]
+        return [[t.numpy() for t in layout.unpack(row)[-2:]] for row in rows]
 
     before = left_out(strategy.extended.synchronizer_of(model))
     assert np.abs(before[0][0]).max() > 0

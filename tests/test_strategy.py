@@ -264,7 +264,7 @@ def test_sharded_state_gives_the_same_numbers_in_less_memory(rule):
             with strategy.weights(model, which):
                 weights += components(strategy, model)
         seen.append(weights)
-        held.append(strategy.extended.synchronizers[0].global_state.nbytes)
+        held.append(strategy.extended.synchronizers[0].graph.global_state.nbytes)
         assert strategy.statistics().distance > 0
     for replicated, sharded in zip(*seen, strict=True):
         for a, b in zip(replicated, sharded, strict=True):
@@ -509,7 +509,7 @@ def test_auto_shards_models_of_16_megabytes():
             model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width)])
             model.compile("sgd", "mse")
         synchronizer = strategy.extended.synchronizer_of(model)
-        kinds.append(len(synchronizer.global_state.nbytes))
+        kinds.append(len(synchronizer.graph.global_state.nbytes))
     assert kinds == [1, 2]
 
 

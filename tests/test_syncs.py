@@ -17,8 +17,9 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 import tfpara
 from tfpara.collectives import Loopback
 from tfpara.sync import compression, reports
-from tfpara.sync.overlapped import OverlappedSteps
+from tfpara.sync.overlap import Overlap
 from tfpara.sync.settings import check_sendable
+from tfpara.sync.sync_graph import SyncGraph
 
 RULES = {
     "bsp": (tfpara.BSP(), "bsp", {}),
@@ -315,14 +316,14 @@ def test_rates_of_replicas_that_have_trained_alike_are_compared(rows, words):
 def test_the_operations_of_a_sync_are_made_once(monkeypatch):
     """For the step's graph and for what is called from Python, as at the end of an epoch."""
     made = []
-    for name in ("_sync_step", "_merge_step"):
-        former = getattr(OverlappedSteps, name)
+    for kind, name in ((SyncGraph, "_sync_step"), (Overlap, "_merge_step")):
+        former = getattr(kind, name)
 
         def noted(self, *arguments, name=name, former=former):
             made.append(name)
             return former(self, *arguments)
 
-        monkeypatch.setattr(OverlappedSteps, name, noted)
+        monkeypatch.setattr(kind, name, noted)
     strategy = make(tfpara.BSP(), overlap=1)
     model = network(strategy)
     model.fit(data_of(strategy, EVEN), epochs=2, verbose=0)
@@ -346,7 +347,7 @@ def test_an_error_beside_the_training_is_raised_in_it_and_wherever_it_is_asked(
 ):
     strategy = make(tfpara.BSP(), overlap=1)
     model = network(strategy)
-    monkeypatch.setattr(strategy.extended.synchronizer_of(model)._flight, part, fail)
+    monkeypatch.setattr(strategy.extended.synchronizer_of(model)._overlap.flight, part, fail)
     with pytest.raises(tf.errors.OpError, match="MemoryError: no room"):
         model.fit(data_of(strategy, EVEN), verbose=0)
     for _ in range(2):
@@ -379,12 +380,12 @@ def test_a_sync_that_fails_leaves_its_block_open(fragments):
         with pytest.raises(tf.errors.OpError):
             model.fit(data, verbose=0)
         # The watchdog does not end a later sync for it.
-        assert synchronizer.waiting_since() > 0
+        assert synchronizer.graph.waiting_since() > 0
         next(iter(data))
-        assert synchronizer.waiting_since() == 0
+        assert synchronizer.graph.waiting_since() == 0
     with pytest.raises(tf.errors.InvalidArgumentError, match="broken"):
         strategy.synchronize()
-    assert synchronizer.waiting_since() == 0
+    assert synchronizer.graph.waiting_since() == 0
     assert strategy.statistics().syncs == 0
     first, second = of_replicas(strategy, model)
     assert np.abs(first - second).max() > 1e-3
@@ -433,7 +434,7 @@ def test_waiting_for_an_overlapped_sync_is_counted_once():
     strategy = make(tfpara.BSP(), overlap=True, sync_period=1)
     model = network(strategy)
     model.fit(data_of(strategy, EVEN), verbose=0)
-    flight = strategy.extended.synchronizers[0]._flight
+    flight = strategy.extended.synchronizers[0]._overlap.flight
     fly = flight._fly
 
     def fly_late():

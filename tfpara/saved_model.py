@@ -76,7 +76,7 @@ def export(
 
 def _warn_of_young_average(strategy: PeriodicSyncStrategy, model: keras.Model, which: str) -> None:
     synchronizer = strategy.extended.trained(model)
-    share = synchronizer.global_state.share_of_start(which) if synchronizer else 0.0
+    share = synchronizer.graph.global_state.share_of_start(which) if synchronizer else 0.0
     if share > _YOUNG and strategy.is_chief:
         warnings.warn(
             f"which={which!r}: {share:.0%} of this average are still the weights with which the "

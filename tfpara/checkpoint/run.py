@@ -98,7 +98,7 @@ class Checkpoints:
             "versions": versions(),
             "replicas": self._strategy.num_replicas,
             "workers": self._strategy.num_workers,
-            "bucket_sizes": self.synchronizer.global_state.bucket_sizes,
+            "bucket_sizes": self.synchronizer.graph.global_state.bucket_sizes,
             "position": dict(position),
             "states": collected(self._extended.states),
         }
@@ -205,7 +205,7 @@ class Checkpoints:
         """This worker's part."""
         ids = self._strategy.local_replica_ids
         # A whole global state is the same on all workers.
-        cells = self._strategy.is_chief or self.synchronizer.global_state.is_sharded
+        cells = self._strategy.is_chief or self.synchronizer.graph.global_state.is_sharded
         tensors = {
             slot.key(ids): slot.variable.read_value()
             for slot in slots_of(self._model)
@@ -227,7 +227,7 @@ class Checkpoints:
 
     def _take_over(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
         self.synchronizer.give_up_block()
-        sizes, mine = manifest["bucket_sizes"], self.synchronizer.global_state.bucket_sizes
+        sizes, mine = manifest["bucket_sizes"], self.synchronizer.graph.global_state.bucket_sizes
         if sizes != mine:
             raise CheckpointError(
                 f"the checkpoint has its weights in {len(sizes)} buckets, of other sizes than the "

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
 
-AGGREGATIONS = ("auto", "replicated", "sharded")
 # Below this, in bytes of the model, the whole state of a worker is small beside its activations,
 # and the messages of a sync too short to be worth cutting.
 SHARDED_FROM_BYTES = 16 << 20

@@ -6,15 +6,16 @@ Nothing is written before everything has arrived: `exchange` gives an `Arrival`,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from tfpara.collectives import Collectives, sum_on_first_device
+from tfpara.collectives import sum_on_first_device
 from tfpara.sync.aggregation import Aggregation, cut
 from tfpara.sync.global_state import GlobalState, Update
 from tfpara.sync.replicas import Buckets, Replicas
+from tfpara.sync.state import Kind, Slot
 
 # What a wire keeps for the next sync: variables, and the values that they get on commit.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
@@ -76,34 +77,23 @@ class Averaging:
     Args:
         replicas: the local ones.
         wire: how weights travel.
-        aggregation: who keeps what; how everything else travels.
-        collectives: between the workers' lead devices.
-        global_state: of the rule and the averages.
-        num_replicas: N.
-        make: creates a plain variable, `make(initial_value, name)`.
-        name: of the exchanges, the same on every worker.
+        global_state: of the rule and the averages; everything else travels as that is divided.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        wire: Wire,
-        aggregation: Aggregation,
-        collectives: Collectives,
-        global_state: GlobalState,
-        num_replicas: int,
-        make: Callable[[Any, str], tf.Variable],
-        name: str,
-    ) -> None:
+    def __init__(self, replicas: Replicas, wire: Wire, global_state: GlobalState) -> None:
         self._replicas = replicas
         self._wire = wire
-        self._aggregation = aggregation
-        self._collectives = collectives
+        self._aggregation = global_state.aggregation
+        self._collectives = replicas.site.collectives
         self._global = global_state
-        self._num_replicas = num_replicas
-        self._name = name
+        self._name, make = replicas.site.name, replicas.site.make
         anchors = replicas.state_layout.pack([v[0] for v in replicas.variables.state])
         self.anchors = [make(a, f"anchor_{k}") for k, a in enumerate(anchors)]
+
+    def slots(self) -> Iterator[Slot]:
+        """From what the replicas' state is measured."""
+        for k, anchor in enumerate(self.anchors):
+            yield Slot(f"counter/anchor/{k}", Kind.SHARED, anchor)
 
     def exchange(self, fragment: int, local: Sequence[Buckets], shares: Shares) -> Arrival:
         """Averages a fragment and takes the global step; nothing is written.
@@ -194,8 +184,8 @@ class Averaging:
     def restart_moments(self) -> None:
         """All replicas go on from the mean of their moments."""
         # A block begins with equal moments on all replicas.
-        count = len(self._replicas.devices)
-        means = self.mean_moments(tf.fill([count], 1.0 / self._num_replicas))
+        site = self._replicas.site
+        means = self.mean_moments(tf.fill([len(site.devices)], 1.0 / site.num_replicas))
         for field, parts in zip(("momentum", "velocity"), means, strict=True):
             spread = self._aggregation.spread(parts, f"{self._name}/{field}")
             self._global.set_field(f"moments/{field}", spread[0])
@@ -234,13 +224,11 @@ class Averaging:
 class PlainWire:
     """Weights travel as they are, in float32."""
 
-    def __init__(
-        self, aggregation: Aggregation, replicas: Replicas, workers: int, name: str
-    ) -> None:
+    def __init__(self, aggregation: Aggregation, replicas: Replicas) -> None:
         self._aggregation = aggregation
         self._replicas = replicas
-        self._workers = workers
-        self._name = name
+        self._workers = replicas.site.collectives.size
+        self._name = replicas.site.name
 
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int

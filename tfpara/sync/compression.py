@@ -18,18 +18,16 @@ al., "Error feedback fixes SignSGD" (2019).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
+from tfpara.collectives import broadcast_to_devices, sum_on_first_device
 from tfpara.sync.aggregation import Sharded, cut
 from tfpara.sync.averaging import Shares
 from tfpara.sync.global_state import GlobalState
 from tfpara.sync.replicas import Buckets, Replicas
 from tfpara.sync.state import Kind, Slot
 
-COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 # Numbers of int8 that share a scale, max|x| / 127.
 CHUNK = 256
 _HALVES = {"bf16": tf.bfloat16, "fp16": tf.float16}
@@ -87,29 +85,19 @@ class CompressedWire:
         kind: "bf16", "fp16" or "int8".
         aggregation: the owners of the parts.
         replicas: the local ones.
-        collectives: between the workers' lead devices.
         global_state: of the rule.
-        make: creates a plain variable, `make(initial_value, name)`.
-        name: of the exchanges, the same on every worker.
     """
 
     def __init__(
-        self,
-        kind: str,
-        aggregation: Sharded,
-        replicas: Replicas,
-        collectives: Collectives,
-        global_state: GlobalState,
-        make: Callable[[Any, str], tf.Variable],
-        name: str,
+        self, kind: str, aggregation: Sharded, replicas: Replicas, global_state: GlobalState
     ) -> None:
         self._kind = kind
         self._aggregation = aggregation
         self._replicas = replicas
-        self._collectives = collectives
+        self._collectives = replicas.site.collectives
         self._global = global_state
-        self._name = name
-        alone = collectives.size == 1
+        self._name, make = replicas.site.name, replicas.site.make
+        alone = self._collectives.size == 1
         self._sources = replicas.devices if alone else replicas.devices[:1]
         self._rows = len(self._sources)  # of each worker, in a message
         buckets = replicas.weights(0)

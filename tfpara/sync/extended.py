@@ -38,6 +38,7 @@ from tfpara.sync.exchange import everyones, joined
 from tfpara.sync.fingerprint import agree
 from tfpara.sync.model_variables import replica_variables
 from tfpara.sync.reading import Order, random_states, set_random_states, shuffled
+from tfpara.sync.replicas import Site
 from tfpara.sync.settings import Settings, check_sendable, warn_of_outlasting_momentum
 from tfpara.sync.synchronizer import Synchronizer
 from tfpara.sync.watchdog import Watchdog
@@ -301,7 +302,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _exchanges(self) -> list[str]:
         """The exchanges in which this process waits."""
-        names = [s.name for s in self.synchronizers if s.waiting_since()]
+        names = [s.name for s in self.synchronizers if s.graph.waiting_since()]
         return [*names, "meeting"] if self.place.began else names
 
     def part(self) -> None:
@@ -331,7 +332,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._abort(failures.note_silence(whereabouts.silent(self._table(), self._found)))
 
     def _waiting_since(self) -> float:
-        return max(self.place.began, *(s.waiting_since() for s in self.synchronizers), 0.0)
+        return max(self.place.began, *(s.graph.waiting_since() for s in self.synchronizers), 0.0)
 
     def _collectives(
         self, group: int, device: str, communication: str, timeout_seconds: float = 0.0
@@ -446,41 +447,30 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             with self.place.meeting(COMPILED_ANEW):
                 former.synchronizer.finish_block()
         build_optimizer(model)
+        settings = self.settings
         local_results = self._container_strategy().experimental_local_results
-        variables = replica_variables(
-            model, local_results, self.settings.rule, self.settings.local_state
-        )
+        variables = replica_variables(model, local_results, settings.rule, settings.local_state)
         # Without the layers' names, whose numbers count every model that a process has made.
         shapes = [
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
         ]
         agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
-        name = f"model{self._synchronizers_made}"
-        self._synchronizers_made += 1
-        settings = self.settings
         for optimizer in optimizers(model):
             warn_of_outlasting_momentum(settings, optimizer)
-        synchronizer = Synchronizer(
-            variables,
-            rule=settings.rule,
-            averages=settings.averages,
-            local_state=settings.local_state,
-            sync_period=self.sync_period,
-            aggregation=settings.aggregation,
+        site = Site(
+            name=f"model{self._synchronizers_made}",
             num_replicas=self._num_replicas_in_sync,
             first_replica=self._id_in_cluster * len(self.worker_devices),
             devices=self.worker_devices,
             collectives=self.collectives,
             reports=self.reports,
-            name=name,
             place=self.place,
-            make_variable=_plain_variable,
-            overlap=settings.overlap,
-            fragments=settings.fragments,
-            device_sync_period=settings.device_sync_period,
-            compression=settings.compression,
+            make=_plain_variable,
         )
+        self._synchronizers_made += 1
+        synchronizer = Synchronizer(variables, settings, site)
+        synchronizer.set_sync_period(self.sync_period)
         if former is not None:
             synchronizer.adopt(former.synchronizer)
         others = [t.synchronizer for key, t in self._trained.items() if key != id(model)]
@@ -715,7 +705,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @property
     def steps_seen(self) -> int:
         """Training steps of this process, over all models."""
-        return sum(s.statistics().steps for s in self.synchronizers)
+        return sum(s.graph.statistics().steps for s in self.synchronizers)
 
     def datasets_by_epoch(self, dataset_fn: Any) -> Any:
         self.position.move(0, self.steps_seen)

@@ -98,6 +98,16 @@ class Flight:
                     )
         _flights.add(self)
 
+    @property
+    def in_the_air(self) -> bool:
+        """Whether a sync has begun and its results are not known yet."""
+        return int(self.state) == FLYING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a sync has begun and is not merged yet."""
+        return int(self.state) != NONE
+
     def start(
         self, rows: tf.Tensor, fragment: tf.Tensor, local: Sequence[Buckets], buckets: slice
     ) -> tf.Tensor:

@@ -6,13 +6,14 @@ Variables are created here and nowhere else. A *field* is one array of the state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpara.algorithms.bmuf_adam import MomentState
 from tfpara.sync.aggregation import Aggregation, Part, Sharded, cut
+from tfpara.sync.replicas import Buckets, Replicas
+from tfpara.sync.settings import Settings
 from tfpara.sync.state import Kind, Slot
 
 MakeVariable = Callable[[Any, str], tf.Variable]
@@ -36,9 +37,8 @@ class Update(NamedTuple):
     """A global step that is not written yet: for each holder, states and what to broadcast."""
 
     buckets: slice
-    rule_states: list[list[Any]]
     broadcasts: list[list[tf.Tensor]]
-    average_states: dict[str, list[list[Any]]]
+    states: dict[str, list[list[Any]]]
 
 
 class GlobalState:
@@ -46,62 +46,41 @@ class GlobalState:
 
     Args:
         aggregation: says which parts are kept here, and where.
-        rule: a resolved rule of `tfpara.algorithms`.
-        averages: averages of the global model, by name.
-        num_replicas: N.
-        buckets: the initial weights, equal on all workers.
-        moments: for a rule that filters the local optimizer's moments, the first and the second,
-            in buckets like the weights, equal on all workers; else None.
-        make: creates a plain variable, `make(initial_value, name)`.
-        name: of this state's exchanges, the same on every worker.
+        settings: of the strategy, with the rule resolved for all replicas.
+        replicas: the local ones, with weights (and moments, where the rule filters these) equal on
+            all workers.
 
     Attributes:
         is_new: whether the rule has taken no step since its state was made.
     """
 
-    def __init__(
-        self,
-        aggregation: Aggregation,
-        rule: Any,
-        averages: Mapping[str, Any],
-        num_replicas: int,
-        buckets: Sequence[tf.Tensor],
-        make: MakeVariable,
-        name: str,
-        moments: tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]] | None = None,
-    ) -> None:
+    def __init__(self, aggregation: Aggregation, settings: Settings, replicas: Replicas) -> None:
+        rule: Any = settings.rule  # BMUFAdam has methods for moments, too
+        averages, make = settings.averages, replicas.site.make
         self.aggregation = aggregation
         self._rule = rule
         self._averages = dict(averages)
-        self._num_replicas = num_replicas
-        self._name = name
+        self._devices = replicas.devices
+        self._num_replicas = replicas.site.num_replicas
+        self._name = replicas.site.name
+        buckets = replicas.weights(0)
+        moments = replicas.moments(0) if replicas.variables.moments else None
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
-        self._rule_states: list[list[Any]] = []
-        self._average_states: dict[str, list[list[Any]]] = {name: [] for name in averages}
-        self._moment_states: list[list[Any]] = []
+        # "rule", "averages/LABEL" or "moments" to, for each holder and part, the variables.
+        self._states: dict[str, list[list[Any]]] = {}
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):
                 parts = aggregation.parts(holder)
                 own = [cut(buckets[p.bucket], p) for p in parts]
-                self._rule_states.append(
-                    [_variables(rule.init(w), f"rule_{k}", make) for k, w in enumerate(own)]
-                )
+                states = {"rule": list(map(rule.init, own))}
                 for label, average in averages.items():
-                    self._average_states[label].append(
-                        [
-                            _variables(average.init(w), f"{label}_{k}", make)
-                            for k, w in enumerate(own)
-                        ]
-                    )
-
+                    states[f"averages/{label}"] = list(map(average.init, own))
                 if moments is not None:
                     both = [[cut(kind[p.bucket], p) for p in parts] for kind in moments]
-                    self._moment_states.append(
-                        [
-                            _variables(rule.init_moments(m, v), f"moments_{k}", make)
-                            for k, (m, v) in enumerate(zip(*both, strict=True))
-                        ]
-                    )
+                    states["moments"] = list(map(rule.init_moments, *both))
+                for label, of_parts in states.items():
+                    kept = [_variables(s, f"{label}_{k}", make) for k, s in enumerate(of_parts)]
+                    self._states.setdefault(label, []).append(kept)
         self._counts = any(
             cell.is_scalar and not cell.field.startswith("averages/") for cell in self.cells()
         )
@@ -129,7 +108,7 @@ class GlobalState:
             with tf.device(device):
                 new = []
                 for m, v, variables in zip(
-                    first[holder], second[holder], self._moment_states[holder], strict=True
+                    first[holder], second[holder], self._states["moments"][holder], strict=True
                 ):
                     new.append(
                         self._rule.update_moments(
@@ -147,7 +126,7 @@ class GlobalState:
 
     def commit_moments(self, updated: Sequence[Sequence[Any]]) -> None:
         """Writes what `update_moments` returned."""
-        for kept, new in zip(self._moment_states, updated, strict=True):
+        for kept, new in zip(self._states["moments"], updated, strict=True):
             for variables, values in zip(kept, new, strict=True):
                 _assign(variables, values)
 
@@ -161,14 +140,15 @@ class GlobalState:
             buckets: those that the means are of.
             share: the part of a whole block that this one was.
         """
-        update = Update(buckets, [], [], {label: [] for label in self._averages})
+        averages = {f"averages/{label}": average for label, average in self._averages.items()}
+        update = Update(buckets, [], {label: [] for label in ("rule", *averages)})
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
                 # What has not arrived takes no time from sending: read when it has.
                 before = [
                     _read(state, after=mean)
                     for state, mean in zip(
-                        self._rule_states[holder][buckets], means[holder], strict=True
+                        self._states["rule"][holder][buckets], means[holder], strict=True
                     )
                 ]
                 after = [
@@ -176,11 +156,11 @@ class GlobalState:
                     for state, mean in zip(before, means[holder], strict=True)
                 ]
                 broadcasts = list(map(self._rule.broadcast, before, after))
-                update.rule_states.append(after)
+                update.states["rule"].append(after)
                 update.broadcasts.append(broadcasts)
-                for label, average in self._averages.items():
-                    states = self._average_states[label][holder][buckets]
-                    update.average_states[label].append(
+                for label, average in averages.items():
+                    states = self._states[label][holder][buckets]
+                    update.states[label].append(
                         [
                             average.update(_read(state, after=sent), new.global_model, share)
                             for state, new, sent in zip(states, after, broadcasts, strict=True)
@@ -200,10 +180,8 @@ class GlobalState:
     def commit(self, update: Update) -> None:
         """Writes what `update` returned."""
         self.is_new.assign(False)
-        pairs = [(self._rule_states, update.rule_states)]
-        pairs += [(self._average_states[k], v) for k, v in update.average_states.items()]
-        for kept, new in pairs:
-            for variables, values in zip(kept, new, strict=True):
+        for label, new in update.states.items():
+            for variables, values in zip(self._states[label], new, strict=True):
                 for variable, value in zip(variables[update.buckets], values, strict=True):
                     _assign(variable, value)
 
@@ -223,7 +201,7 @@ class GlobalState:
         per_holder = []
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
-                states = self._average_states[which][holder]
+                states = self._states[f"averages/{which}"][holder]
                 per_holder.append([average.value(_read(s)) for s in states])
         return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
 
@@ -231,7 +209,7 @@ class GlobalState:
         """The weight, 0 … 1, that the model before the first sync has in an average; else 0."""
         if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
             return 0.0
-        states = [state for of_holder in self._average_states[which] for state in of_holder]
+        states = [s for of_holder in self._states[f"averages/{which}"] for s in of_holder]
         return max((float(getattr(state, "bias", 0.0)) for state in states), default=0.0)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
@@ -244,14 +222,14 @@ class GlobalState:
             self._start_anew()
         stop = at + int(values.shape[0])
         for holder, part in self._held():
-            own = self._rule_states[holder][part.bucket]
+            own = self._states["rule"][holder][part.bucket]
             start, end = max(at, part.start), min(stop, part.stop)
             inside = part.bucket == bucket and start < end
             piece = values[start - at : end - at] if inside else values[:0]
             if inside:
                 _assign_at(own, self._rule.init(piece), start - part.start)
             for label, average in self._averages.items():
-                state = self._average_states[label][holder][part.bucket]
+                state = self._states[f"averages/{label}"][holder][part.bucket]
                 if not inside and float(state.count) == 0.0:
                     continue  # Has been restarted, by the weight before this one.
                 value = average.value(_read(state))
@@ -262,10 +240,10 @@ class GlobalState:
 
     def _start_anew(self) -> None:
         for holder, part in self._held():
-            own = self._rule_states[holder][part.bucket]
+            own = self._states["rule"][holder][part.bucket]
             before = _read(own)
             _assign(own, self._rule.init(self._rule.broadcast(before, before)))
-        for states in self._moment_states:
+        for states in self._states.get("moments", []):
             for state in states:
                 _assign(state, self._rule.init_moments(state.momentum, state.velocity))
         self.is_new.assign(True)
@@ -273,16 +251,10 @@ class GlobalState:
     def cells(self) -> Iterator[Cell]:
         """Every variable of the state that is kept here."""
         for holder, part in self._held():
-            state = self._rule_states[holder][part.bucket]
-            for name, variable in zip(state._fields, state, strict=True):
-                yield Cell(f"rule/{name}", holder, part, variable)
-            for label, states in self._average_states.items():
+            for label, states in self._states.items():
                 state = states[holder][part.bucket]
                 for name, variable in zip(state._fields, state, strict=True):
-                    yield Cell(f"averages/{label}/{name}", holder, part, variable)
-            for state in self._moment_states[holder : holder + 1]:
-                for name, variable in zip(MomentState._fields, state[part.bucket], strict=True):
-                    yield Cell(f"moments/{name}", holder, part, variable)
+                    yield Cell(f"{label}/{name}", holder, part, variable)
 
     def slots(self) -> Iterator[Slot]:
         """All cells, and whether the rule has taken a step."""
@@ -313,9 +285,24 @@ class GlobalState:
         per_holder = []
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
-                states = [_read(state) for state in self._rule_states[holder][buckets]]
+                states = [_read(state) for state in self._states["rule"][holder][buckets]]
                 per_holder.append(list(map(self._rule.measured_from, states, received[holder])))
         return per_holder
+
+    def restart(self, *of_devices: Sequence[Buckets]) -> list[list[tf.Tensor]]:
+        """For each device the buckets that its replica goes on from after a sync.
+
+        Args:
+            *of_devices: for each device the buckets that its replica has and those that the rule
+                has broadcast; between them, if it has trained since, those with which the sync
+                began.
+        """
+        rule = self._rule.restart if len(of_devices) == 2 else self._rule.restart_delayed
+        found = []
+        for device, *buckets in zip(self._devices, *of_devices, strict=True):
+            with tf.device(device):
+                found.append([rule(*each) for each in zip(*buckets, strict=True)])
+        return found
 
     def broadcast_point(self) -> list[tf.Tensor]:
         """The buckets from which replicas go on that had no part in the last sync.
@@ -325,7 +312,7 @@ class GlobalState:
         per_holder = []
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
-                states = [_read(state) for state in self._rule_states[holder]]
+                states = [_read(state) for state in self._states["rule"][holder]]
                 per_holder.append([self._rule.broadcast(state, state) for state in states])
         return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
 

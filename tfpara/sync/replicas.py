@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpara.collectives import broadcast_to_devices
+from tfpara.cluster.place import Place
+from tfpara.collectives import Collectives, broadcast_to_devices
 from tfpara.sync.buffers import Layout
 from tfpara.sync.reports import first_nonfinite
+from tfpara.sync.settings import Settings
 
 Buckets = Sequence[tf.Tensor]
+BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
+
+
+class Site(NamedTuple):
+    """Where this worker is among all that train a model, and how it reaches them.
+
+    name: of the model's exchanges; unique in a run, the same on every worker. num_replicas: N, over
+    all workers. first_replica: the number of this worker's first. devices: of its replicas, one
+    each, the lead device first. collectives: between the workers' lead devices, for the weights.
+    reports: between their hosts, for the reports. place: where this process is, kept up to date by
+    its owner. make: creates a plain variable, `make(initial_value, name)`.
+    """
+
+    name: str
+    num_replicas: int
+    first_replica: int
+    devices: Sequence[str]
+    collectives: Collectives
+    reports: Collectives
+    place: Place
+    make: Callable[[Any, str], tf.Variable]
 
 
 @dataclasses.dataclass
@@ -44,27 +68,20 @@ class Replicas:
 
     Args:
         variables: of the model.
-        devices: one for each local replica, the lead device first.
-        local_state: "keep", "reset" or "average": the optimizer's slots at a sync.
-        bucket_bytes: largest bucket.
-        fragments: parts of the weights that are synchronised in turn.
+        settings: of the strategy.
+        site: this worker's.
     """
 
-    def __init__(
-        self,
-        variables: ReplicaVariables,
-        devices: Sequence[str],
-        local_state: str,
-        bucket_bytes: int,
-        fragments: int = 1,
-    ) -> None:
+    def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
         self.variables = variables
-        self.devices = list(devices)
-        self._local_state = local_state
-        self.averaged_slots = variables.slots if local_state == "average" else []
-        self.layout = Layout([v[0].shape for v in variables.weights], bucket_bytes, fragments)
-        self.state_layout = Layout([v[0].shape for v in variables.state], bucket_bytes)
-        self.slot_layout = Layout([v[0].shape for v in self.averaged_slots], bucket_bytes)
+        self.site = site
+        self.devices = list(site.devices)
+        self._local_state = settings.local_state
+        self.averaged_slots = variables.slots if settings.local_state == "average" else []
+        shapes = [v[0].shape for v in variables.weights]
+        self.layout = Layout(shapes, BUCKET_BYTES, settings.fragments)
+        self.state_layout = Layout([v[0].shape for v in variables.state], BUCKET_BYTES)
+        self.slot_layout = Layout([v[0].shape for v in self.averaged_slots], BUCKET_BYTES)
         self._averaged = [*variables.weights, *variables.state, *self.averaged_slots]
         slot_names = variables.slot_names if self.averaged_slots else []
         self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
@@ -78,6 +95,10 @@ class Replicas:
         own = self._of(fragment)
         with tf.device(self.devices[replica]):
             return self.layout.pack([v[replica] for v in own], fragment)
+
+    def all_weights(self, fragment: int) -> list[list[tf.Tensor]]:
+        """For each replica the buckets of a fragment."""
+        return [self.weights(replica, fragment) for replica in range(len(self.devices))]
 
     def moments(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Buckets of a replica's first and second moments."""

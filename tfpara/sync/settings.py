@@ -11,9 +11,10 @@ import keras
 from tfpara import algorithms
 from tfpara.checks import versions
 from tfpara.collectives.choice import COLLECTIVES
-from tfpara.sync.aggregation import AGGREGATIONS
-from tfpara.sync.compression import COMPRESSIONS
-from tfpara.sync.synchronizer import LOCAL_STATE
+
+LOCAL_STATE = ("keep", "reset", "average")
+AGGREGATIONS = ("auto", "replicated", "sharded")
+COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -366,12 +366,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Acted on by `tfpara.callbacks.Checkpoint` and `StopTogether`. Any worker may ask.
         """
         for synchronizer in self.extended.synchronizers:
-            synchronizer.request(request)
+            synchronizer.graph.request(request)
 
     def answered(self) -> None:
         """Forgets what was asked for and agreed on; every worker calls it at the same sync."""
         for synchronizer in self.extended.synchronizers:
-            synchronizer.answered()
+            synchronizer.graph.answered()
 
     def weigh_minibatches(self, weight: Callable[..., Any]) -> None:
         """Says what a minibatch counts in the mean of the replicas, before the first step.
@@ -473,13 +473,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             model: built and compiled in the scope.
         """
         with self.scope():
-            return self.extended.synchronizer_of(model).global_state.nbytes
+            return self.extended.synchronizer_of(model).graph.global_state.nbytes
 
     def statistics(self) -> SyncStatistics:
         """What this worker has done so far, over all models of the strategy."""
         total = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
         for synchronizer in self.extended.synchronizers:
-            one = synchronizer.statistics()
+            one = synchronizer.graph.statistics()
             total = SyncStatistics(
                 steps=total.steps + one.steps,
                 samples=total.samples + one.samples,

@@ -1,56 +1,91 @@
-"""The periodic step: when replicas sync, and agreeing on when to stop.
-
-A sync has two phases. First every replica sends a short *report* (samples since the last sync,
-whether it still has data, whether its weights are finite, what its worker asks for). All workers
-decide from the same table of reports: stop with an error, skip, or commit. Then, in the second
-phase, the weights travel. The weights of no replica are touched before every buffer has arrived.
-
-Of an overlapped sync (see `tfpara.sync.flight`) both phases run in a thread, with copies of weights
-and reports; its results are merged a fixed number of steps later. The model may have *fragments*,
-which take turns at the sync points. Where a block is closed (an epoch ends, weights are looked at)
-a sync in the air is merged first, and the last sync is one of all fragments, in the training
-thread.
-"""
+"""What the strategy calls to keep the replicas of one model together."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfpara.sync.buffers import Layout
-from tfpara.sync.flight import FLYING, NONE
-from tfpara.sync.overlapped import OverlappedSteps
-from tfpara.sync.replicas import Buckets, assign
-from tfpara.sync.reports import Request, signature_of, stop_if
-from tfpara.sync.state import Kind, Slot
-from tfpara.sync.statistics import Agreement, SyncStatistics
-from tfpara.sync.sync_steps import NEVER
-
-LOCAL_STATE = ("keep", "reset", "average")
+from tfpara.sync.block import NEVER
+from tfpara.sync.overlap import Overlap
+from tfpara.sync.replicas import Buckets, ReplicaVariables, Site, assign
+from tfpara.sync.reports import signature_of
+from tfpara.sync.settings import Settings
+from tfpara.sync.state import Slot
+from tfpara.sync.statistics import Agreement
+from tfpara.sync.sync_graph import SyncGraph, not_inlined, where
 
 
-class Synchronizer(OverlappedSteps):
-    """Keeps the replicas of one model together: what the strategy calls, from Python.
+class Synchronizer:
+    """Keeps the replicas of one model together.
 
-    Its arguments are those of `SyncSteps` and `OverlappedSteps`.
+    Args:
+        variables: the model's replica variables.
+        settings: of the strategy, with the rule resolved for all replicas.
+        site: this worker's.
+
+    Attributes:
+        graph: a sync, with its state, what was asked for in it and what is known of all.
     """
 
-    @property
-    def name(self) -> str:
-        """The same on every worker, and another for each model."""
-        return self._name
+    def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
+        self.name = site.name  # the same on every worker, and another for each model
+        self._variables = variables
+        self._site = site
+        # The replicas' weights, of each device, while the model's variables hold others.
+        self._own: list[list[tf.Tensor]] | None = None
+        self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
+        self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
+        self.graph = SyncGraph(variables, settings, site)
+        self._overlap = Overlap(self.graph, settings.overlap, site) if settings.overlap else None
+        self._device_period = settings.device_sync_period
+        with tf.device("CPU:0"):
+            self._device_steps = site.make(tf.zeros([], tf.int64), "device_steps")
+            self._device_samples = site.make(
+                tf.zeros([len(site.devices)], tf.float64), "device_samples"
+            )
+        self._average_devices = not_inlined(self._average_devices_step)
+
+    # -- steps and syncs ---------------------------------------------------------------------
+
+    def after_step(self, samples: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> None:
+        """Counts a minibatch of each local replica and syncs at the end of a block.
+
+        Args:
+            samples: how many samples each local replica has just processed.
+            weights: what these count in the mean of the replicas.
+        """
+        counts = tf.stack([tf.cast(n, tf.float64) for n in weights])
+        steps = self.graph.count(samples, counts)
+        if self._device_period is not None:
+            self._device_samples.assign_add(counts)
+            of_devices = self._device_steps.assign_add(1)
+            where(of_devices >= self._device_period, self._average_devices)
+        if self._overlap is not None:
+            self._overlap.after_step(steps)
+        else:
+            where(steps >= self.graph.block.period, lambda: self.graph.sync(tf.constant(True)))
+
+    def _average_devices_step(self) -> None:
+        """The local replicas become one model; nothing changes where they have taken no step, or
+        are to be independent."""
+        samples = self._device_samples.read_value()
+        never = self.graph.block.period >= NEVER
+        self.graph.replicas.average_devices(tf.where(never, tf.zeros_like(samples), samples))
+        self._device_samples.assign(tf.zeros_like(self._device_samples))
+        self._device_steps.assign(0)
 
     def finish_block(self) -> None:
         """Takes part in syncs until every worker has come here; closes the open block."""
         if self._device_period is not None:
             self._average_devices()
         with self._watched():
-            if self._flight is not None:
-                self.merge()
-            while not bool(self.sync(tf.constant(False))):
+            if self._overlap is not None:
+                self._overlap.merge()
+            while not bool(self.graph.sync(tf.constant(False))):
                 pass
 
     def meet(self, number: float) -> list[float]:
@@ -63,21 +98,16 @@ class Synchronizer(OverlappedSteps):
         """
         self.land()
         with self._watched():
-            numbers, problem = self._meet(tf.constant(number, tf.float64))
-            stop_if(problem)
-        return numbers.numpy().tolist()
+            return self.graph.meet(tf.constant(number, tf.float64)).numpy().tolist()
 
     def give_up_block(self) -> None:
         """What was trained since the last sync counts no more: a checkpoint takes its place.
 
         Every worker must call it, since it waits for a sync that is in the air.
         """
-        if self._flight is not None:
-            self._flight.give_up()
-        self._pending_steps.assign(0)
-        for pending in (self._block_steps, *self._pending_samples):
-            pending.assign(tf.zeros_like(pending))
-        self._turn.assign(0)
+        if self._overlap is not None:
+            self._overlap.flight.give_up()
+        self.graph.block.give_up()
         self._device_steps.assign(0)
         self._device_samples.assign(tf.zeros_like(self._device_samples))
 
@@ -86,9 +116,9 @@ class Synchronizer(OverlappedSteps):
 
         Every worker must call it at the same step. The replicas' weights stay as they are.
         """
-        if self._flight is not None:
+        if self._overlap is not None:
             with self._watched():
-                self.await_landing()
+                self._overlap.await_landing()
         return self.agreement()
 
     @contextlib.contextmanager
@@ -97,43 +127,53 @@ class Synchronizer(OverlappedSteps):
         try:
             yield
         except BaseException:
-            self.forget_waiting()
+            self.graph.forget_waiting()
             raise
 
     def step_is_over(self) -> None:
         """No training step runs: a sync that one waited in has failed."""
-        if self._flight is None or int(self._flight.state) != FLYING:
-            self.forget_waiting()
+        if not self._in_the_air:
+            self.graph.forget_waiting()
 
-    def set_sync_period(self, sync_period: int | None) -> None:
-        """τ from here on, None: no syncs; all workers must set it at the same sync."""
-        self._period.assign(NEVER if sync_period is None else sync_period)
+    # -- what all agree on, and what was done ------------------------------------------------
 
-    def request(self, request: Request) -> None:
-        """Asks all workers for something; at the next sync they agree on the most that is asked."""
-        self._request.assign(tf.maximum(self._request, float(request)))
-
-    def agreement(self) -> Agreement:
-        """What the last sync that is not in the air has made known to all."""
-        request, running = self._agreed.numpy()
-        in_flight = self._flight is not None and int(self._flight.state) == FLYING
-        return Agreement(
-            request=Request(int(request)),
-            all_running=int(running) in (0, self._num_replicas),
-            syncs=int(self._syncs) + in_flight,
-            block_open=int(self._pending_steps) > 0,
-            in_flight=in_flight,
-        )
+    @property
+    def _in_the_air(self) -> bool:
+        return self._overlap is not None and self._overlap.flight.in_the_air
 
     @property
     def in_flight(self) -> bool:
         """Whether a sync has begun and is not merged yet."""
-        return self._flight is not None and int(self._flight.state) != NONE
+        return self._overlap is not None and self._overlap.flight.is_open
 
-    def answered(self) -> None:
-        """Forgets what was asked for and agreed on; every worker calls it at the same sync."""
-        self._request.assign(0.0)
-        self._agreed.assign(tf.zeros_like(self._agreed))
+    @property
+    def sync_period(self) -> int | None:
+        """τ; None while there are no syncs."""
+        period = int(self.graph.block.period)
+        return None if period >= NEVER else period
+
+    def set_sync_period(self, sync_period: int | None) -> None:
+        """τ from here on, None: no syncs; all workers must set it at the same sync."""
+        self.graph.block.period.assign(NEVER if sync_period is None else sync_period)
+
+    def agreement(self) -> Agreement:
+        """What the last sync that is not in the air has made known to all."""
+        request, all_running = self.graph.agreed()
+        in_flight = self._in_the_air
+        return Agreement(
+            request=request,
+            all_running=all_running,
+            syncs=self.graph.statistics().syncs + in_flight,
+            block_open=int(self.graph.block.steps) > 0,
+            in_flight=in_flight,
+        )
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
+        """Whether any of these is a weight's component on the first device."""
+        mine = {id(v[0]) for v in self._variables.weights}
+        return any(id(component) in mine for component in components)
 
     def was_set(self, component: tf.Variable) -> None:
         """Notes that Python code has set a variable, on all devices alike.
@@ -150,100 +190,30 @@ class Synchronizer(OverlappedSteps):
                 "a weight is set while strategy.weights(...) shows others than the replicas' own; "
                 "it would be lost on leaving. Read the weights inside, leave, and set them then."
             )
+        graph = self.graph
         value = tf.reshape(tf.cast(component, tf.float32), [-1])
         if kind == "state":
-            for bucket, at, piece in self._replicas.state_layout.places(index):
-                self._averaging.anchors[bucket][at : at + piece.stop - piece.start].assign(
+            for bucket, at, piece in graph.replicas.state_layout.places(index):
+                graph.averaging.anchors[bucket][at : at + piece.stop - piece.start].assign(
                     value[piece.start : piece.stop]
                 )
         if kind == "weight":
-            if self._flight is not None:
+            keepers: list[Any] = [graph.global_state]
+            keepers += [graph.compressed] if graph.compressed is not None else []
+            if self._overlap is not None:
                 self.land()
-            for bucket, at, piece in self._layout.places(index):
-                part = value[piece.start : piece.stop]
-                self.global_state.set_part(bucket, at, part)
-                for keeper in (self._flight, self._compressed):
-                    if keeper is not None:
-                        keeper.set_part(bucket, at, part)
-            self._signatures[index].assign(signature_of(value))
-
-    def adopt(self, former: Synchronizer) -> None:
-        """Goes on from the state of the synchronizer that the same model had before.
-
-        Weights that both have keep their global model, momentum and averages, and what compression
-        has yet to send; the others start from their present values. Every worker must call it.
-        """
-        scalars = {
-            (cell.field, cell.part.bucket): cell.variable
-            for cell in former.global_state.cells()
-            if cell.is_scalar
-        }
-
-        def of_weights(theirs: Buckets, mine: Buckets) -> list[tf.Tensor]:
-            places = [former._index.get(id(v[0]), ("", 0)) for v in self._variables.weights]
-            return _adopted("weight", places, former._layout, theirs, self._layout, mine)
-
-        for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
-            if cell.field in ("moments/momentum", "moments/velocity"):
-                continue  # Those of the optimizer's present slots.
-            if cell.is_scalar:
-                # The fragments count their syncs by themselves.
-                values = [
-                    scalars[cell.field, theirs.start]
-                    for theirs, mine in zip(
-                        former._layout.buckets, self._layout.buckets, strict=True
-                    )
-                    for _ in range(mine.start, mine.stop)
-                ]
-                self.global_state.set_field(cell.field, values)
-                continue
-            old, new = (s.global_state.whole(cell.field) for s in (former, self))
-            self.global_state.set_field(cell.field, of_weights(old, new))
-        if self._compressed is not None and former._compressed is not None:
-            self._compressed.adopt(former._compressed, of_weights)
-        self._adopt_anchors(former)
-        for mine, theirs in zip(self._counted(), former._counted(), strict=True):
-            mine.variable.assign(theirs.variable)
-        # What is adopted was agreed on; the local weights may differ.
-        self._signatures.assign(tf.zeros_like(self._signatures))
-
-    def _adopt_anchors(self, former: Synchronizer) -> None:
-        """State is measured from its value at the last sync, and may have moved since."""
-        places = [former._index.get(id(v[0]), ("", 0)) for v in self._variables.state]
-        layouts = [s._replicas.state_layout for s in (former, self)]
-        old, new = (s._averaging.anchors for s in (former, self))
-        values = _adopted("state", places, layouts[0], old, layouts[1], new)
-        for anchor, value in zip(new, values, strict=True):
-            anchor.assign(value)
-
-    def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
-        """Whether any of these is a weight's component on the first device."""
-        mine = {id(v[0]) for v in self._variables.weights}
-        return any(id(component) in mine for component in components)
-
-    def waiting_since(self) -> float:
-        """When the sync under way began, on the monotonic clock; 0 if none is."""
-        return float(self._sync_began.numpy())
-
-    def statistics(self) -> SyncStatistics:
-        """What this worker has done so far."""
-        seconds = self._seconds.numpy()
-        return SyncStatistics(
-            steps=int(self._steps),
-            samples=int(self._samples),
-            syncs=int(self._syncs),
-            sync_seconds=float(seconds[0]),
-            wait_seconds=float(seconds[1]),
-            distance=float(self._distance),
-            bytes_sent=float(self._bytes_sent),
-        )
+                keepers.append(self._overlap.flight)
+            for bucket, at, piece in graph.replicas.layout.places(index):
+                for keeper in keepers:
+                    keeper.set_part(bucket, at, value[piece.start : piece.stop])
+            graph.signatures[index].assign(signature_of(value))
 
     def global_weights(self, which: str) -> list[tf.Tensor]:
         """The tensors of the "global" model or of a named average, one for each weight.
 
         Every worker must call it.
         """
-        return self._layout.unpack(self.global_state.value(which))
+        return self.graph.replicas.layout.unpack(self.graph.global_state.value(which))
 
     @property
     def shows_others(self) -> bool:
@@ -274,7 +244,7 @@ class Synchronizer(OverlappedSteps):
         """Copies of the weights that the model's variables hold: for each device a list."""
         return [
             [tf.identity(v[replica]) for v in self._variables.weights]
-            for replica in range(len(self._devices))
+            for replica in range(len(self._site.devices))
         ]
 
     def set_weights(self, per_device: Sequence[Sequence[tf.Tensor]]) -> None:
@@ -286,70 +256,44 @@ class Synchronizer(OverlappedSteps):
 
         Every worker must call it, with equal tensors, right after a sync.
         """
-        assign(self._variables.weights, [tensors] * len(self._devices))
-        assign(self._variables.state, [state] * len(self._devices))
+        count = len(self._site.devices)
+        assign(self._variables.weights, [tensors] * count)
+        assign(self._variables.state, [state] * count)
         for variable in (*self._variables.weights, *self._variables.state):
             self.was_set(variable[0])
         if self._variables.moments:
-            self._averaging.restart_moments()
-            counts = [[tf.cast(c, tf.float64) for c in count] for count in self._variables.counts]
-            table = self._report_collectives.all_gather(
-                tf.transpose(tf.stack(counts)), f"{self._name}/counts"
+            self.graph.averaging.restart_moments()
+            counts = [[tf.cast(c, tf.float64) for c in own] for own in self._variables.counts]
+            table = self._site.reports.all_gather(
+                tf.transpose(tf.stack(counts)), f"{self.name}/counts"
             )
-            self._replicas.write_counts(tf.reduce_max(table, [0, 1]))
+            self.graph.replicas.write_counts(tf.reduce_max(table, [0, 1]))
 
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Copies of the weights and the state of a local replica."""
         weights, state = self._variables.weights, self._variables.state
         return [tf.identity(v[replica]) for v in weights], [tf.identity(v[replica]) for v in state]
 
+    # -- state -------------------------------------------------------------------------------
+
+    def slots(self) -> Iterator[Slot]:
+        """The state of the syncs, beside the model's own variables."""
+        yield from self.graph.slots()
+        if self._overlap is not None:
+            yield from self._overlap.flight.slots()
+
     def broadcast_point(self) -> list[tf.Tensor]:
         """The weights from which a replica goes on that had no part in the last sync.
 
         Every worker must call it.
         """
-        return self._layout.unpack(self.global_state.broadcast_point())
-
-    @property
-    def sync_period(self) -> int | None:
-        """τ; None while there are no syncs."""
-        period = int(self._period)
-        return None if period >= NEVER else period
-
-    def slots(self) -> Iterator[Slot]:
-        """The state of the syncs, beside the model's own variables."""
-        yield from self.global_state.slots()
-        yield from self._counted()
-        yield Slot("counter/signatures", Kind.SHARED, self._signatures)
-        for k, anchor in enumerate(self._averaging.anchors):
-            yield Slot(f"counter/anchor/{k}", Kind.SHARED, anchor)
-        if self._compressed is not None:
-            yield from self._compressed.slots()
-        if not self._whole:
-            yield Slot("open/turn", Kind.BLOCK, self._turn)
-            yield Slot("open/block_steps", Kind.BLOCK, self._block_steps, absent=0.0)
-            for replica, pending in enumerate(self._pending_samples):
-                yield Slot("sync/pending_samples", Kind.BLOCK, pending, replica)
-        if self._flight is not None:
-            yield from self._flight.slots()
-
-    def _counted(self) -> list[Slot]:
-        """What goes on where the model's synchronizer is made anew."""
-        return [
-            Slot("counter/period", Kind.WORKER, self._period),
-            Slot("counter/steps", Kind.WORKER, self._steps),
-            Slot("counter/samples", Kind.SUM, self._samples),
-            Slot("counter/syncs", Kind.WORKER, self._syncs),
-            Slot("counter/seconds", Kind.WORKER, self._seconds),
-            Slot("counter/distance", Kind.WORKER, self._distance),
-            Slot("counter/bytes_sent", Kind.WORKER, self._bytes_sent, absent=0.0),
-        ]
+        return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
 
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
         """Other replicas than before go on, all from these weights."""
-        self.set_weights([weights] * len(self._devices))
-        if self._compressed:
-            self._compressed.set_points(self._layout.pack(weights))
+        self.set_weights([weights] * len(self._site.devices))
+        if self.graph.compressed is not None:
+            self.graph.compressed.set_points(self.graph.replicas.layout.pack(weights))
 
     def open_fragments(self, pending_samples: Sequence[Any]) -> list[bool]:
         """Of each weight, whether its fragment has trained since its last sync.
@@ -357,31 +301,62 @@ class Synchronizer(OverlappedSteps):
         Args:
             pending_samples: those of all replicas, as a checkpoint has kept them.
         """
-        is_open = [any(p[f] > 0 for p in pending_samples) for f in range(self._fragments)]
-        runs = self._layout.variables
-        return [o for o, run in zip(is_open, runs, strict=True) for _ in range(run.start, run.stop)]
-
-
-def _adopted(
-    kind: str,
-    places: Sequence[tuple[str, int]],
-    their_layout: Layout,
-    theirs: Buckets,
-    my_layout: Layout,
-    mine: Buckets,
-) -> list[tf.Tensor]:
-    """Buckets of `my_layout` with the values of another synchronizer, where that has them.
-
-    Args:
-        kind: "weight" or "state".
-        places: for each of my variables the kind and the index that the other knows it by.
-        their_layout, theirs: of the other synchronizer.
-        my_layout, mine: of the variables, with the values of those that the other has not.
-    """
-    old, new = their_layout.unpack(theirs), my_layout.unpack(mine)
-    return my_layout.pack(
-        [
-            old[index] if of == kind else value
-            for (of, index), value in zip(places, new, strict=True)
+        runs = self.graph.replicas.layout.variables
+        return [
+            any(own[fragment] > 0 for own in pending_samples)
+            for fragment, run in enumerate(runs)
+            for _ in range(run.start, run.stop)
         ]
-    )
+
+    def adopt(self, former: Synchronizer) -> None:
+        """Goes on from the state of the synchronizer that the same model had before.
+
+        Weights that both have keep their global model, momentum and averages, and what compression
+        has yet to send; the others start from their present values. Every worker must call it.
+        """
+        old, new = former.graph, self.graph
+
+        def adopted(kind: str, theirs: Buckets, mine: Buckets) -> list[tf.Tensor]:
+            """My buckets with their values, of the variables that they have."""
+            weights = kind == "weight"
+            from_layout, layout = (
+                graph.replicas.layout if weights else graph.replicas.state_layout
+                for graph in (old, new)
+            )
+            variables = self._variables.weights if weights else self._variables.state
+            places = [former._index.get(id(v[0]), ("", 0)) for v in variables]
+            former_values, values = from_layout.unpack(theirs), layout.unpack(mine)
+            return layout.pack(
+                [
+                    former_values[index] if of == kind else value
+                    for (of, index), value in zip(places, values, strict=True)
+                ]
+            )
+
+        of_weights = functools.partial(adopted, "weight")
+        scalars = {
+            (cell.field, cell.part.bucket): cell.variable
+            for cell in old.global_state.cells()
+            if cell.is_scalar
+        }
+        pairs = zip(old.replicas.layout.buckets, new.replicas.layout.buckets, strict=True)
+        # The fragments count their syncs by themselves.
+        counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
+        for cell in {cell.field: cell for cell in new.global_state.cells()}.values():
+            if cell.field in ("moments/momentum", "moments/velocity"):
+                continue  # Those of the optimizer's present slots.
+            if cell.is_scalar:
+                values = [scalars[cell.field, bucket] for bucket in counting]
+            else:
+                values = of_weights(*(g.global_state.whole(cell.field) for g in (old, new)))
+            new.global_state.set_field(cell.field, values)
+        if new.compressed is not None and old.compressed is not None:
+            new.compressed.adopt(old.compressed, of_weights)
+        # State is measured from its value at the last sync, and may have moved since.
+        anchors = adopted("state", old.averaging.anchors, new.averaging.anchors)
+        for anchor, value in zip(new.averaging.anchors, anchors, strict=True):
+            anchor.assign(value)
+        for slot, theirs in zip(new.counted(), old.counted(), strict=True):
+            slot.variable.assign(theirs.variable)
+        # What is adopted was agreed on; the local weights may differ.
+        new.signatures.assign(tf.zeros_like(new.signatures))

@@ -1,0 +1,93 @@
+"""What the local replicas have trained since the last sync, and which part is synced next.
+
+A *part* is averaged at times of its own: each fragment, and behind them, where they take turns or
+syncs run beside the training, all state that no rule works on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfpara.sync.replicas import Site
+from tfpara.sync.settings import Settings
+from tfpara.sync.state import Kind, Slot
+
+# A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
+NEVER = 2**62
+
+
+class Block:
+    """The counters of an open block.
+
+    Args:
+        settings: of the strategy.
+        whole: whether a sync is of everything, so that there is one part.
+        site: this worker's.
+
+    Attributes:
+        parts: their number.
+        period: τ, or `NEVER`.
+        steps: minibatches of each replica since the last sync point.
+        part_steps: since the last sync of each part. samples: the same of each local replica.
+        turn: the fragment that is next.
+    """
+
+    def __init__(self, settings: Settings, whole: bool, site: Site) -> None:
+        make = site.make
+        self._fragments = settings.fragments
+        self._whole = whole
+        self.parts = settings.fragments + (0 if whole else 1)
+        self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
+        self.steps = make(tf.zeros([], tf.int64), "pending_steps")
+        self.part_steps = make(tf.zeros([self.parts], tf.float64), "block_steps")
+        self.samples = [
+            make(tf.zeros([self.parts], tf.float64), f"pending_samples_{replica}")
+            for replica in range(len(site.devices))
+        ]
+        self.turn = make(tf.zeros([], tf.int32), "turn")
+
+    def count(self, weights: tf.Tensor) -> tf.Tensor:
+        """Counts a minibatch of each local replica, of these weights; returns `steps`."""
+        for replica, pending in enumerate(self.samples):
+            pending.assign_add(tf.fill(pending.shape, weights[replica]))
+        self.part_steps.assign_add(tf.ones_like(self.part_steps))
+        return self.steps.assign_add(1)
+
+    def close(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
+        """After a sync of the fragment `done`, or of all."""
+        self.turn.assign(tf.where(is_last, 0, (done + 1) % self._fragments))
+        self.steps.assign(0)
+        kept = 1.0 - tf.one_hot(done, self.parts, dtype=tf.float64)
+        for pending in (self.part_steps, *self.samples):
+            pending.assign(tf.where(is_last | self._whole, tf.zeros_like(pending), kept * pending))
+
+    def reopen(self, fragment: tf.Tensor, steps: tf.Tensor, samples: tf.Tensor) -> None:
+        """The fragment with which a sync started has not been synced.
+
+        Args:
+            fragment: its number.
+            steps: `part_steps` when the sync started.
+            samples: `samples` then, [local replicas, parts].
+        """
+        carried = tf.one_hot(fragment, self.parts, dtype=tf.float64)
+        self.turn.assign(fragment)
+        # The part that was synced last has the steps since the last sync point.
+        self.steps.assign_add(tf.cast(tf.reduce_min(steps), tf.int64))
+        self.part_steps.assign_add(carried * steps)
+        for replica, pending in enumerate(self.samples):
+            pending.assign_add(carried * samples[replica])
+
+    def give_up(self) -> None:
+        """What was trained since the last sync counts no more."""
+        for counter in (self.steps, self.part_steps, *self.samples, self.turn):
+            counter.assign(tf.zeros_like(counter))
+
+    def slots(self) -> Iterator[Slot]:
+        """What is open after a sync of a part."""
+        if not self._whole:
+            yield Slot("open/turn", Kind.BLOCK, self.turn)
+            yield Slot("open/block_steps", Kind.BLOCK, self.part_steps, absent=0.0)
+            for replica, pending in enumerate(self.samples):
+                yield Slot("sync/pending_samples", Kind.BLOCK, pending, replica)

@@ -1,0 +1,191 @@
+"""Syncs that run beside the training: started, waited for and merged as operations of a graph.
+
+Both phases of such a sync run in a thread (see `tfpara.sync.flight`), with copies of weights and
+reports; its results are merged a fixed number of steps later. Where a block is closed (an epoch
+ends, weights are looked at) a sync in the air is merged first, and the last sync is one of all
+fragments, in the training thread.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfpara.sync.averaging import phase
+from tfpara.sync.flight import FLYING, LANDED, NONE, Flight
+from tfpara.sync.replicas import Site
+from tfpara.sync.reports import is_bad, stop_if
+from tfpara.sync.sync_graph import SyncGraph, not_inlined, now, where
+
+
+class Overlap:
+    """The syncs at sync points, of which each is merged later.
+
+    Args:
+        graph: of the model.
+        overlap: True: a sync is merged where the next one begins; or after how many steps it is.
+        site: this worker's.
+
+    Attributes:
+        flight: the one that is in the air, if one is.
+    """
+
+    def __init__(self, graph: SyncGraph, overlap: bool | int, site: Site) -> None:
+        self._graph = graph
+        self._overlap = overlap
+        self._flight_in_graph = tf.function(self._fly_step, autograph=False)
+        layout = graph.replicas.layout
+        self.flight = Flight(
+            self._fly, site.devices, layout.bucket_sizes, graph.width, site.num_replicas, site.make
+        )
+        self._land = not_inlined(self._land_step)
+        self._merge = not_inlined(self._merge_step)
+        self._start = not_inlined(self._start_step)
+
+    def after_step(self, steps: tf.Tensor) -> None:
+        """Merges and starts syncs where they are due, after so many steps of the block."""
+        period = self._graph.block.period
+        delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
+        where((self.flight.state != NONE) & (steps >= delay), self.merge)
+        where(steps >= period, self._start)
+
+    def await_landing(self) -> None:
+        """Waits until the flight has landed, if there is one, and takes what all know alike."""
+        self._stop_if(*self._land())
+
+    def merge(self) -> None:
+        """Replicas take in what the flight brought, if there is one."""
+        self._stop_if(*self._merge())
+
+    def _start_step(self) -> None:
+        """Lets the sync of the block that ends here begin."""
+        graph, flight = self._graph, self.flight
+        began, rows = graph.report(True)
+        turn = graph.block.turn.read_value()
+
+        def start(fragment: int) -> tf.Tensor:
+            with phase("pack"):
+                local = graph.replicas.all_weights(fragment)
+                return flight.start(rows, turn, local, graph.replicas.layout.buckets[fragment])
+
+        with tf.control_dependencies([began]):
+            started = graph.of_fragment(turn, start)
+        with tf.control_dependencies([started]):
+            graph.block.close(turn, tf.constant(False))
+            graph.stood_still(began)
+
+    def _fly(self) -> None:
+        """The exchange of a flight; called in its thread."""
+        try:
+            self._flight_in_graph()
+        except BaseException:
+            self._graph.forget_waiting()
+            raise
+
+    def _fly_step(self) -> tf.Tensor:
+        """Both phases, from the flight's copies."""
+        graph, flight = self._graph, self.flight
+        reports = graph.gather(flight.rows.read_value(), now())
+        with tf.control_dependencies([reports]):
+            flight.table.assign(reports)
+            flight.apart.assign(graph.apart(reports))
+        committed = tf.cond(
+            is_bad(reports, graph.columns),
+            lambda: tf.constant(0, tf.int64),  # `_touch_down` says why
+            lambda: graph.of_fragment(
+                flight.fragment,
+                lambda f: graph.if_any(f, reports, lambda: self._exchange(f, reports)),
+            ),
+        )
+        return flight.committed.assign(committed)
+
+    def _exchange(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
+        graph, flight = self._graph, self.flight
+        buckets = graph.replicas.layout.buckets[fragment]
+        graph.begin_waiting()
+        local = [[v.read_value() for v in own[buckets]] for own in flight.snapshots]
+        shares = graph.shares(fragment, reports)
+        arrival, distance = graph.exchange(fragment, local, shares)
+        with tf.control_dependencies([distance, *tf.nest.flatten(arrival.received)]):
+            graph.commit(fragment, arrival, distance)
+            for kept, new in zip(flight.arrived, arrival.received, strict=True):
+                for variable, value in zip(kept[buckets], new, strict=True):
+                    variable.assign(value)
+        return tf.constant(1, tf.int64)
+
+    def _stop_if(self, problem: tf.Tensor, of_collective: tf.Tensor) -> None:
+        """Raises in the training thread what ended the flight.
+
+        After a failed collective all others fail as it did: one more raises the same error here.
+        """
+
+        def again() -> None:
+            self._graph.gather(self.flight.rows.read_value(), now())
+
+        with tf.control_dependencies([where(of_collective, again)]):
+            stop_if(problem)
+
+    def _land_step(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """What ended the flight before it landed, "" if nothing; and whether a collective did.
+
+        A flight that has failed does not land: whoever asks again is told the same. But where the
+        reports forbade the sync, on all workers alike, the flight is over and its block open.
+        """
+        return tf.cond(
+            self.flight.state == FLYING,
+            self._wait,
+            lambda: (tf.constant(""), tf.constant(False)),
+        )
+
+    def _wait(self) -> tuple[tf.Tensor, tf.Tensor]:
+        began = now()
+        with tf.control_dependencies([began]), phase("wait"):
+            message, of_collective = self.flight.landing()
+        with tf.control_dependencies([message]):
+            waited = now() - began
+        problem = tf.cond(message == "", lambda: self._touch_down(waited), lambda: message)
+        return problem, of_collective
+
+    def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
+        graph, flight = self._graph, self.flight
+        reports = flight.table.read_value()
+        problem = graph.problem(reports, flight.apart.read_value())
+
+        def landed() -> None:
+            committed = flight.committed.read_value()
+            graph.note(reports, committed, tf.fill([2], waited))
+            flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
+
+        def forbidden() -> None:
+            rows, columns = flight.rows.read_value(), graph.columns
+            graph.block.reopen(flight.fragment, rows[0, columns.steps], rows[:, columns.samples])
+            flight.state.assign(NONE)
+
+        where(problem == "", landed)
+        where(problem != "", forbidden)
+        return problem
+
+    def _merge_step(self) -> tuple[tf.Tensor, tf.Tensor]:
+        graph, flight = self._graph, self.flight
+        problem, of_collective = self._land_step()
+        with tf.control_dependencies([problem]):
+            began = now()
+
+        def merge(fragment: int) -> tf.Tensor:
+            buckets = graph.replicas.layout.buckets[fragment]
+            with phase("unpack"):
+                local = graph.replicas.all_weights(fragment)
+                before = [[v.read_value() for v in own[buckets]] for own in flight.snapshots]
+                arrived = [[v.read_value() for v in own[buckets]] for own in flight.arrived]
+                merged = graph.global_state.restart(local, before, arrived)
+                graph.replicas.write_weights(merged, fragment)
+            return tf.constant(0)
+
+        def merged() -> None:
+            with tf.control_dependencies([graph.of_fragment(flight.fragment, merge)]):
+                flight.state.assign(NONE)
+
+        with tf.control_dependencies([began]):
+            done = where(flight.state == LANDED, merged)
+        with tf.control_dependencies([done]):
+            graph.stood_still(began)
+        return problem, of_collective

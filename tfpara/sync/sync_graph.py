@@ -1,0 +1,466 @@
+"""One sync as operations of a graph: reports, what they decide, the exchange, the commit.
+
+First every replica sends a short *report* (samples since the last sync, whether it still has data,
+whether its weights are finite, what its worker asks for). All workers decide from the same table of
+reports: stop with an error, skip, or commit. Then the weights travel. The weights of no replica are
+touched before every buffer has arrived.
+
+Of a model with fragments, one takes part in a sync, in turn; all do where no replica has data left.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpara.cluster.place import MARKS, TEXT_BYTES, sentence
+from tfpara.sync import aggregation as aggregations
+from tfpara.sync.averaging import Arrival, Averaging, PlainWire, Shares, phase
+from tfpara.sync.block import NEVER, Block
+from tfpara.sync.compression import CompressedWire
+from tfpara.sync.global_state import GlobalState
+from tfpara.sync.replicas import Buckets, Replicas, ReplicaVariables, Site
+from tfpara.sync.reports import (
+    REQUEST,
+    RUNNING,
+    SAMPLES,
+    Columns,
+    Request,
+    are_apart,
+    problem_of,
+    signature_of,
+    stop_if,
+)
+from tfpara.sync.settings import Settings
+from tfpara.sync.state import Kind, Slot
+from tfpara.sync.statistics import SyncStatistics
+
+# The replicas' distance is measured at each of the first syncs, then at every such one: it needs a
+# pass over the weights.
+MEASURED_SYNCS = 16
+
+
+class SyncGraph:
+    """The variables that syncs of one model need, and the operations of a sync.
+
+    Args:
+        variables: the model's replica variables.
+        settings: of the strategy, with the rule resolved for all replicas.
+        site: this worker's.
+
+    Attributes:
+        whole: whether a sync in the training thread is of everything: weights, and state that no
+            rule works on. Else the latter is averaged where a block is closed.
+        block: what was trained since the last sync.
+        columns: what of a report depends on the model; width: all its numbers.
+        replicas, global_state, averaging, compressed: what a sync works with; the last is None
+            where weights travel as they are.
+        signatures: of each weight, a number that all must have alike.
+    """
+
+    def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
+        self._variables = variables
+        self._site = site
+        self._fragments = settings.fragments
+        self.whole = settings.fragments == 1 and not settings.overlap
+        self.replicas = Replicas(variables, settings, site)
+        self._make_state(settings)
+        with tf.device("CPU:0"):
+            self.block = Block(settings, self.whole, site)
+            self._make_counters()
+        steps_from = SAMPLES + self.block.parts
+        counts_from = steps_from + self.block.parts
+        taken = counts_from + len(self.replicas.shared_counts)
+        self.width = taken + 1 + len(variables.rates)
+        self.columns = Columns(
+            samples=slice(SAMPLES, steps_from),
+            steps=slice(steps_from, counts_from),
+            taken=slice(taken, taken + 1),
+            rates=slice(taken + 1, self.width),
+        )
+        # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
+        # loop's iteration too, and would not meet that of a worker elsewhere in its loop.
+        self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
+        self._meet = not_inlined(self._meet_step, tf.TensorSpec([], tf.float64))
+
+    def _make_state(self, settings: Settings) -> None:
+        site, replicas, compression = self._site, self.replicas, settings.compression
+        aggregation = settings.aggregation
+        if compression != "none" and aggregation == "auto":
+            aggregation = "sharded"
+        sizes = replicas.layout.bucket_sizes
+        chosen = aggregations.choose(aggregation, sizes, site.collectives, site.devices)
+        with tf.device(site.devices[0]):
+            self.global_state = GlobalState(chosen, settings, replicas)
+            self.compressed = None
+            if isinstance(chosen, aggregations.Sharded) and compression != "none":
+                self.compressed = CompressedWire(compression, chosen, replicas, self.global_state)
+            wire = self.compressed or PlainWire(chosen, replicas)
+            self.averaging = Averaging(replicas, wire, self.global_state)
+
+    def _make_counters(self) -> None:
+        make = self._site.make
+        # All workers must start from the same weights, whoever has loaded them.
+        signatures = [signature_of(v[0]) for v in self._variables.weights]
+        signatures = tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
+        self.signatures = make(signatures, "signatures")
+        self._request = make(tf.zeros([], tf.float64), "request")
+        self._agreed = make(tf.zeros([2], tf.float64), "agreed")  # request, replicas running
+        self._steps = make(tf.zeros([], tf.int64), "steps")
+        self._samples = make(tf.zeros([], tf.float64), "samples")
+        self._syncs = make(tf.zeros([], tf.int64), "syncs")
+        self._seconds = make(tf.zeros([2], tf.float64), "seconds")
+        self._distance = make(tf.zeros([]), "distance")
+        self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
+        self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
+
+    # -- in the training thread --------------------------------------------------------------
+
+    def count(self, samples: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
+        """Counts a minibatch of each local replica; returns how many the block has.
+
+        Args:
+            samples: how many each local replica has just processed.
+            weights: what these count in the mean of the replicas.
+        """
+        self._samples.assign_add(tf.add_n([tf.cast(n, tf.float64) for n in samples]))
+        self._steps.assign_add(1)
+        return self.block.count(weights)
+
+    def sync(self, running: tf.Tensor) -> tf.Tensor:
+        """One sync, in the training thread; returns whether no replica has data left."""
+        is_last, problem = self._sync(running)
+        with tf.control_dependencies([stop_if(problem)]):
+            return tf.identity(is_last)
+
+    def meet(self, number: tf.Tensor) -> tf.Tensor:
+        """The numbers that all workers have given, by rank, in an exchange as that of reports."""
+        numbers, problem = self._meet(number)
+        with tf.control_dependencies([stop_if(problem)]):
+            return tf.identity(numbers)
+
+    def _sync_step(self, running: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether no replica has data left, and what forbids the sync, "" if nothing does."""
+        began, rows = self.report(running)
+        reports = self.gather(rows, began)
+        with tf.control_dependencies([reports]):
+            met = now()
+        is_last = tf.reduce_sum(reports[:, RUNNING]) == 0.0
+        problem = self.problem(reports, self.apart(reports))
+        where(problem == "", lambda: self._close_block(reports, is_last, began, met))
+        return is_last, problem
+
+    def _meet_step(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The numbers of all workers, and what forbids that they meet, "" if nothing does.
+
+        The exchange is that of the reports before a sync, so that a worker which comes to a sync
+        in place of it is noticed.
+        """
+        with tf.device("CPU:0"):
+            began, mark = self._arrival()
+            flags = tf.constant([0.0, -1.0, 0.0, 0.0], tf.float64)  # no data, no bad weight
+            others = tf.zeros([self.width - SAMPLES - 1], tf.float64)
+            row = tf.concat([flags, mark, number[tf.newaxis], others], 0)
+            devices = len(self._site.devices)
+            reports = self.gather(tf.stack([row] * devices), began)
+            return reports[::devices, SAMPLES], self.apart(reports)
+
+    def _close_block(
+        self, reports: tf.Tensor, is_last: tf.Tensor, began: tf.Tensor, met: tf.Tensor
+    ) -> None:
+        """Commits what the reports allow; then counts it, so that a failure counts nothing."""
+
+        def one(fragment: int) -> tf.Tensor:
+            return self.if_any(fragment, reports, lambda: self._commit_now(fragment, reports))
+
+        def rest() -> tf.Tensor:
+            return self.if_any(self._fragments, reports, lambda: self._commit_others(reports))
+
+        def every() -> tf.Tensor:
+            return tf.reduce_max(tf.stack([*map(one, range(self._fragments)), rest()]))
+
+        if self.whole:
+            committed = one(0)
+        else:
+            committed = tf.cond(is_last, every, lambda: self.of_fragment(self.block.turn, one))
+        with tf.control_dependencies([committed]):
+            ended = now()
+            self.note(reports, committed, tf.stack([ended - began, met - began]))
+            self.block.close(self.block.turn.read_value(), is_last)
+
+    # -- reports, and what they decide -------------------------------------------------------
+
+    def report(self, running: tf.Tensor | bool) -> tuple[tf.Tensor, tf.Tensor]:
+        """When this worker comes to a sync, as by `now`, and its reports, [replicas, columns]."""
+        began, mark = self._arrival()
+        block = self.block
+        with tf.control_dependencies([mark]), phase("check"):
+            never = block.period >= NEVER
+            request = self._request.read_value()
+            steps = block.part_steps.read_value()
+            signature = tf.reduce_sum(self.signatures)
+            taken = tf.cast(self._steps.read_value(), tf.float64)
+            idle = never | (block.steps.read_value() == 0)
+        rows = []
+        running = tf.cast(running, tf.float64)
+        with phase("check"):
+            for replica, pending in enumerate(block.samples):
+                bad = tf.cast(self.replicas.first_nonfinite(replica), tf.float64)
+                samples = pending.read_value()
+                samples = tf.where(never, tf.zeros_like(samples), samples)
+                counts = [tf.cast(c[replica], tf.float64) for c in self.replicas.shared_counts]
+                # Nothing was trained with the rate of a replica that is idle.
+                rates = [tf.cast(r[replica], tf.float64) for r in self._variables.rates]
+                rates = [tf.where(idle, tf.cast(np.nan, tf.float64), rate) for rate in rates]
+                flags = [running, bad, signature, request]
+                own = [*counts, taken, *rates]
+                rows.append(tf.concat([flags, mark, samples, steps, own], 0))
+            return began, tf.stack(rows)
+
+    def _arrival(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """When and for what this worker comes to an exchange: the time as by `now`, and a mark."""
+
+        def arrival() -> np.ndarray:
+            return np.array([time.monotonic(), *self._site.place.mark()])
+
+        found = tf.numpy_function(arrival, [], tf.float64)
+        found.set_shape([1 + MARKS])
+        return found[0], found[1:]
+
+    def gather(self, rows: tf.Tensor, began: tf.Tensor) -> tf.Tensor:
+        """The table of all replicas' reports, [N, columns], the same on every worker."""
+        self._sync_began.assign(began)
+        with phase("wait"):
+            table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
+        reports = tf.reshape(table, [self._site.num_replicas, self.width])
+        with tf.control_dependencies([reports]):
+            # What the checks stop is over: only a collective can be waited for.
+            self._sync_began.assign(0.0)
+        return reports
+
+    def apart(self, reports: tf.Tensor) -> tf.Tensor:
+        """Who is where, if the workers have come to different exchanges; else ""."""
+        site = self._site
+        if site.reports.size == 1:
+            return tf.constant("")
+
+        def told() -> tf.Tensor:
+            mine = tf.numpy_function(
+                lambda: np.array(site.place.told(), np.int32), [], tf.int32, stateful=True
+            )
+            mine.set_shape([TEXT_BYTES])
+            table = site.reports.all_gather(mine, f"{self._site.name}/places")
+            return tf.numpy_function(lambda rows: sentence(rows).encode(), [table], tf.string)
+
+        return tf.cond(are_apart(reports), told, lambda: tf.constant(""))
+
+    def problem(self, reports: tf.Tensor, apart: tf.Tensor) -> tf.Tensor:
+        """What forbids the sync, the same on every worker; "" if nothing does."""
+        names, own = self.replicas.averaged_names, len(self._site.devices)
+        return problem_of(reports, self.columns, names, own, apart)
+
+    def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
+        """`function` of the fragment with this number."""
+        if self._fragments == 1:
+            return function(0)
+        branches = [lambda fragment=f: function(fragment) for f in range(self._fragments)]
+        return tf.switch_case(tf.convert_to_tensor(number), branches)
+
+    def if_any(self, part: int, reports: tf.Tensor, function: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """`function()`, which gives 1, if replicas have processed samples; else 0."""
+        total = tf.reduce_sum(reports[:, SAMPLES + part])
+        return tf.cond(total > 0.0, function, lambda: tf.constant(0, tf.int64))
+
+    # -- the exchange ------------------------------------------------------------------------
+
+    def exchange(
+        self, fragment: int, local: Sequence[Buckets], shares: Shares
+    ) -> tuple[Arrival, tf.Tensor]:
+        """What has arrived of a fragment, and the replicas' distance; nothing is written."""
+        arrival = self.averaging.exchange(fragment, local, shares)
+        with tf.control_dependencies(tf.nest.flatten(arrival.means)):
+            distance = tf.cond(
+                (self._syncs < MEASURED_SYNCS) | (self._syncs % MEASURED_SYNCS == 0),
+                lambda: self.averaging.distance(fragment, local, arrival),
+                self._distance.read_value,
+            )
+        return arrival, distance
+
+    def shares(self, part: int, reports: tf.Tensor) -> Shares:
+        """Of the local replicas in the means of a part."""
+        samples = reports[:, SAMPLES + part]
+        local = samples[self._site.first_replica :][: len(self._site.devices)]
+        portions = tf.cast(local / tf.reduce_sum(samples), tf.float32)
+        alike = tf.reduce_all(samples == samples[0])
+        # A fragment's block is as many sync periods long as there are fragments.
+        whole = tf.cast(self.block.period, tf.float64) * float(self._fragments)
+        of_block = tf.cast(tf.minimum(self._longest(part, reports) / whole, 1.0), tf.float32)
+        return Shares(portions, tf.where(alike, float(self._site.num_replicas), 1.0), of_block)
+
+    def _longest(self, part: int, reports: tf.Tensor) -> tf.Tensor:
+        """Minibatches of the block, of the replica with the most."""
+        return tf.reduce_max(reports[:, self.columns.steps.start + part])
+
+    def _furthest(self, reports: tf.Tensor) -> tf.Tensor:
+        """The largest of each of the optimizers' shared counts over all replicas."""
+        counts = slice(self.columns.steps.stop, self.columns.taken.start)
+        return tf.reduce_max(reports[:, counts], 0)
+
+    # -- the commit --------------------------------------------------------------------------
+
+    def _commit_now(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
+        """Averages a fragment, applies the rule and writes the result; returns 1."""
+        # The watchdog is to see a wait for whatever is sent.
+        with tf.control_dependencies([self.begin_waiting()]):
+            shares = self.shares(fragment, reports)
+            with phase("pack"):
+                local = self.replicas.all_weights(fragment)
+        others = self.averaging.exchange_others(shares) if self.whole else []
+        arrival, distance = self.exchange(fragment, local, shares)
+        arrived = [distance, *others, *tf.nest.flatten(arrival.received)]
+        moments = None
+        if self._variables.moments:
+            # At least 1: a block of none has no mean gradient.
+            steps = tf.maximum(self._longest(fragment, reports), 1.0)
+            (counted,) = tf.unstack(self._furthest(reports), num=1)
+            # Fewer, where loss scaling has left steps out; the rule's have all of the block.
+            counted = tf.maximum(counted, steps)
+            moments = self.averaging.exchange_moments(shares, steps, counted)
+            arrived += tf.nest.flatten(moments.spread)
+        with tf.control_dependencies(arrived), phase("unpack"):
+            self.commit(fragment, arrival, distance)
+            if moments is not None:
+                self.averaging.commit_moments(moments)
+            restarted = self.global_state.restart(local, arrival.received)
+            self.replicas.write_weights(restarted, fragment)
+            if self.whole:
+                self.averaging.commit_others(others)
+            self.replicas.write_counts(self._furthest(reports))
+        return tf.constant(1, tf.int64)
+
+    def commit(self, fragment: int, arrival: Arrival, distance: tf.Tensor) -> None:
+        """Writes what an exchange has brought, but for the replicas' weights; nobody waits now."""
+        self.forget_waiting()
+        self._distance.assign(distance)
+        others = self.averaging.bytes_sent_of_others if self.whole else 0
+        self._bytes_sent.assign_add(float(self.averaging.bytes_sent(fragment) + others))
+        self.averaging.commit(arrival)
+
+    def _commit_others(self, reports: tf.Tensor) -> tf.Tensor:
+        """Averages the state that no rule works on; returns 0: no sync of its own."""
+        self.begin_waiting()
+        means = self.averaging.exchange_others(self.shares(self._fragments, reports))
+        with tf.control_dependencies(means):
+            self.forget_waiting()
+            self._bytes_sent.assign_add(float(self.averaging.bytes_sent_of_others))
+            self.averaging.commit_others(means)
+        return tf.constant(0, tf.int64)
+
+    # -- what is known of syncs --------------------------------------------------------------
+
+    def note(self, reports: tf.Tensor, committed: tf.Tensor, seconds: tf.Tensor) -> None:
+        """Counts a sync: 1 or 0, and the seconds for which training stood still, and waited."""
+        running = tf.reduce_sum(reports[:, RUNNING])
+        self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), running]))
+        self._syncs.assign_add(committed)
+        self._seconds.assign_add(seconds)
+
+    def stood_still(self, began: tf.Tensor) -> None:
+        """Training has stood still for a sync since then, without a wait."""
+        self._seconds.assign_add(tf.stack([now() - began, 0.0]))
+
+    def begin_waiting(self) -> tf.Tensor:
+        """A collective begins that may wait for others."""
+        return self._sync_began.assign(now())
+
+    def forget_waiting(self) -> None:
+        """Nobody waits in a sync any more: all has arrived, or it has failed."""
+        self._sync_began.assign(0.0)
+
+    def waiting_since(self) -> float:
+        """When the sync under way began, on the monotonic clock; 0 if none is."""
+        return float(self._sync_began.numpy())
+
+    def request(self, request: Request) -> None:
+        """Asks all workers for something; at the next sync they agree on the most that is asked."""
+        self._request.assign(tf.maximum(self._request, float(request)))
+
+    def agreed(self) -> tuple[Request, bool]:
+        """What was asked for in the last sync, and whether all replicas, or none, had data."""
+        request, running = self._agreed.numpy()
+        return Request(int(request)), int(running) in (0, self._site.num_replicas)
+
+    def answered(self) -> None:
+        """Forgets what was asked for and agreed on."""
+        self._request.assign(0.0)
+        self._agreed.assign(tf.zeros_like(self._agreed))
+
+    def statistics(self) -> SyncStatistics:
+        """What this worker has done so far."""
+        seconds = self._seconds.numpy()
+        return SyncStatistics(
+            steps=int(self._steps),
+            samples=int(self._samples),
+            syncs=int(self._syncs),
+            sync_seconds=float(seconds[0]),
+            wait_seconds=float(seconds[1]),
+            distance=float(self._distance),
+            bytes_sent=float(self._bytes_sent),
+        )
+
+    # -- state -------------------------------------------------------------------------------
+
+    def slots(self) -> Iterator[Slot]:
+        """The state of the syncs, beside the model's own variables."""
+        yield from self.global_state.slots()
+        yield from self.counted()
+        yield Slot("counter/signatures", Kind.SHARED, self.signatures)
+        yield from self.averaging.slots()
+        if self.compressed is not None:
+            yield from self.compressed.slots()
+        yield from self.block.slots()
+
+    def counted(self) -> list[Slot]:
+        """What goes on where the model's synchronizer is made anew."""
+        return [
+            Slot("counter/period", Kind.WORKER, self.block.period),
+            Slot("counter/steps", Kind.WORKER, self._steps),
+            Slot("counter/samples", Kind.SUM, self._samples),
+            Slot("counter/syncs", Kind.WORKER, self._syncs),
+            Slot("counter/seconds", Kind.WORKER, self._seconds),
+            Slot("counter/distance", Kind.WORKER, self._distance),
+            Slot("counter/bytes_sent", Kind.WORKER, self._bytes_sent, absent=0.0),
+        ]
+
+
+def where(condition: tf.Tensor, function: Callable[[], Any]) -> tf.Tensor:
+    """Calls `function` where the condition holds; returns it, to wait for."""
+
+    def called() -> tf.Tensor:
+        function()
+        return tf.constant(True)
+
+    return tf.cond(condition, called, lambda: tf.constant(False))
+
+
+def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Callable[..., Any]:
+    """The operations of `function`, whose arguments are of these specs, as a function of their own.
+
+    They are made once. A tf.function would make them again for the first call from Python, which
+    is out of the strategy's scope, after that in a step's graph: half a second or more of each run.
+    """
+    attributes = {"_noinline": True}
+    in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
+    made = functools.cache(in_graph.get_concrete_function)
+    return lambda *arguments: made()(*arguments)
+
+
+def now() -> tf.Tensor:
+    """Seconds on the monotonic clock, float64, whatever is done to the machine's time."""
+    # Called eagerly, it would make of Python's own number a float32.
+    return tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64)
