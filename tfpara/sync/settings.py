@@ -4,37 +4,65 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
 from tfpara import algorithms
-from tfpara.checks import versions
+from tfpara.checks import checked_averages, checked_period, checked_seconds, versions
 from tfpara.collectives.choice import COLLECTIVES
 
 LOCAL_STATE = ("keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 
+# Of a setting: it must be equal on all workers; and also where a run is resumed.
+_WORKERS = {"workers": True}
+_RUN = {"workers": True, "run": True}
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The checked arguments of a strategy."""
+    """The arguments of a `PeriodicSyncStrategy`, which documents them; made, they are checked.
 
-    rule: algorithms.Rule
-    sync_period: int
-    averages: dict[str, Any]
-    local_state: str
-    aggregation: str
+    A setting with a default is told of a run only where it differs, since checkpoints of older
+    versions lack it.
+
+    Raises:
+        TypeError: `rule` is not a rule object, or an average is not one.
+        ValueError: a value outside its range, or two that exclude each other.
+    """
+
+    rule: algorithms.Rule = dataclasses.field(metadata=_RUN)
+    sync_period: int = dataclasses.field(metadata=_WORKERS)
+    averages: Mapping[str, Any] = dataclasses.field(metadata=_RUN)
+    local_state: str = dataclasses.field(metadata=_RUN)
+    aggregation: str = dataclasses.field(metadata=_WORKERS)
     timeout_seconds: float
     communication: str
-    collectives: str
-    data_plan: dict[str, Any]
-    overlap: bool | int = False
-    fragments: int = 1
-    device_sync_period: int | None = None
-    compression: str = "none"
+    collectives: str = dataclasses.field(metadata=_WORKERS)
+    data_plan: Mapping[str, Any]
+    overlap: bool | int = dataclasses.field(default=False, metadata=_RUN)
+    fragments: int = dataclasses.field(default=1, metadata=_RUN)
+    device_sync_period: int | None = dataclasses.field(default=None, metadata=_RUN)
+    compression: str = dataclasses.field(default="none", metadata=_RUN)
     asked_rule: str = ""  # before the number of replicas filled its defaults in
+
+    def __post_init__(self) -> None:
+        """Checks all of them; one that another one limits after that."""
+        checked_rule(self.rule)
+        checked_period(self.sync_period)
+        checked_averages(self.averages)
+        self._check_local_state()
+        _check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        checked_seconds("timeout_seconds", self.timeout_seconds)
+        _check_choice("communication", self.communication, ("AUTO", "RING", "NCCL"))
+        _check_choice("collectives", self.collectives, COLLECTIVES)
+        self._check_overlap()
+        self._check_fragments()
+        self._check_compression()
+        self._check_device_period()
 
     def resolved(self, num_replicas: int) -> Settings:
         """With the rule for N replicas. Not before TensorFlow knows the cluster."""
@@ -47,36 +75,99 @@ class Settings:
 
     def fingerprint(self) -> dict[str, Any]:
         """What has to be equal on all workers."""
-        return {
-            **versions(),
-            "rule": repr(self.rule),
-            "sync_period": str(self.sync_period),
-            "averages": repr(self.averages),
-            "local_state": self.local_state,
-            "aggregation": self.aggregation,
-            "overlap": str(self.overlap),
-            "fragments": str(self.fragments),
-            "device_sync_period": str(self.device_sync_period),
-            "compression": self.compression,
-            "collectives": self.collectives,
-            **{f"data_plan.{k}": v for k, v in self.data_plan.items()},
-        }
+        compared = [each.name for each in dataclasses.fields(self) if "workers" in each.metadata]
+        told = {name: str(getattr(self, name)) for name in compared}
+        return {**versions(), **told, **self._data()}
 
     def of_a_run(self) -> dict[str, Any]:
         """What has to be equal when a run is resumed, maybe on another number of replicas."""
-        added = {  # Checkpoints of older programs have none of these.
-            "overlap": self.overlap,
-            "fragments": self.fragments if self.fragments > 1 else None,
-            "device_sync_period": self.device_sync_period,
-            "compression": self.compression if self.compression != "none" else None,
-        }
-        return {
-            "rule": self.asked_rule,
-            "averages": repr(self.averages),
-            "local_state": self.local_state,
-            **{k: v for k, v in added.items() if v},
-            **{f"data_plan.{k}": v for k, v in self.data_plan.items()},
-        }
+        told = {}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if "run" in each.metadata and value != each.default:
+                told[each.name] = value if isinstance(value, int | str) else str(value)
+        return {**told, "rule": self.asked_rule, **self._data()}
+
+    def _data(self) -> dict[str, Any]:
+        return {f"data_plan.{key}": value for key, value in self.data_plan.items()}
+
+    def _check_local_state(self) -> None:
+        chosen = f"local_state={self.local_state!r}"
+        if isinstance(self.rule, algorithms.BMUFAdam) and self.local_state != "keep":
+            raise ValueError(
+                f"{chosen}: BMUFAdam filters the optimizer's moments itself. Leave local_state "
+                "out, or use tfpara.BMUF."
+            )
+        _check_choice("local_state", self.local_state, LOCAL_STATE)
+        if self.local_state != "keep" and (self.overlap or self.fragments > 1):
+            raise ValueError(
+                f"{chosen} is for syncs of the whole model at which training stops: where syncs "
+                "overlap training, or are of fragments, the optimizer's slots belong to the steps "
+                'under way. Give local_state="keep".'
+            )
+
+    def _check_overlap(self) -> None:
+        overlap = self.overlap
+        if overlap is False:
+            return
+        if getattr(self.rule, "restart_delayed", None) is None:
+            raise ValueError(
+                f"overlap={overlap!r}: {type(self.rule).__name__} has no delayed form, which says "
+                "how replicas keep what they learn while a sync is under way. Leave overlap out, "
+                "or use tfpara.BMUF or another rule."
+            )
+        if not isinstance(overlap, int) or overlap < 1:
+            raise ValueError(
+                f"overlap={overlap!r} must be True, False, or a whole number of minibatches of at "
+                "least 1, after which a sync is merged."
+            )
+        if overlap is not True and overlap > self.sync_period:
+            raise ValueError(
+                f"overlap={overlap} minibatches is longer than sync_period={self.sync_period}: a "
+                "sync must be merged before the next one begins. Give overlap=True or a smaller "
+                "number."
+            )
+
+    def _check_fragments(self) -> None:
+        fragments = self.fragments
+        if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
+            raise ValueError(f"fragments={fragments!r} must be a whole number of at least 1.")
+        if fragments > 1 and isinstance(self.rule, algorithms.BMUFAdam):
+            raise ValueError(
+                f"fragments={fragments}: BMUFAdam filters the moments of a whole block. Leave "
+                "fragments out, or use tfpara.BMUF."
+            )
+
+    def _check_compression(self) -> None:
+        _check_choice("compression", self.compression, COMPRESSIONS)
+        if self.compression == "none":
+            return
+        if isinstance(self.rule, algorithms.BMUFAdam):
+            raise ValueError(
+                f"compression={self.compression!r}: the moments that BMUFAdam filters are sent as "
+                "they are. Leave compression out, or use tfpara.BMUF."
+            )
+        if self.aggregation == "replicated":
+            raise ValueError(
+                f"compression={self.compression!r} sums rounded numbers at the owner of each part "
+                'of the model, and aggregation="replicated" has none. Give aggregation="sharded" '
+                'or "auto".'
+            )
+
+    def _check_device_period(self) -> None:
+        period = self.device_sync_period
+        if period is None:
+            return
+        if isinstance(period, bool) or not isinstance(period, int):
+            raise ValueError(
+                f"device_sync_period={period!r} must be a whole number of minibatches, or None."
+            )
+        if period < 1 or self.sync_period % period:
+            raise ValueError(
+                f"device_sync_period={period} does not divide sync_period={self.sync_period}: "
+                "workers sync where their devices have just been averaged. Give a period of which "
+                "sync_period is a multiple."
+            )
 
 
 def warn_of_outlasting_momentum(settings: Settings, optimizer: Any) -> None:
@@ -124,86 +215,6 @@ def checked_rule(rule: Any) -> Any:
     raise TypeError(f"rule={rule!r} is not a rule object, one of {', '.join(names)}.{hint}")
 
 
-def checked_local_state(
-    local_state: str, rule: Any, overlap: bool | int = False, fragments: int = 1
-) -> str:
-    """Returns the choice if there is such a one and the rule takes it, else raises ValueError."""
-    if isinstance(rule, algorithms.BMUFAdam) and local_state != "keep":
-        raise ValueError(
-            f"local_state={local_state!r}: BMUFAdam filters the optimizer's moments itself. Leave "
-            "local_state out, or use tfpara.BMUF."
-        )
-    if local_state not in LOCAL_STATE:
-        raise ValueError(f"local_state={local_state!r} is not one of {', '.join(LOCAL_STATE)}.")
-    if local_state != "keep" and (overlap or fragments > 1):
-        raise ValueError(
-            f"local_state={local_state!r} is for syncs of the whole model at which training "
-            "stops: where syncs overlap training, or are of fragments, the optimizer's slots "
-            'belong to the steps under way. Give local_state="keep".'
-        )
-    return local_state
-
-
-def checked_overlap(overlap: bool | int, rule: Any, sync_period: int) -> bool | int:
-    """Returns it if the rule and the period allow it, else raises ValueError."""
-    if isinstance(overlap, bool) and not overlap:
-        return False
-    if getattr(rule, "restart_delayed", None) is None:
-        raise ValueError(
-            f"overlap={overlap!r}: {type(rule).__name__} has no delayed form, which says how "
-            "replicas keep what they learn while a sync is under way. Leave overlap out, or use "
-            "tfpara.BMUF or another rule."
-        )
-    if not isinstance(overlap, int) or overlap < 1:
-        raise ValueError(
-            f"overlap={overlap!r} must be True, False, or a whole number of minibatches of at "
-            "least 1, after which a sync is merged."
-        )
-    if overlap is not True:
-        check_delay(overlap, sync_period)
-    return overlap
-
-
-def check_delay(overlap: bool | int, sync_period: int | None) -> None:
-    """Raises ValueError if a sync would be merged only after the next one begins."""
-    if overlap is not True and sync_period is not None and overlap > sync_period:
-        raise ValueError(
-            f"overlap={overlap} minibatches is longer than sync_period={sync_period}: a sync must "
-            "be merged before the next one begins. Give overlap=True or a smaller number."
-        )
-
-
-def checked_fragments(fragments: int, rule: Any) -> int:
-    """Returns the number of fragments if the rule can have so many, else raises ValueError."""
-    if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
-        raise ValueError(f"fragments={fragments!r} must be a whole number of at least 1.")
-    if fragments > 1 and isinstance(rule, algorithms.BMUFAdam):
-        raise ValueError(
-            f"fragments={fragments}: BMUFAdam filters the moments of a whole block. Leave "
-            "fragments out, or use tfpara.BMUF."
-        )
-    return fragments
-
-
-def checked_compression(compression: str, rule: Any, aggregation: str) -> str:
-    """Returns the format if the rule and the aggregation allow it, else raises ValueError."""
-    if compression not in COMPRESSIONS:
-        raise ValueError(f"compression={compression!r} is not one of {', '.join(COMPRESSIONS)}.")
-    if compression == "none":
-        return compression
-    if isinstance(rule, algorithms.BMUFAdam):
-        raise ValueError(
-            f"compression={compression!r}: the moments that BMUFAdam filters are sent as they are. "
-            "Leave compression out, or use tfpara.BMUF."
-        )
-    if aggregation == "replicated":
-        raise ValueError(
-            f"compression={compression!r} sums rounded numbers at the owner of each part of the "
-            'model, and aggregation="replicated" has none. Give aggregation="sharded" or "auto".'
-        )
-    return compression
-
-
 def check_sendable(compression: str, collectives: Any) -> None:
     """Raises ValueError if the backend cannot send a format."""
     if compression != "none" and not hasattr(collectives, "all_to_all"):
@@ -214,48 +225,6 @@ def check_sendable(compression: str, collectives: Any) -> None:
         )
 
 
-def checked_device_period(device_sync_period: int | None, sync_period: int) -> int | None:
-    """Returns it if it is None or divides the sync period, else raises ValueError."""
-    if device_sync_period is None:
-        return None
-    if isinstance(device_sync_period, bool) or not isinstance(device_sync_period, int):
-        raise ValueError(
-            f"device_sync_period={device_sync_period!r} must be a whole number of minibatches, or "
-            "None."
-        )
-    check_device_period(device_sync_period, sync_period)
-    return device_sync_period
-
-
-def check_device_period(device_sync_period: int | None, sync_period: int | None) -> None:
-    """Raises ValueError unless syncs come where the devices of a worker are averaged."""
-    if device_sync_period is None or sync_period is None:
-        return
-    if device_sync_period < 1 or sync_period % device_sync_period:
-        raise ValueError(
-            f"device_sync_period={device_sync_period} does not divide sync_period={sync_period}: "
-            "workers sync where their devices have just been averaged. Give a period of which "
-            "sync_period is a multiple."
-        )
-
-
-def checked_aggregation(aggregation: str) -> str:
-    """Returns the choice if there is such a one, else raises ValueError."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}.")
-    return aggregation
-
-
-def checked_communication(communication: str) -> str:
-    """Returns it if TensorFlow has it, else raises ValueError."""
-    known = ("AUTO", "RING", "NCCL")
-    if communication not in known:
-        raise ValueError(f"communication={communication!r} is not one of {', '.join(known)}.")
-    return communication
-
-
-def checked_collectives(collectives: str) -> str:
-    """Returns the choice if there is such a one, else raises ValueError."""
-    if collectives not in COLLECTIVES:
-        raise ValueError(f"collectives={collectives!r} is not one of {', '.join(COLLECTIVES)}.")
-    return collectives
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}.")

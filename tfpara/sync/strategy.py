@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import cluster, program
-from tfpara.checks import checked_averages, checked_period, checked_seconds
+from tfpara.checks import checked_seconds
 from tfpara.cluster import quiet, startup
 from tfpara.cluster.place import call
 from tfpara.collectives.choice import choose, of_horovod
@@ -22,20 +22,7 @@ from tfpara.steps import after, batch_size, skip_empty
 from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.sync.reports import Request
-from tfpara.sync.settings import (
-    Settings,
-    check_delay,
-    check_device_period,
-    checked_aggregation,
-    checked_collectives,
-    checked_communication,
-    checked_compression,
-    checked_device_period,
-    checked_fragments,
-    checked_local_state,
-    checked_overlap,
-    checked_rule,
-)
+from tfpara.sync.settings import Settings
 from tfpara.sync.statistics import SyncStatistics
 from tfpara.threads import check_threads
 
@@ -117,19 +104,19 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ) -> None:
         """Joins the other workers, and compares settings with them; arguments as above."""
         settings = Settings(
-            rule=checked_rule(rule),
-            sync_period=checked_period(sync_period),
-            averages=checked_averages(averages),
-            local_state=checked_local_state(local_state, rule, overlap, fragments),
-            aggregation=checked_aggregation(aggregation),
-            timeout_seconds=checked_seconds("timeout_seconds", timeout_seconds),
-            communication=checked_communication(communication),
-            collectives=checked_collectives(collectives),
+            rule=rule,
+            sync_period=sync_period,
+            averages={} if averages is None else averages,
+            local_state=local_state,
+            aggregation=aggregation,
+            timeout_seconds=timeout_seconds,
+            communication=communication,
+            collectives=collectives,
             data_plan=dict(data_plan or {}),
-            overlap=checked_overlap(overlap, rule, sync_period),
-            fragments=checked_fragments(fragments, rule),
-            compression=checked_compression(compression, rule, aggregation),
-            device_sync_period=checked_device_period(device_sync_period, sync_period),
+            overlap=overlap,
+            fragments=fragments,
+            compression=compression,
+            device_sync_period=device_sync_period,
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         gpus = tf.config.list_physical_devices("GPU") if devices is None else []
@@ -233,9 +220,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         extended = self.extended
         if sync_period is not None:
-            checked_period(sync_period)
-            check_delay(extended.settings.overlap, sync_period)
-            check_device_period(extended.settings.device_sync_period, sync_period)
+            dataclasses.replace(extended.settings, sync_period=sync_period)  # or it raises
         if any(s.agreement().block_open or s.in_flight for s in extended.synchronizers):
             raise ValueError(
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
