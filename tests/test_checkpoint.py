@@ -170,6 +170,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, rule, a
     assert (1, list(range(12, 16))) in log
 
 
+@pytest.mark.one_version
 def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
     """Epochs of 8 minibatches in blocks of 3, and of 6 for each of two fragments."""
     options = {"every_syncs": 1, "rule": tfpara.BMUF(0.5), "sync_period": 3, "fragments": 2}
@@ -318,6 +319,7 @@ def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_
     assert abs(history["accuracy"][0] * 64 - round(history["accuracy"][0] * 64)) < 1e-4
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("options", [{"overlap": 1, "fragments": 2}, {}], ids=str)
 def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path, options):
     log = []

@@ -100,6 +100,7 @@ def test_a_worker_without_fit_or_data_is_named(fault, why):
         assert f"because worker 2 ({workers.addresses[2]}) {why}\n" in result.output
 
 
+@pytest.mark.one_version
 def test_a_long_wait_is_told_of():
     """While it lasts: for whom, and where that is."""
     options = {"timeout_seconds": 100}
