@@ -6,7 +6,8 @@
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
 # builds (g++, make and cmake are needed); formatting, lint, types and all tests.
 # latest: the latest TensorFlow, without Horovod; the tests of what depends on TensorFlow's version.
-# --fast: a few minutes; leaves out each test that starts a process, and does not install Horovod.
+# --fast: at most five minutes; leaves out each test that starts a process, and those that train with
+# a strategy but for some that are marked "quick". Does not install Horovod.
 #
 # What is tested is the built wheel, as a user would install it, not the source tree. The first run
 # of a stack downloads and installs its packages; later runs reuse them.
@@ -52,7 +53,7 @@ check() { # check NAME COMMAND...
 processes=$(($(nproc) + 1))
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
-if [ -n "$fast" ]; then pytest_arguments+=(--no-processes); fi
+if [ -n "$fast" ]; then pytest_arguments+=(--no-processes --no-trainings); fi
 if [ "$stack" = full ]; then
   if [ -z "$fast" ]; then
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
@@ -87,6 +88,7 @@ trap 'rm -rf "$work"' EXIT
 for name in input models scripts tests; do ln -s "$root/$name" "$work/$name"; done
 cd "$work"
 unset TF_CONFIG
+unset PYTHONDONTWRITEBYTECODE  # else every process compiles all tests and programs again
 export PATH="$venv/bin:$PATH" PYTHONPATH="$work" PYTHONSAFEPATH=1 TFPARA_TEST_INSTALLED=1
 export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
 export TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES=

@@ -1,8 +1,10 @@
 """What holds for all tests."""
 
+import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
@@ -16,12 +18,18 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
-_TOOLS = {"ldconfig", "gcc", "cc", "ld", "objdump", "uname"}  # which Python's own modules start
+# Which modules of Python and numpy.testing start.
+_TOOLS = {"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--no-processes", action="store_true", help="skip a test where it starts a process"
+    )
+    parser.addoption(
+        "--no-trainings",
+        action="store_true",
+        help="skip a test where it trains with a strategy, unless it is marked quick",
     )
     parser.addoption(
         "--first-cases",
@@ -40,9 +48,39 @@ def pytest_configure(config: pytest.Config) -> None:
         if event in _STARTS and of_a_test:
             program = os.path.basename(os.fsdecode(arguments[0])) if arguments else ""
             if program not in _TOOLS:
-                pytest.skip("starts a process")
+                pytest.skip(f"starts a process: {program or event}")
 
     sys.addaudithook(skip)
+
+
+_running: list[pytest.Item] = []  # the test that is set up or called
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _running[:] = [item]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trainings(pytestconfig: pytest.Config) -> Iterator[None]:
+    """With --no-trainings a test is skipped at the first step of replicas or asynchronous fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        if pytestconfig.getoption("--no-trainings"):
+            patch.setattr(
+                tfpara.PeriodicSyncStrategy, "run", _quick(tfpara.PeriodicSyncStrategy.run)
+            )
+            patch.setattr(tfpara.AsyncStrategy, "fit", _quick(tfpara.AsyncStrategy.fit))
+        yield
+
+
+def _quick(train: Callable) -> Callable:
+    @functools.wraps(train)
+    def wrapped(*args, **kwargs):
+        if _running[0].get_closest_marker("quick") is None:
+            pytest.skip("trains")
+        return train(*args, **kwargs)
+
+    return wrapped
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -83,9 +83,9 @@ def run(directory, schedules, kill=None):
     try:
         log = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks).history
     except Killed:
-        return None
-    finally:
         checkpoint._checkpoints.store.release()  # as the end of the process would
+        return None
+    checkpoint._checkpoints.store.release()
     first = strategy.experimental_local_results
     variables = [*model.variables, *model.optimizer.variables]
     states = [s.get_state() for s in schedules if hasattr(s, "get_state")]

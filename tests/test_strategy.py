@@ -168,6 +168,7 @@ def test_frozen_weights_do_not_move_by_a_bit():
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick
 def test_one_replica_is_plain_keras_bit_for_bit():
     strategy = make_strategy(devices=["CPU:0"])
     with strategy.scope():
@@ -184,6 +185,7 @@ def test_one_replica_is_plain_keras_bit_for_bit():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick
 def test_bsp_at_every_step_with_plain_sgd_is_stock_gradient_averaging():
     x = np.random.default_rng(1).normal(size=(48, 6)).astype("float32")
     y = np.random.default_rng(2).integers(0, 4, 48)
@@ -274,8 +276,7 @@ def test_sharded_state_gives_the_same_numbers_in_less_memory(rule):
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
-def test_the_distance_of_the_replicas_is_that_before_the_sync(aggregation):
+def test_the_distance_of_the_replicas_is_that_before_the_sync():
     def trained(synchronised, **options):
         keras.utils.set_random_seed(3)
         strategy = make_strategy(**options)
@@ -290,9 +291,10 @@ def test_the_distance_of_the_replicas_is_that_before_the_sync(aggregation):
     apart = [np.concatenate([w.ravel() for w in own]) for own in replicas]
     mean = np.mean(apart, 0)
     want = np.linalg.norm(apart[0] - mean) / np.linalg.norm(mean)
-    strategy, _ = trained(synchronised=True, aggregation=aggregation)
-    got = strategy.statistics().distance
-    np.testing.assert_allclose(got, want, rtol=1e-4)
+    for aggregation in ("replicated", "sharded"):
+        strategy, _ = trained(synchronised=True, aggregation=aggregation)
+        got = strategy.statistics().distance
+        np.testing.assert_allclose(got, want, rtol=1e-4, err_msg=aggregation)
 
 
 def final_weights(rule, optimizer, **options):
@@ -845,6 +847,7 @@ def sorted_like(model, weights):
     return [by_shape[tuple(v.shape)] for v in model.weights]
 
 
+@pytest.mark.quick
 def test_nan_on_one_replica_is_an_error_that_names_it_and_reaches_nobody_else():
     strategy = make_strategy()
     with strategy.scope():

@@ -231,6 +231,7 @@ def decaying():
     return keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.7))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("rule", "period", "optimizer"),
     [
