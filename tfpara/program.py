@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from tfpara import cluster
-from tfpara.cluster import Cluster, failures
+from tfpara.cluster import Cluster, exit_codes, failures
 from tfpara.cluster import asynchronous as async_cluster
 
 # Set to 1, an error that one sentence explains shows its frames as well.
@@ -32,6 +32,7 @@ def run(
     *,
     name: str = "tfpara",
     explain: Callable[[BaseException], str | None] | None = None,
+    lost_worker_exit_code: int | None = None,
 ) -> NoReturn:
     """Runs a program that every worker runs, and ends the process.
 
@@ -53,12 +54,17 @@ def run(
         main: the program; called without arguments. What it returns is not used.
         name: what the sentence on stderr begins with.
         explain: gives the sentence on an error that is not tfpara's, or None.
+        lost_worker_exit_code: from 1 to 255, where a sync has failed because another worker was
+            lost. None: TFPARA_LOST_WORKER_EXIT_CODE, or 1.
 
     Raises:
+        ValueError: an exit code outside its range.
         SystemExit: always, where the process is the only one of its cluster.
     """
     asynchronous = async_cluster.is_meant()
+    lost_code = exit_codes.lost_worker(lost_worker_exit_code)
     code, orderly, sentence = _ran(main, name, explain)
+    code = lost_code if code == 1 and failures.is_loss(sentence) else code
     if asynchronous:
         if code and sentence:
             for tell in _tells:
@@ -114,6 +120,7 @@ def watch(strategy: Any, found: Cluster, timeout_seconds: float) -> None:
         sys.excepthook = _hook(sys.excepthook)
     _strategy = strategy
     failures.know(found, timeout_seconds)
+    exit_codes.lost_worker()  # which may be wrong, and is not to be found so at the end
 
 
 def on_leaving(leave: Callable[[bool], None]) -> None:
@@ -141,6 +148,8 @@ def _hook(previous: Callable[..., Any]) -> Callable[..., None]:
         if sentence is not None:
             name = "tfpara" if failures.is_of_tensorflow(error) else kind.__name__
             _say(name, sentence)
+        if failures.is_loss(sentence) and exit_codes.lost_worker() != 1:
+            raise SystemExit(exit_codes.lost_worker())  # with which Python then ends
 
     return hook
 

@@ -15,10 +15,11 @@ import keras
 import tensorflow as tf
 
 from tfpara import fit_call
-from tfpara.callbacks.checkpointing import RESTART_EXIT_CODE, Preempted
+from tfpara.callbacks.checkpointing import Preempted
 from tfpara.checkpoint.run import IF_DAMAGED, check_run, collected, taken_up
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
+from tfpara.cluster import exit_codes
 
 # What older checkpoints do not hold.
 _LATER = ("books/minibatches", "local_rate")
@@ -77,6 +78,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self._number = 0
         self._saved_at = time.monotonic()
         self._terminated = False
+        self._exit_code = exit_codes.restart()
         self._former_handler: Any = None
 
     # -- hooks -----------------------------------------------------------------------------------
@@ -250,11 +252,11 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     def _leave_if_asked(self) -> None:
         if not self._asked_to_end:
             return
-        self.model.distribute_strategy.end_with(RESTART_EXIT_CODE, _SENTENCE)
+        self.model.distribute_strategy.end_with(self._exit_code, _SENTENCE)
         print(
-            f"Asked to end: checkpoint written, exit code {RESTART_EXIT_CODE}. Start the program "
+            f"Asked to end: checkpoint written, exit code {self._exit_code}. Start the program "
             "again to go on.",
             flush=True,
         )
         self._store.release()
-        raise Preempted(RESTART_EXIT_CODE)
+        raise Preempted(self._exit_code)

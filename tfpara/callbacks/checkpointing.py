@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from tfpara import fit_call
 from tfpara.callbacks.sync_watch import SyncWatch
-from tfpara.callbacks.termination import RESTART_EXIT_CODE, Termination
+from tfpara.callbacks.termination import Termination
 from tfpara.checkpoint.run import IF_DAMAGED, Checkpoints, taken_up
+from tfpara.cluster import exit_codes
 from tfpara.cluster.place import of_callback
 from tfpara.sync.exchange import everyones
 from tfpara.sync.reports import Request
@@ -22,7 +24,7 @@ _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers th
 
 
 class Preempted(SystemExit):
-    """The program was asked to end, and has written a checkpoint; its exit code is 75."""
+    """The program was asked to end, and has written a checkpoint; its exit code, 75 or as set."""
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -53,6 +55,10 @@ class Checkpoint(keras.callbacks.Callback):
             the beginning.
         may_change: keys of the strategy's `data_plan` that may differ from the interrupted run's,
             such as the number of epochs.
+        restart_exit_code: from 1 to 255, in place of 75. None: TFPARA_RESTART_EXIT_CODE, or 75.
+        termination_watcher: called once a second on each worker, in a thread, while `fit` runs:
+            returns whether this machine will go soon. It does what SIGTERM does, for clouds that
+            announce it otherwise.
 
     Raises:
         ValueError: a value outside its range; at the start of `fit`, a model without a
@@ -74,6 +80,8 @@ class Checkpoint(keras.callbacks.Callback):
         keep: int = 3,
         if_damaged: str = "refuse",
         may_change: tuple[str, ...] = (),
+        restart_exit_code: int | None = None,
+        termination_watcher: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("every_syncs", every_syncs), ("every_minutes", every_minutes)):
@@ -100,7 +108,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._first = 0  # minibatches of this epoch, over all replicas, of an earlier process
         self._steps_before = 0  # the same, of each replica
         self._steps = 0  # of this epoch, trained by each replica
-        self._termination = Termination()
+        self._exit_code = exit_codes.restart(restart_exit_code)
+        self._termination = Termination(self._exit_code, termination_watcher)
         self._asked = Request.NOTHING
 
     # -- hooks -----------------------------------------------------------------------------------
@@ -247,13 +256,13 @@ class Checkpoint(keras.callbacks.Callback):
         if request == Request.LEAVE:
             if self.model.distribute_strategy.is_chief:
                 print(
-                    f"Asked to end: checkpoint written, exit code {RESTART_EXIT_CODE}. "
+                    f"Asked to end: checkpoint written, exit code {self._exit_code}. "
                     "Start the program again to go on.",
                     flush=True,
                 )
             self._stand_down()
             self._termination.asked = False  # granted
-            raise Preempted(RESTART_EXIT_CODE)
+            raise Preempted(self._exit_code)
 
     def _listen(self) -> None:
         settings = self.model.distribute_strategy.extended.settings

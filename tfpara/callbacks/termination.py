@@ -1,19 +1,22 @@
-"""SIGTERM while `fit` runs: a wish that callbacks grant, and an end where nothing can grant it."""
+"""Being asked to end while `fit` runs, by SIGTERM or a watcher of the user's: a wish that callbacks
+grant, and an end where nothing can grant it."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# EX_TEMPFAIL of sysexits.h: a failure that another attempt may mend.
-RESTART_EXIT_CODE = 75
+_WATCH_SECONDS = 1.0
+_log = logging.getLogger(__name__)
 _LOOKS = 10  # into the main thread, in the time that a call may last
 
 
@@ -22,14 +25,20 @@ class Termination:
 
     It notes the wish for the callback, which grants it where all workers are at the same step. That
     takes a main thread that moves. Where one call of TensorFlow does not return for
-    `patience_seconds` after SIGTERM, the program ends at once with exit code 75.
+    `patience_seconds` after SIGTERM, the program ends at once with the same exit code.
+
+    Args:
+        exit_code: that of a program that is to be started again.
+        watcher: called once a second, in a thread; says whether the machine will go.
 
     Attributes:
-        asked: whether SIGTERM has come.
+        asked: whether SIGTERM has come, or the watcher has said so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exit_code: int, watcher: Callable[[], bool] | None = None) -> None:
         self.asked = False
+        self._exit_code, self._watcher = exit_code, watcher
+        self._unwatched = threading.Event()
         self._former: Any = None
         self._stopped = threading.Event()
         self._stopped.set()
@@ -41,6 +50,11 @@ class Termination:
             patience_seconds: how long one call of TensorFlow may last after SIGTERM.
         """
         self.stop()
+        if self._watcher is not None:
+            self._unwatched = threading.Event()
+            threading.Thread(
+                target=self._ask, args=(self._watcher, self._unwatched), daemon=True
+            ).start()
         if threading.current_thread() is not threading.main_thread():
             return
         self._former = signal.signal(signal.SIGTERM, self._note)
@@ -59,6 +73,7 @@ class Termination:
 
     def stop(self) -> None:
         """Puts back what was there before `start`; in the main thread. May be called again."""
+        self._unwatched.set()
         if self._stopped.is_set() or threading.current_thread() is not threading.main_thread():
             return
         self._stopped.set()
@@ -73,6 +88,20 @@ class Termination:
         del number, frame
         self.asked = True
 
+    def _ask(self, watcher: Callable[[], bool], unwatched: threading.Event) -> None:
+        """Calls the watcher until it says that the machine will go."""
+        failed = False
+        while not unwatched.is_set() and not self.asked:
+            try:
+                said = bool(watcher())
+                if said and not unwatched.is_set():
+                    self.asked = True
+            except Exception as error:
+                if not failed:
+                    _log.warning("tfpara: termination_watcher fails (%s); asked again.", error)
+                failed = True
+            unwatched.wait(_WATCH_SECONDS)
+
     def _watch(self, reader: socket.socket, stopped: threading.Event, patience: float) -> None:
         """Waits for SIGTERM, then for the main thread to stand still."""
         with reader:
@@ -81,10 +110,10 @@ class Termination:
                     with contextlib.suppress(OSError):
                         os.write(self._former_fd, received)
                 if received[0] == signal.SIGTERM:
-                    _end_if_stuck(stopped, patience)
+                    _end_if_stuck(stopped, patience, self._exit_code)
 
 
-def _end_if_stuck(stopped: threading.Event, patience: float) -> None:
+def _end_if_stuck(stopped: threading.Event, patience: float, exit_code: int) -> None:
     """Ends the program as soon as the main thread stands still for so many seconds."""
     seen: tuple[FrameType | None, int] | None = None
     since = time.monotonic()
@@ -98,8 +127,8 @@ def _end_if_stuck(stopped: threading.Event, patience: float) -> None:
             print(
                 "tfpara: asked to end by SIGTERM, but a call of TensorFlow has not returned for "
                 f"timeout_seconds={patience:g}: ends without a checkpoint, exit code "
-                f"{RESTART_EXIT_CODE}. Start the program again to go on from the last one.",
+                f"{exit_code}. Start the program again to go on from the last one.",
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(RESTART_EXIT_CODE)
+            os._exit(exit_code)

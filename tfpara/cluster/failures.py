@@ -86,6 +86,11 @@ def explain(
     return "a sync failed because another worker stopped; its own output says why."
 
 
+def is_loss(sentence: str | None) -> bool:
+    """Whether what `explain` says is that another worker was lost."""
+    return sentence is not None and "a sync failed because " in sentence
+
+
 def note_silence(who: str) -> str:
     """This process is about to end a sync in which another worker was silent for too long.
 

@@ -1,0 +1,116 @@
+"""The codes with which programs end, and what asks them to end."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tfpara import program
+from tfpara.cluster import exit_codes
+
+
+def test_defaults_settings_and_arguments():
+    assert (exit_codes.restart(environ={}), exit_codes.lost_worker(environ={})) == (75, 1)
+    environ = {"TFPARA_RESTART_EXIT_CODE": "143", "TFPARA_LOST_WORKER_EXIT_CODE": "138"}
+    assert exit_codes.restart(environ=environ) == 143
+    assert exit_codes.lost_worker(environ=environ) == 138
+    assert exit_codes.restart(130, environ) == 130
+
+
+@pytest.mark.parametrize("bad", ["0", "256", "-1", "x", "1.0", "9" * 9])
+def test_what_is_no_exit_code(bad):
+    with pytest.raises(ValueError, match=f"TFPARA_RESTART_EXIT_CODE='{bad}'.*from 1 to 255.*75"):
+        exit_codes.restart(environ={"TFPARA_RESTART_EXIT_CODE": bad})
+    with pytest.raises(ValueError, match="lost_worker_exit_code='0'"):
+        exit_codes.lost_worker(0)
+
+
+class Lost(RuntimeError):
+    __module__ = "tfpara.test"
+
+
+def lose():
+    raise Lost("a sync failed because worker 1 is gone; start all workers again.")
+
+
+@pytest.mark.parametrize(("given", "code"), [(None, 138), (139, 139)])
+def test_run_ends_with_the_code_of_a_lost_worker(given, code, monkeypatch):
+    monkeypatch.setenv("TFPARA_LOST_WORKER_EXIT_CODE", "138")
+    with pytest.raises(SystemExit) as leaving:
+        program.run(lose, lost_worker_exit_code=given)
+    assert leaving.value.code == code
+    with pytest.raises(SystemExit) as leaving:
+        program.run(lambda: 1 / 0, lost_worker_exit_code=given)
+    assert leaving.value.code == 1
+
+
+def test_a_script_without_run_ends_with_it_too():
+    script = """
+import sys
+from tfpara import program
+class Lost(RuntimeError):
+    __module__ = "tfpara.test"
+sys.excepthook = program._hook(sys.excepthook)
+raise Lost("a sync failed because worker 1 is gone.")
+"""
+    for value, code in (("143", 143), ("", 1)):
+        env = os.environ | {"TFPARA_LOST_WORKER_EXIT_CODE": value}
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True)
+        assert done.returncode == code and b"worker 1 is gone." in done.stderr
+
+
+def test_a_watcher_asks_for_the_end_from_any_thread():
+    from tfpara.callbacks import termination
+
+    answers = [OSError("no metadata"), False, True]
+    asked = []
+
+    def watcher():
+        asked.append(threading.current_thread())
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    listening = termination.Termination(143, watcher)
+
+    def fit():
+        listening.start(60.0)
+        while not listening.asked:
+            threading.Event().wait(0.05)
+        listening.stop()
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    thread.join(60.0)
+    assert listening.asked and not answers and thread not in asked
+
+
+def test_fit_leaves_where_the_watcher_says_that_the_machine_goes(tmp_path, capsys):
+    import keras
+    import numpy as np
+
+    import tfpara
+
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    steps = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(1))
+    checkpoint = tfpara.callbacks.Checkpoint(
+        tmp_path, restart_exit_code=143, termination_watcher=lambda: len(steps) > 3
+    )
+    with pytest.raises(tfpara.callbacks.Preempted) as leaving:
+        model.fit(
+            np.ones((8, 2)),
+            np.ones((8, 1)),
+            batch_size=4,
+            epochs=10**9,
+            verbose=0,
+            callbacks=[count, checkpoint],
+        )
+    assert leaving.value.code == 143 and list(tmp_path.glob("checkpoint-*"))
+    assert "checkpoint written, exit code 143" in capsys.readouterr().out

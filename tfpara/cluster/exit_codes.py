@@ -1,0 +1,56 @@
+"""With which codes a program ends, so that what has started it knows what to do.
+
+The launcher starts again after any code but 0. Other engines look at it: a TFJob with
+`restartPolicy: ExitCode` starts pods again after codes from 128 on alone. Only the standard library
+is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+RESTART_VARIABLE, LOST_VARIABLE = "TFPARA_RESTART_EXIT_CODE", "TFPARA_LOST_WORKER_EXIT_CODE"
+# EX_TEMPFAIL of sysexits.h: a failure that another attempt may mend.
+_RESTART, _LOST = 75, 1
+
+
+def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """The code of a program that was asked to end, and is to be started again.
+
+    Args:
+        given: in the program; None takes TFPARA_RESTART_EXIT_CODE, or 75.
+        environ: the environment.
+
+    Raises:
+        ValueError: no number from 1 to 255.
+    """
+    return _checked("restart_exit_code", given, RESTART_VARIABLE, _RESTART, environ)
+
+
+def lost_worker(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """The code of a program that ends because another worker has failed, stopped or is silent.
+
+    Args:
+        given: in the program; None takes TFPARA_LOST_WORKER_EXIT_CODE, or 1.
+        environ: the environment.
+
+    Raises:
+        ValueError: no number from 1 to 255.
+    """
+    return _checked("lost_worker_exit_code", given, LOST_VARIABLE, _LOST, environ)
+
+
+def _checked(
+    argument: str, given: int | None, variable: str, default: int, environ: Mapping[str, str]
+) -> int:
+    text = environ.get(variable, "").strip()
+    if given is None and not text:
+        return default
+    name, value = (variable, text) if given is None else (argument, str(given))
+    if not (value.isdecimal() and len(value) < 4 and 1 <= int(value) <= 255):
+        raise ValueError(
+            f"{name}={value!r} is no exit code of a failure: give a number from 1 to 255, or "
+            f"leave it out for {default}."
+        )
+    return int(value)
