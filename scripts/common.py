@@ -27,6 +27,7 @@ from absl import logging as absl_logging
 import tfpara.cluster
 import tfpara.cluster.asynchronous
 import tfpara.cluster.failures
+from tfpara import files
 from tfpara.cluster.startup import StartupError
 
 _THREADS = flags.DEFINE_integer(
@@ -177,10 +178,8 @@ def end_calls() -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file that is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with files.whole(path) as place:
+        place.write_text(text)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from input import index
 from input.index import CorpusIndex
 from models.presets import BUILDERS
 from scripts.data import is_recurrent
+from tfpara import files
 
 # The options of a corpus that say how its features were made.
 _MADE = (
@@ -49,12 +49,8 @@ def weights_path(run_dir: Path, which: str) -> Path:
 
 def save_weights(model: keras.Model, path: Path) -> None:
     """Writes weights so that they are there whole or not at all."""
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        model.save_weights(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with files.whole(path) as place:
+        model.save_weights(place)
 
 
 def build(description: Mapping[str, Any], **options: Any) -> keras.Model:

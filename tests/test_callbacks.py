@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara import fit_call
 
 PERIOD, BATCH, COUNT = 3, 8, 100  # 13 steps: four blocks and an open one
 RNG = np.random.default_rng(0)
@@ -27,6 +28,32 @@ def make_model(strategy=None):
 def elastic():
     """A strategy whose global model is not its local one, even with one replica."""
     return tfpara.PeriodicSyncStrategy(tfpara.EASGD(0.1), sync_period=PERIOD)
+
+
+def test_callbacks_run_after_those_that_they_need(elastic, tmp_path):
+    """Given in the opposite order, a checkpoint and a log have what all others have done."""
+    best, log = tmp_path / "best.keras", tmp_path / "log.csv"
+    own, rates = keras.callbacks.LambdaCallback(), []
+    see = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_: rates.append(float(model.optimizer.learning_rate.numpy()))
+    )
+    stop, held_out = tfpara.callbacks.StopTogether(), tfpara.callbacks.HeldOut((X, Y))
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run")
+    rate = tfpara.callbacks.LearningRate(lambda epoch: 0.25 / (1 + epoch))
+    keras_own = [
+        keras.callbacks.ModelCheckpoint(
+            best, monitor="validation_loss", mode="min", save_best_only=True
+        ),
+        keras.callbacks.CSVLogger(log),
+    ]
+    given = [stop, checkpoint, *keras_own, see, own, held_out, rate]
+    assert fit_call.arranged(given) == [rate, held_out, *keras_own, see, own, checkpoint, stop]
+    model = make_model(elastic)
+    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=given)
+    assert rates == [0.25, 0.125]
+    assert best.exists()
+    rows = list(csv.DictReader(log.open()))
+    assert len(rows) == 2 and all("validation_loss" in r and "learning_rate" in r for r in rows)
 
 
 def scalars(directory):

@@ -337,12 +337,12 @@ def test_a_sync_that_was_in_the_air_counts_on_another_number_of_replicas(tmp_pat
     wanted = []
 
     def look(batch, logs=None):
-        if batch == 3:  # the second sync has begun, and was kept
+        if batch == 4:  # the second sync has begun, and was kept
             with strategy.weights(model, "global"):
                 wanted.extend(v.numpy() for v in model.trainable_variables)
             raise Stop
 
-    looking = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    looking = keras.callbacks.LambdaCallback(on_train_batch_begin=look)
     with pytest.raises(Stop):
         model.fit(epoch_data(strategy), verbose=0, callbacks=[checkpoint, looking])
     checkpoint._checkpoints.store.release()

@@ -379,15 +379,18 @@ def test_warm_start_gives_every_replica_its_data():
 
 
 def test_warm_start_notices_that_syncs_are_on_again():
-    model = make_model(make_strategy())
-    with pytest.raises(RuntimeError, match="Put WarmStart after SyncPeriod"):
-        fit(model, [WarmStart(), SyncPeriod({0: 3}, verbose=0)])
+    strategy = make_strategy()
+    on = keras.callbacks.LambdaCallback(on_epoch_begin=lambda e, _: strategy.set_sync_period(3))
+    with pytest.raises(RuntimeError, match="set to 3 in an epoch of WarmStart"):
+        fit(make_model(strategy), [WarmStart(), on])
 
 
-def test_warm_start_after_sync_period():
+@pytest.mark.parametrize("given", [(0, 1), (1, 0)])
+def test_warm_start_runs_after_sync_period(given):
     strategy = make_strategy()
     model = make_model(strategy)
-    fit(model, [SyncPeriod({0: 3, 1: 4}, verbose=0), WarmStart(verbose=0)])
+    callbacks = [SyncPeriod({0: 3, 1: 4}, verbose=0), WarmStart(verbose=0)]
+    fit(model, [callbacks[number] for number in given])
     assert (strategy.sync_period, strategy.statistics().syncs) == (3, 0)
 
 
@@ -582,7 +585,7 @@ def test_a_schedule_inside_the_optimizer_is_refused(make):
         (lambda: OverfittingGuard("loss", "validation_accuracy"), "same measure"),
         (lambda: LearningRate(Hand(0.1, 5), steps_per_epoch=0), "steps_per_epoch=0"),
         (lambda: SyncPeriod({0: 0}), "at least 1"),
-        (lambda: SyncPeriod({0: 2.5}), "whole numbers"),
+        (lambda: SyncPeriod({0: 2.5}), r"periods\[0\]=2.5 must be a whole number of minibatches"),
         (lambda: SyncPeriod({1: 5}), "one must be 0"),
         (lambda: WarmStart(-1), "epochs=-1"),
         (lambda: SearchRate(sample(), []), "factors is empty"),

@@ -172,13 +172,13 @@ BAD = [
     ({"overlap": 4}, tfpara.BSP(), "longer than sync_period=3"),
     ({"overlap": 0.5}, tfpara.BSP(), "overlap=0.5 must be True, False, or a whole number"),
     ({"overlap": True, "local_state": "reset"}, tfpara.BSP(), "belong to the steps under way"),
-    ({"fragments": 0}, tfpara.BSP(), "fragments=0 must be a whole number of at least 1"),
+    ({"fragments": 0}, tfpara.BSP(), "fragments=0 must be a whole number, at least 1"),
     ({"fragments": 2}, tfpara.BMUFAdam(), "moments of a whole block"),
     ({"compression": "int4"}, tfpara.BSP(), "'int4' is not one of none, bf16, fp16, int8"),
     ({"compression": "int8", "aggregation": "replicated"}, tfpara.BSP(), "has none"),
     ({"compression": "int8"}, tfpara.BMUFAdam(), "are sent as they are"),
     ({"device_sync_period": 2}, tfpara.BSP(), "does not divide sync_period=3"),
-    ({"device_sync_period": 0}, tfpara.BSP(), "does not divide sync_period=3"),
+    ({"device_sync_period": 0}, tfpara.BSP(), "device_sync_period=0 must be a whole number"),
 ]
 
 

@@ -161,9 +161,18 @@ def test_a_profiler_that_runs_already_is_named(tmp_path):
         tf.profiler.experimental.stop(save=False)
 
 
-@pytest.mark.parametrize("steps", [(3, 2), (-1, 2), (1,), (1.0, 2), (True, 2)])
-def test_steps_that_are_no_range_are_refused(tmp_path, steps):
-    with pytest.raises(ValueError, match="must be two whole numbers"):
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((3, 2), r"steps\[1\]=2 must be a whole number, at least 3"),
+        ((-1, 2), r"steps\[0\]=-1 must be a whole number, at least 0"),
+        ((1,), "must be the first and the last step to record, such as"),
+        ((1.0, 2), r"steps\[0\]=1.0 must be a whole number"),
+        ((True, 2), r"steps\[0\]=True must be a whole number"),
+    ],
+)
+def test_steps_that_are_no_range_are_refused(tmp_path, steps, message):
+    with pytest.raises(ValueError, match=message):
         tfpara.callbacks.Trace(tmp_path, steps=steps)
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpara import algorithms
 from tfpara.version import __version__
+from tfpara.whole_number import checked_whole
 
 
 def versions() -> dict[str, str]:
@@ -25,11 +26,7 @@ def versions() -> dict[str, str]:
 
 def checked_period(sync_period: int) -> int:
     """Returns the period if it is a whole number of at least 1, else raises ValueError."""
-    if isinstance(sync_period, bool) or not isinstance(sync_period, int) or sync_period < 1:
-        raise ValueError(
-            f"sync_period={sync_period!r} must be a whole number of minibatches, at least 1."
-        )
-    return sync_period
+    return checked_whole("sync_period", sync_period, of="minibatches")
 
 
 def checked_averages(

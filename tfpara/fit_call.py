@@ -1,4 +1,4 @@
-"""The calls of `fit` that are under way, and what is to be done where they end.
+"""The callbacks of a call of `fit`: in which order they run, and what they do where it ends.
 
 Keras tells callbacks of the end of a `fit` that goes well, and of nothing where it raises.
 """
@@ -6,8 +6,33 @@ Keras tells callbacks of the end of a `fit` that goes well, and of nothing where
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+class Order(enum.IntEnum):
+    """When a callback of tfpara runs, said by its attribute `order`; each needs those before it."""
+
+    CLOCK = 1  # measures what others do
+    PERIOD = 2  # sets the sync period
+    START = 3  # says what the replicas start from
+    RATE = 4
+    SCORES = 5  # adds scores to the log
+    # Here are callbacks of Keras' and of the user's, and ours without an order.
+    SAVES = 7  # has what all others have done
+    STOPS = 8  # sees whether any other wants to stop
+
+
+def arranged(callbacks: Iterable[Any]) -> list[Any]:
+    """The callbacks in the order in which they have to run; otherwise as they are given."""
+
+    def order(callback: Any) -> int:
+        own = getattr(callback, "order", None)
+        return own if isinstance(own, Order) else Order.SCORES + 1
+
+    return sorted(callbacks, key=order)
 
 
 class _Calls(threading.local):

@@ -19,6 +19,8 @@ import dataclasses
 import math
 import numbers
 
+from tfpara.whole_number import checked_whole
+
 # Above this no sync period is looked for.
 LONGEST_PERIOD = 10**6
 
@@ -93,7 +95,7 @@ class Costs:
 
     def sync_seconds(self, num_workers: int) -> float:
         """c(N), one sync; 0 for a single worker, which has nobody to meet."""
-        if _checked_count("num_workers", num_workers) == 1:
+        if checked_whole("num_workers", num_workers) == 1:
             return 0.0
         return self.local_seconds + self.link.reduce_seconds(self.model_bytes, num_workers)
 
@@ -102,7 +104,7 @@ class Costs:
 
         With `overlap` the travel hides behind the next block's minibatches, as far as they last.
         """
-        _checked_count("sync_period", sync_period)
+        checked_whole("sync_period", sync_period)
         slowdown = self.slowdown if num_workers > 1 else 1.0
         training = sync_period * slowdown * self.step_seconds
         sync = self.sync_seconds(num_workers)
@@ -152,7 +154,7 @@ def calibrated_link(reduce_seconds: float, nbytes: float, num_workers: int) -> L
     """
     _check("reduce_seconds", reduce_seconds, above_zero=True)
     _check("nbytes", nbytes, above_zero=True)
-    if _checked_count("num_workers", num_workers) < 2:
+    if checked_whole("num_workers", num_workers) < 2:
         raise ValueError("num_workers=1 says nothing of a link: measure with two or more.")
     return Link(2 * (num_workers - 1) / num_workers * nbytes / reduce_seconds)
 
@@ -162,9 +164,3 @@ def _check(name: str, value: float, above_zero: bool = False) -> None:
         raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
     if above_zero and value == 0:
         raise ValueError(f"{name}={value!r} must be above 0.")
-
-
-def _checked_count(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
-    return value

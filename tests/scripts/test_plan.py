@@ -58,7 +58,7 @@ def test_what_is_not_given_is_measured(run_well, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--workers=0",), "num_workers=0 must be a whole number of at least 1"),
+        (("--workers=0",), "num_workers=0 must be a whole number, at least 1"),
         (("--sync_periods=x",), "invalid literal"),
         (("--loss=1.5",), "loss=1.5 must be a share between 0 and 1"),
         (("--link_mbit=0",), "bytes_per_second=0.0 must be above 0"),

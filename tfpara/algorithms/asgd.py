@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+from tfpara.whole_number import checked_whole
+
 
 @dataclasses.dataclass(frozen=True)
 class ASGD:
@@ -273,8 +275,5 @@ class AsyncEASGD:
 
 
 def _check_bound(bound: int | None) -> None:
-    whole = isinstance(bound, int) and not isinstance(bound, bool)
-    if bound is not None and (not whole or bound < 0):
-        raise ValueError(
-            f"max_staleness={bound!r} must be a whole number of pushes, 0 or more, or None."
-        )
+    if bound is not None:
+        checked_whole("max_staleness", bound, at_least=0, of="pushes")

@@ -20,6 +20,7 @@ from tfpara.checkpoint.run import IF_DAMAGED, check_run, collected, taken_up
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
 from tfpara.cluster import exit_codes
+from tfpara.strategy import Strategy
 
 # What older checkpoints do not hold.
 _LATER = ("books/minibatches", "local_rate")
@@ -38,7 +39,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     the servers', and their optimizers (AsyncEASGD, Downpour) without momentum or moments.
 
     On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
-    the program with exit code 75. Put the callback last in the list.
+    the program with exit code 75. The callback runs after all others.
 
     Args:
         directory: of the checkpoints; nothing else may write there.
@@ -52,6 +53,8 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         tfpara.CheckpointError: at the start of `fit`: the directory is another run's, in use or
             damaged; later: it cannot be written to (the checkpoints before are intact).
     """
+
+    order = fit_call.Order.SAVES
 
     async_safe = False
 
@@ -84,7 +87,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     # -- hooks -----------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if getattr(self.model.distribute_strategy, "running", None) is None:
+        if Strategy.of(self.model).running is None:
             raise ValueError(
                 "AsyncCheckpoint works in the fit of a tfpara.AsyncStrategy. With others, use "
                 "tfpara.callbacks.Checkpoint."

@@ -15,9 +15,9 @@ from tfpara.callbacks.termination import Termination
 from tfpara.checkpoint.run import IF_DAMAGED, Checkpoints, taken_up
 from tfpara.cluster import exit_codes
 from tfpara.cluster.place import of_callback
-from tfpara.sync.exchange import everyones
 from tfpara.sync.reports import Request
 from tfpara.sync.statistics import Agreement
+from tfpara.sync.strategy import PeriodicSyncStrategy
 
 _WISHES = of_callback("StopTogether")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other
@@ -42,9 +42,9 @@ class Checkpoint(keras.callbacks.Callback):
     of TensorFlow does not return within the strategy's `timeout_seconds` after SIGTERM, the program
     ends with the same code and without a checkpoint.
 
-    A directory holds the checkpoints of one call of `fit`. Put the callback last in the list.
-    Within an epoch, checkpoints are possible where a sync ends an execution of
-    `steps_per_execution` steps.
+    A directory holds the checkpoints of one call of `fit`. The callback runs after all others, and
+    so has what they have done. Within an epoch, checkpoints are possible where a sync ends an
+    execution of `steps_per_execution` steps.
 
     Args:
         directory: of the checkpoints, shared by all workers; nothing else may write there.
@@ -67,6 +67,8 @@ class Checkpoint(keras.callbacks.Callback):
             run's, in use, damaged or not shared; later: a worker could not write (the checkpoints
             before are intact).
     """
+
+    order = fit_call.Order.SAVES
 
     # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
     async_safe = False
@@ -116,7 +118,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         strategy = self.model.distribute_strategy
-        if not hasattr(strategy, "request"):
+        if not isinstance(strategy, PeriodicSyncStrategy):
             raise ValueError(
                 "Checkpoint needs a model of a tfpara.PeriodicSyncStrategy. Make and compile the "
                 "model in its scope, or use keras.callbacks.BackupAndRestore, or in the fit of a "
@@ -273,8 +275,10 @@ class StopTogether(keras.callbacks.Callback):
     """Makes one worker's wish to stop that of all, at the next sync or the end of the epoch.
 
     For callbacks that set `model.stop_training` on one worker alone, for a reason that the others
-    do not see; without it that worker would leave the others waiting. Put it last.
+    do not see; without it that worker would leave the others waiting. It runs after all others.
     """
+
+    order = fit_call.Order.STOPS
 
     async_safe = False
 
@@ -284,7 +288,7 @@ class StopTogether(keras.callbacks.Callback):
         self._asked = False  # since the last answer
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if not hasattr(self.model.distribute_strategy, "request"):
+        if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
             raise ValueError(
                 "StopTogether needs a model of a tfpara.PeriodicSyncStrategy. In the fit of a "
                 "tfpara.AsyncStrategy, whose callbacks all run in the chief, leave it out: to set "
@@ -310,9 +314,9 @@ class StopTogether(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        extended = self.model.distribute_strategy.extended
-        asked = extended.synchronizer_of(self.model).agreement().request == Request.STOP
-        wishes = everyones(bool(self.model.stop_training) or asked, extended.control, _WISHES)
-        self.model.stop_training = any(wishes)
-        self.model.distribute_strategy.answered()
+        strategy = self.model.distribute_strategy
+        asked = strategy.extended.synchronizer_of(self.model).agreement().request == Request.STOP
+        mine = bool(self.model.stop_training) or asked
+        self.model.stop_training = any(strategy.everyones(mine, _WISHES))
+        strategy.answered()
         self._asked = False

@@ -12,12 +12,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara import files, fit_call
 from tfpara.callbacks.scalars import Scalars
 from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.cluster.place import of_callback
 from tfpara.keras_model import carried_states
-from tfpara.sync.exchange import everyones
+from tfpara.strategy import Strategy
+from tfpara.sync.strategy import PeriodicSyncStrategy
 
 _LENGTH = of_callback("HeldOut")
 
@@ -26,8 +28,8 @@ class HeldOut(keras.callbacks.Callback):
     """Scores weights of the run on held-out data: after each epoch, and within epochs if asked.
 
     The results of an epoch's end join its log on every worker: `NAME_loss` and so on for each
-    metric of the first of `which`, `NAME_WHICH_loss` and so on for the others. Put it before
-    callbacks that read them.
+    metric of the first of `which`, `NAME_WHICH_loss` and so on for the others. It
+    runs before Keras' callbacks and the user's, which may read them.
 
     Within an epoch the scores are taken at syncs, where all workers are at the same step. The
     epoch's metrics, and the states that recurrent layers carry from batch to batch, go on as if
@@ -52,6 +54,8 @@ class HeldOut(keras.callbacks.Callback):
         ValueError: `times_per_epoch` below 1, or another table in the CSV file; in `fit`, weights
             that there are not, or an epoch of unknown length that is to be divided.
     """
+
+    order = fit_call.Order.SCORES
 
     # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
     async_safe = False
@@ -86,8 +90,7 @@ class HeldOut(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        strategy = model.distribute_strategy
-        known = getattr(strategy, "weight_names", ["local", "global"])
+        known = Strategy.of(model).weight_names
         asked = [self._asked] if isinstance(self._asked, str) else list(self._asked)
         self._which = known if asked == ["all"] else asked
         unknown = [which for which in self._which if which not in known]
@@ -101,16 +104,14 @@ class HeldOut(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._done = epoch, 0
-        position = getattr(getattr(self.model.distribute_strategy, "extended", None), "position", 0)
-        resumed = getattr(position, "epoch", None) == epoch and getattr(position, "first", 0)
-        replicas = getattr(self.model.distribute_strategy, "num_replicas", 1)
-        self._steps_before = resumed // replicas if resumed else 0
+        strategy = Strategy.of(self.model)
+        self._steps_before = strategy.steps_resumed(epoch)
         if self._times > 1:
             self._length = self._length_of_all()
             self._done = int(self._times * self._part(self._steps_before))
-            if hasattr(self.model.distribute_strategy, "set_sync_period"):
+            if isinstance(strategy, PeriodicSyncStrategy):
                 self._watch.begin(self.model)
-        if self._table and getattr(self.model.distribute_strategy, "is_chief", True):
+        if self._table and strategy.is_chief:
             self._table.cut(epoch + self._part(self._steps_before))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -134,9 +135,7 @@ class HeldOut(keras.callbacks.Callback):
     def _length_of_all(self) -> int:
         """Steps of this epoch, of the worker that has most: the workers' data may differ."""
         mine = self._steps_per_epoch or self.params.get("steps") or 0
-        extended = getattr(self.model.distribute_strategy, "extended", None)
-        control = getattr(extended, "control", None)
-        lengths = everyones(int(mine), control, _LENGTH) if control else [int(mine)]
+        lengths = Strategy.of(self.model).everyones(int(mine), _LENGTH)
         if not all(lengths):
             raise ValueError(
                 f"HeldOut(times_per_epoch={self._times}): the number of steps in an epoch is not "
@@ -149,7 +148,7 @@ class HeldOut(keras.callbacks.Callback):
         return min(1.0, steps / self._length) if self._length else 0.0
 
     def _all_at_a_sync(self, batch: int, due: bool) -> bool:
-        if not hasattr(self.model.distribute_strategy, "set_sync_period"):
+        if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
             return due
         return self._watch.after_batch(self.model, batch, lambda _: due) is not None
 
@@ -165,16 +164,14 @@ class HeldOut(keras.callbacks.Callback):
                 component.assign(value)
 
     def _score(self, passes: float) -> dict[str, dict[str, float]]:
-        strategy = self.model.distribute_strategy
+        strategy = Strategy.of(self.model)
         results = {}
         for which in self._which:
-            with contextlib.ExitStack() as stack:
-                if hasattr(strategy, "weights"):
-                    stack.enter_context(strategy.weights(self.model, which))
+            with strategy.weights(self.model, which):
                 results[which] = evaluate(self.model, self._dataset)
-        if getattr(strategy, "is_chief", True):
-            syncs = strategy.statistics().syncs if hasattr(strategy, "statistics") else 0
-            self._write(passes, syncs, results)
+        if strategy.is_chief:
+            statistics = strategy.statistics()
+            self._write(passes, statistics.syncs if statistics else 0, results)
         return results
 
     def _write(self, passes: float, syncs: int, results: dict[str, dict[str, float]]) -> None:
@@ -233,12 +230,10 @@ class _Table:
             writer.writerow(row)
 
     def _rewrite(self, rows: list[dict[str, str]], columns: list[str]) -> None:
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        with partial.open("w", newline="") as file:
+        with files.whole(self._path) as place, place.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
-        partial.replace(self._path)
 
     def _rows(self) -> list[dict[str, str]]:
         if not self._path.exists():

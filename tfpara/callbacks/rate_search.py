@@ -9,12 +9,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara import fit_call
 from tfpara.callbacks.held_out import evaluate
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.cluster.place import of_callback
 from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
-from tfpara.sync.exchange import everyones
+from tfpara.strategy import Strategy
 from tfpara.sync.training_state import TrainingState
 
 _TRIED = of_callback("SearchRate")
@@ -45,6 +46,8 @@ class SearchRate(Schedule):
         TypeError: the optimizer has a learning-rate schedule of its own; a sample of another kind.
         ValueError: no candidate, one that is not positive, or all of them diverge.
     """
+
+    order = fit_call.Order.RATE
 
     def __init__(
         self,
@@ -132,8 +135,7 @@ class SearchRate(Schedule):
     def _any_has_diverged(self, before: TrainingState) -> bool:
         """Whether a replica has, of any worker: `evaluate`, whose end is a sync, would refuse."""
         mine = before.has_diverged()
-        control = getattr(self.model.distribute_strategy.extended, "control", None)
-        return any(everyones(mine, control, _TRIED)) if control else mine
+        return any(Strategy.of(self.model).everyones(mine, _TRIED))
 
     def _train(self, sample: Any) -> None:
         if self._step is None:

@@ -14,7 +14,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara import fit_call
 from tfpara.schedules import Piecewise
+from tfpara.strategy import Strategy
+from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.whole_number import checked_whole
 
 
 class Schedule(keras.callbacks.Callback):
@@ -40,9 +44,8 @@ class Schedule(keras.callbacks.Callback):
         super().set_model(model)
         if self._sets_rate:
             check_rate(model)
-        strategy = model.distribute_strategy
-        if self._state_name and hasattr(strategy, "keep_state"):
-            strategy.keep_state(self._state_name, self)
+        if self._state_name:
+            Strategy.of(model).keep_state(self._state_name, self)
 
     def get_state(self) -> dict[str, Any]:
         """What to save: numbers and strings by name."""
@@ -63,7 +66,7 @@ class Schedule(keras.callbacks.Callback):
 
     def say(self, epoch: int, text: str) -> None:
         """Prints a line on the chief."""
-        if self._verbose and getattr(self.model.distribute_strategy, "is_chief", True):
+        if self._verbose and Strategy.of(self.model).is_chief:
             print(f"Epoch {epoch + 1}: {type(self).__name__}: {text}", flush=True)
 
 
@@ -78,12 +81,14 @@ class LearningRate(Schedule):
         verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
 
     Unlike a schedule inside the optimizer, the rate is the same on workers that take more steps
-    than others. Put it before `Checkpoint`.
+    than others.
 
     Raises:
         TypeError: the optimizer has a learning-rate schedule of its own.
         ValueError: `steps_per_epoch` below 1, or a schedule that gives no finite rate ≥ 0.
     """
+
+    order = fit_call.Order.RATE
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class LearningRate(Schedule):
         self._epoch = epoch
         self._done = restored[1] if restored and restored[0] == epoch else 0
         # Keras counts from where it resumes, an AsyncStrategy from the begin of the epoch.
-        is_async = getattr(self.model.distribute_strategy, "running", None) is not None
+        is_async = Strategy.of(self.model).running is not None
         self._before = 0 if is_async else self._done
         before, self._rate = self._rate, None
         self._set(epoch + self._share(self._done))
@@ -164,19 +169,22 @@ class SyncPeriod(Schedule):
         ValueError: an epoch or period that is not a whole number in its range.
     """
 
+    order = fit_call.Order.PERIOD
+
     def __init__(self, periods: Mapping[int, int], verbose: int = 1) -> None:
         super().__init__("", verbose, sets_rate=False)
-        for epoch, period in periods.items():
-            if not (_is_whole(epoch) and _is_whole(period) and epoch >= 0 and period >= 1):
-                raise ValueError(
-                    f"periods has {epoch!r}: {period!r}; epochs are whole numbers of at least 0, "
-                    "and periods of at least 1."
+        self._periods = Piecewise(
+            {
+                checked_whole("the epoch", epoch, at_least=0): checked_whole(
+                    f"periods[{epoch}]", period, of="minibatches"
                 )
-        self._periods = Piecewise(periods)
+                for epoch, period in periods.items()
+            }
+        )
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if not hasattr(model.distribute_strategy, "set_sync_period"):
+        if not isinstance(model.distribute_strategy, PeriodicSyncStrategy):
             raise TypeError(
                 f"SyncPeriod: the model's strategy is {type(model.distribute_strategy).__name__}, "
                 "which has no sync period. Make and compile the model in the scope of a "
@@ -199,7 +207,7 @@ class SyncPeriod(Schedule):
 
 def close_block(model: keras.Model) -> None:
     """Closes a block that a `fit` that failed has left open; every worker must call it."""
-    if hasattr(model.distribute_strategy, "synchronize"):
+    if isinstance(model.distribute_strategy, PeriodicSyncStrategy):
         model.distribute_strategy.synchronize()
 
 
@@ -223,7 +231,3 @@ def components(model: keras.Model, variables: Any) -> list[tf.Variable]:
     """Keras variables as the plain ones behind them, of every local replica."""
     first = model.distribute_strategy.experimental_local_results
     return [component for v in variables for component in first(v.value)]
-
-
-def _is_whole(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool)

@@ -8,6 +8,7 @@ import keras
 
 from tfpara.algorithms import RunningThenMean
 from tfpara.callbacks.held_out import evaluate
+from tfpara.strategy import Strategy
 
 
 class StartMean(keras.callbacks.Callback):
@@ -48,9 +49,8 @@ class StartMean(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        strategy = model.distribute_strategy
-        averages = getattr(strategy, "averages", {})
-        if not isinstance(averages.get("average"), RunningThenMean):
+        strategy = Strategy.of(model)
+        if not isinstance(strategy.averages.get("average"), RunningThenMean):
             raise ValueError(
                 "StartMean needs a tfpara.AsyncStrategy with the rule tfpara.AveragedASGD, or with "
                 'averages={"average": tfpara.RunningThenMean(...)}.'

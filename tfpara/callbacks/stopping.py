@@ -131,7 +131,8 @@ class Newbob(Schedule):
 class OverfittingGuard(Schedule):
     """Stops training when the gap between training and validation error has opened.
 
-    See `tfpara.schedules.OverfittingRule`. Put it after the callback that scores validation data.
+    See `tfpara.schedules.OverfittingRule`. `HeldOut` runs before it; put it after `Newbob`, where
+    that scores the validation data, and after a callback of your own that does.
 
     Args:
         training: entry of the epoch's log for the training data. "accuracy" and the like is the

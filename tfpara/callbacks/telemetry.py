@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from tfpara import fit_call
 from tfpara.callbacks.scalars import Scalars
+from tfpara.strategy import Strategy
 from tfpara.sync.statistics import SyncStatistics
 
 
@@ -26,14 +28,16 @@ class Telemetry(keras.callbacks.Callback):
     * with an `AsyncStrategy`: `pushes` of the epoch, `staleness`, their mean, and `staleness_max`,
       the largest so far (255 stands for more). The whole distribution is a histogram in `log_dir`.
 
-    The chief writes these and everything else in the epoch's log to `log_dir`. Put it first in the
-    list of callbacks, so that its clock stops before others work.
+    The chief writes these and everything else in the epoch's log to `log_dir`.
+    It runs before other callbacks, so that its clock stops before they work.
 
     Args:
         log_dir: directory of the event files. None: only the epoch's log.
         samples_per_epoch: samples of an epoch, of all replicas. None: this worker's count times
             the number of workers; needed without a `PeriodicSyncStrategy`.
     """
+
+    order = fit_call.Order.CLOCK
 
     # Keras may call the batch hook from a thread of its own.
     async_safe = False
@@ -71,20 +75,17 @@ class Telemetry(keras.callbacks.Callback):
 
     def _mark(self) -> _Mark:
         seconds = time.perf_counter()
-        strategy = self.model.distribute_strategy
-        found = strategy.statistics() if hasattr(strategy, "statistics") else None
-        return _Mark(seconds, self._steps, found)
+        return _Mark(seconds, self._steps, Strategy.of(self.model).statistics())
 
     def _measured(self, first: _Mark, last: _Mark) -> dict[str, float]:
         seconds = max(last.seconds - first.seconds, 1e-9)
-        strategy = self.model.distribute_strategy
         before, after = first.statistics, last.statistics
         rest = (self._steps - first.step) / max(self._steps, 1)  # share of the epoch measured
         if self._samples_per_epoch is not None:
             samples = rest * self._samples_per_epoch
         elif before is not None and after is not None:
             # One worker's, where they work in step; those of all, where they do not.
-            share = strategy.num_workers if isinstance(after, SyncStatistics) else 1
+            share = Strategy.of(self.model).num_workers if isinstance(after, SyncStatistics) else 1
             samples = (after.samples - before.samples) * share
         else:
             return {}
@@ -107,7 +108,7 @@ class Telemetry(keras.callbacks.Callback):
             return
         epoch, logs = self._unwritten
         self._unwritten = None
-        if getattr(self.model.distribute_strategy, "is_chief", True):
+        if Strategy.of(self.model).is_chief:
             self._scalars.write(epoch, logs)
             if self._staleness is not None:
                 values = np.arange(len(self._staleness))

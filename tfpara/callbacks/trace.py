@@ -12,10 +12,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara import fit_call, traces
+from tfpara import files, fit_call, traces
 from tfpara.cluster.place import Purpose
+from tfpara.strategy import Strategy
 from tfpara.sync import keras_hooks
-from tfpara.sync.exchange import everyones
+from tfpara.whole_number import checked_whole
 
 # Around the second sync: the first one compiles.
 _BEFORE, _AFTER = 20, 5
@@ -51,6 +52,8 @@ class Trace(keras.callbacks.Callback):
         PermissionError: the folder, or its parent, may not be written.
     """
 
+    order = fit_call.Order.CLOCK
+
     # Keras may call the batch hooks from a thread of its own, and later.
     async_safe = False
 
@@ -65,7 +68,7 @@ class Trace(keras.callbacks.Callback):
         keras_hooks.watch_fit()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        period = getattr(self.model.distribute_strategy, "sync_period", None)
+        period = Strategy.of(self.model).sync_period
         self._first, self._last = self._steps or _around_the_second_sync(period)
         self._spans: list[traces.Span] | None = None
         self._before = self._done = 0
@@ -109,20 +112,15 @@ class Trace(keras.callbacks.Callback):
                 f"was to be the first one (counted from 0). Choose steps= lower.",
                 stacklevel=2,
             )
-        strategy = self.model.distribute_strategy
-        mine = self._spans or []
-        if getattr(strategy, "num_workers", 1) > 1:
-            found = everyones(mine, strategy.extended.control, Purpose("writing a trace"))
-        else:
-            found = [mine]
-        if getattr(strategy, "is_chief", True):
+        strategy = Strategy.of(self.model)
+        found = strategy.everyones(self._spans or [], Purpose("writing a trace"))
+        if strategy.is_chief:
             names = {f"worker {rank}": spans for rank, spans in enumerate(found)}
             _write(self._log_dir / "timeline.json", traces.chrome_trace(names))
 
     @property
     def _worker_dir(self) -> Path:
-        worker = getattr(self.model.distribute_strategy, "worker_index", 0)
-        return self._log_dir / f"worker-{worker}"
+        return self._log_dir / f"worker-{Strategy.of(self.model).worker_index}"
 
     def _start(self) -> None:
         try:
@@ -147,14 +145,12 @@ def _around_the_second_sync(period: int | None) -> tuple[int, int]:
 
 
 def _checked(steps: tuple[int, int]) -> tuple[int, int]:
-    numbers = tuple(steps)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
-    if len(numbers) != 2 or not whole or not 0 <= numbers[0] <= numbers[1]:
+    if len(steps) != 2:
         raise ValueError(
-            f"steps={steps!r} must be two whole numbers, the first and the last step to record, "
-            "such as (100, 120)."
+            f"steps={steps!r} must be the first and the last step to record, such as (100, 120)."
         )
-    return numbers[0], numbers[1]
+    first = checked_whole("steps[0]", steps[0], at_least=0)
+    return first, checked_whole("steps[1]", steps[1], at_least=first)
 
 
 def _writable(folder: Path) -> Path:
@@ -171,6 +167,5 @@ def _writable(folder: Path) -> Path:
 
 
 def _write(path: Path, content: Any) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
+    with files.whole(path) as place:
+        place.write_text(json.dumps(content))

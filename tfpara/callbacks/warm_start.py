@@ -10,6 +10,9 @@ import tensorflow as tf
 
 from tfpara import fit_call
 from tfpara.callbacks.schedule import Schedule, close_block
+from tfpara.strategy import Strategy
+from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.whole_number import checked_whole
 
 
 class WarmStart(Schedule):
@@ -31,8 +34,6 @@ class WarmStart(Schedule):
             dataset = ...  # of replicas `replica_ids` among `num_replicas`
             return warm.to_every_replica(strategy, epoch, dataset)
 
-    Put it before callbacks that score the model, and after `SyncPeriod`.
-
     Args:
         epochs: how many, ≥ 0.
         verbose: 1: the chief prints a line when it ends; 0: none.
@@ -43,11 +44,11 @@ class WarmStart(Schedule):
         ValueError: `epochs` below 0.
     """
 
+    order = fit_call.Order.START
+
     def __init__(self, epochs: int = 1, verbose: int = 1) -> None:
         super().__init__("warm_start", verbose, sets_rate=False)
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ValueError(f"epochs={epochs!r} must be a whole number of at least 0.")
-        self._epochs = epochs
+        self._epochs = checked_whole("epochs", epochs, at_least=0)
         self._alone = False  # while the replicas train on their own
         self._period: int | None = None  # the strategy's, for after that
 
@@ -58,7 +59,7 @@ class WarmStart(Schedule):
             strategy: a `PeriodicSyncStrategy`, or None in a run without one.
             epoch: number of the epoch, from 0.
         """
-        if not hasattr(strategy, "local_replica_ids") or epoch < self._epochs:
+        if not isinstance(strategy, PeriodicSyncStrategy) or epoch < self._epochs:
             return 1, [0]
         return strategy.num_replicas, strategy.local_replica_ids
 
@@ -66,9 +67,9 @@ class WarmStart(Schedule):
         self, strategy: Any, epoch: int, dataset: tf.data.Dataset
     ) -> tf.data.Dataset:
         """`dataset` with each minibatch once for every replica of this worker, in warm epochs."""
-        count = len(getattr(strategy, "local_replica_ids", [0]))
-        if count == 1 or epoch >= self._epochs:
+        if not isinstance(strategy, PeriodicSyncStrategy) or epoch >= self._epochs:
             return dataset
+        count = len(strategy.local_replica_ids)
 
         def repeated(*minibatch: Any) -> tf.data.Dataset:
             element = minibatch if len(minibatch) > 1 else minibatch[0]
@@ -90,8 +91,8 @@ class WarmStart(Schedule):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         strategy = model.distribute_strategy
-        several = max(strategy.num_replicas_in_sync, getattr(strategy, "num_workers", 1)) > 1
-        if several and not hasattr(strategy, "broadcast_replica"):
+        several = max(strategy.num_replicas_in_sync, Strategy.of(model).num_workers) > 1
+        if several and not isinstance(strategy, PeriodicSyncStrategy):
             raise TypeError(
                 f"WarmStart: the model's strategy is {type(strategy).__name__}, whose replicas "
                 "cannot train alone. Make and compile the model in the scope of a "
@@ -110,18 +111,18 @@ class WarmStart(Schedule):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         strategy = self.model.distribute_strategy
-        if epoch < self._epochs and hasattr(strategy, "broadcast_replica"):
+        if epoch < self._epochs and isinstance(strategy, PeriodicSyncStrategy):
             if strategy.sync_period is not None:
                 self._period = strategy.sync_period
             self._alone = True
             strategy.set_sync_period(None)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        period = getattr(self.model.distribute_strategy, "sync_period", None)
+        period = Strategy.of(self.model).sync_period
         if self._alone and period is not None:
             raise RuntimeError(
                 f"the sync period was set to {period} in an epoch of WarmStart, whose replicas "
-                "must not sync. Put WarmStart after SyncPeriod."
+                "must not sync. Set it when they are over."
             )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS, plan
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, sensible_rank
 from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_matrix
+from tfpara.whole_number import checked_whole
 
 # Kaldi's convolutions remember four minibatches. Their gradients are sums over a minibatch there
 # and means here: with a thousand frames, this much smaller when squared, and so is the floor.
@@ -94,8 +95,7 @@ class NGSGD(keras.optimizers.SGD):
             "output_rank": output_rank,
             "update_period": update_period,
         }.items():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ValueError(f"{key} must be a whole number, at least 1. Received: {count!r}")
+            checked_whole(key, count)
         for key, value in {"history": history, "epsilon": epsilon, "delta": delta}.items():
             if not 0 < value < float("inf"):
                 raise ValueError(f"{key} must be positive and finite. Received: {value!r}")

@@ -15,6 +15,7 @@ from tfpara.parameter_server.repeatable import (
     check_seeds,
 )
 from tfpara.steps import without_tuner
+from tfpara.whole_number import checked_whole
 
 
 class Chunks:
@@ -161,11 +162,7 @@ def _check(chunks: Chunks) -> None:
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
-    return int(value)
+    return default if value is None else checked_whole(name, value)
 
 
 def _refuse(kind: str, **given: Any) -> None:

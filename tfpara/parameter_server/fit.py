@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpara import fit_call
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 from tfpara.parameter_server.errors import explained
 from tfpara.parameter_server.server import metric_variables
@@ -78,10 +79,12 @@ class Fit:
         model = self.model
         model.stop_training = False
         _check_frequency(validation[-1])
-        if not isinstance(callbacks, keras.callbacks.CallbackList):
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks.callbacks = fit_call.arranged(callbacks.callbacks)
+        else:
             verbose = 1 if verbose == "auto" else verbose
             callbacks = keras.callbacks.CallbackList(
-                callbacks,
+                fit_call.arranged(keras.tree.flatten(callbacks or [])),
                 add_history=True,
                 add_progbar=verbose != 0,
                 verbose=verbose,

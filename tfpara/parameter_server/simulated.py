@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.simulation import Simulation, Speed
 from tfpara.parameter_server.strategy import AsyncStrategy
+from tfpara.whole_number import checked_whole
 
 _ALIKE = Speed(spread=0.2)
 
@@ -49,8 +50,7 @@ def simulate_async(
         >>> strategy.num_workers
         8
     """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r} must be a whole number of at least 1.")
+    num_workers = checked_whole("num_workers", num_workers)
     each = [speeds] * num_workers if isinstance(speeds, Speed) else list(speeds)
     if len(each) != num_workers:
         raise ValueError(

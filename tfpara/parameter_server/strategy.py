@@ -19,6 +19,8 @@ from tfpara.parameter_server.errors import lost
 from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
+from tfpara.strategy import Strategy
+from tfpara.whole_number import checked_whole
 
 
 class AsyncStatistics(NamedTuple):
@@ -48,7 +50,7 @@ class AsyncStatistics(NamedTuple):
         return float((self.staleness * range(len(self.staleness))).sum() / max(1, total))
 
 
-class AsyncStrategy(tf.distribute.OneDeviceStrategy):
+class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     """Asynchronous training: workers pull the model from servers, and push without waiting.
 
     Built on `tf.distribute.ParameterServerStrategy` and `ClusterCoordinator`. The same script runs
@@ -95,14 +97,13 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy):
     ) -> None:
         """Joins the other processes; returns in the chief alone. Arguments as above."""
         checked_rule(rule)
-        checked_period(sync_period)
+        sync_period = checked_period(sync_period)
         self._averages = checked_averages(averages, asynchronous=True)
         if isinstance(rule, AveragedASGD):
             if "average" in self._averages:
                 raise ValueError("averages has 'average', which is the name of AveragedASGD's own.")
             self._averages["average"] = rule.average
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed={seed!r} must be a whole number of at least 0.")
+        seed = checked_whole("seed", seed, at_least=0)
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)

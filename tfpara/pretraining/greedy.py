@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfpara.pretraining.rbm import BERNOULLI, FIRST_MOMENTUM, GAUSSIAN, RBM
 from tfpara.pretraining.stack import hidden_layers
+from tfpara.whole_number import checked_whole
 
 # Minibatches from which the visible units' bias is set.
 _BIAS_MINIBATCHES = 100
@@ -200,8 +201,7 @@ def _train(
 
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a whole number, at least 1. Received: {count!r}")
+        checked_whole(name, count)
 
 
 def _check_positive(**values: float) -> None:

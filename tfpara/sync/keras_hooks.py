@@ -436,7 +436,7 @@ def _with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
         strategy = None if model is None else _strategy(model)
         if strategy is not None:
             callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
-            prepared = [_prepared(callback, strategy) for callback in callbacks]
+            prepared = [_prepared(c, strategy) for c in fit_call.arranged(callbacks)]
             given.arguments["callbacks"] = [p for p in prepared if p is not None]
         make(*given.args, **given.kwargs)
         if strategy is not None:

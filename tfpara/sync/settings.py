@@ -10,8 +10,9 @@ from typing import Any
 import keras
 
 from tfpara import algorithms
-from tfpara.checks import checked_averages, checked_period, checked_seconds, versions
+from tfpara.checks import checked_averages, checked_seconds, versions
 from tfpara.collectives.choice import COLLECTIVES
+from tfpara.whole_number import checked_whole
 
 LOCAL_STATE = ("keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")
@@ -52,7 +53,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Checks all of them; one that another one limits after that."""
         checked_rule(self.rule)
-        checked_period(self.sync_period)
+        self._take_whole("sync_period", of="minibatches")
         checked_averages(self.averages)
         self._check_local_state()
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
@@ -90,6 +91,12 @@ class Settings:
 
     def _data(self) -> dict[str, Any]:
         return {f"data_plan.{key}": value for key, value in self.data_plan.items()}
+
+    def _take_whole(self, name: str, of: str = "") -> int:
+        """Makes Python's number of a setting that is a whole one, such as NumPy's, or raises."""
+        number = checked_whole(name, getattr(self, name), of=of)
+        object.__setattr__(self, name, number)  # the class is frozen
+        return number
 
     def _check_local_state(self) -> None:
         chosen = f"local_state={self.local_state!r}"
@@ -129,9 +136,7 @@ class Settings:
             )
 
     def _check_fragments(self) -> None:
-        fragments = self.fragments
-        if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
-            raise ValueError(f"fragments={fragments!r} must be a whole number of at least 1.")
+        fragments = self._take_whole("fragments")
         if fragments > 1 and isinstance(self.rule, algorithms.BMUFAdam):
             raise ValueError(
                 f"fragments={fragments}: BMUFAdam filters the moments of a whole block. Leave "
@@ -155,14 +160,10 @@ class Settings:
             )
 
     def _check_device_period(self) -> None:
-        period = self.device_sync_period
-        if period is None:
+        if self.device_sync_period is None:
             return
-        if isinstance(period, bool) or not isinstance(period, int):
-            raise ValueError(
-                f"device_sync_period={period!r} must be a whole number of minibatches, or None."
-            )
-        if period < 1 or self.sync_period % period:
+        period = self._take_whole("device_sync_period", of="minibatches")
+        if self.sync_period % period:
             raise ValueError(
                 f"device_sync_period={period} does not divide sync_period={self.sync_period}: "
                 "workers sync where their devices have just been averaged. Give a period of which "

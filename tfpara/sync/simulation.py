@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfpara import cluster
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.threads import check_threads
+from tfpara.whole_number import checked_whole
 
 
 def simulate(num_replicas: int, rule: Any, *, sync_period: int, **options: Any) -> Any:
@@ -42,8 +43,7 @@ def simulate(num_replicas: int, rule: Any, *, sync_period: int, **options: Any) 
         >>> strategy.num_replicas
         8
     """
-    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
-        raise ValueError(f"num_replicas={num_replicas!r} must be a whole number of at least 1.")
+    num_replicas = checked_whole("num_replicas", num_replicas)
     if cluster.read().num_workers > 1:
         raise ValueError(
             "simulate() is for one process, and TF_CONFIG names several workers. Unset it, or use "

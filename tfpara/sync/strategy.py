@@ -15,11 +15,13 @@ import tensorflow as tf
 from tfpara import cluster, program
 from tfpara.checks import checked_seconds
 from tfpara.cluster import quiet, startup
-from tfpara.cluster.place import call
+from tfpara.cluster.place import Purpose, call
 from tfpara.collectives.choice import choose, of_horovod
 from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
+from tfpara.strategy import Strategy
 from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
+from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.sync.reports import Request
 from tfpara.sync.settings import Settings
@@ -29,7 +31,7 @@ from tfpara.threads import check_threads
 _log = logging.getLogger(__name__)
 
 
-class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     """Local optimizer steps on every replica, and a synchronisation every τ minibatches.
 
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
@@ -191,11 +193,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.extended._id_in_cluster
 
     @property
-    def is_chief(self) -> bool:
-        """Whether this worker writes what is written once."""
-        return self.worker_index == 0
-
-    @property
     def local_replica_ids(self) -> list[int]:
         """The numbers, among 0 … N − 1, of this worker's replicas."""
         count = len(self.extended.worker_devices)
@@ -220,7 +217,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         extended = self.extended
         if sync_period is not None:
-            dataclasses.replace(extended.settings, sync_period=sync_period)  # or it raises
+            # Raises if it does not go with the others.
+            settings = dataclasses.replace(extended.settings, sync_period=sync_period)
+            sync_period = settings.sync_period
         if any(s.agreement().block_open or s.in_flight for s in extended.synchronizers):
             raise ValueError(
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
@@ -352,6 +351,20 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         for synchronizer in self.extended.synchronizers:
             synchronizer.graph.request(request)
+
+    def everyones(self, value: Any, purpose: Purpose) -> list[Any]:
+        """What each worker has, by rank; every worker must call it.
+
+        Args:
+            value: anything that JSON can carry; what it cannot is sent as its `repr`.
+            purpose: what it is called for.
+        """
+        return everyones(value, self.extended.control, purpose)
+
+    def steps_resumed(self, epoch: int) -> int:
+        """Minibatches of each replica that an earlier process has trained of this epoch."""
+        position = self.extended.position
+        return position.first // self.num_replicas if position.epoch == epoch else 0
 
     def answered(self) -> None:
         """Forgets what was asked for and agreed on; every worker calls it at the same sync."""
