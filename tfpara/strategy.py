@@ -45,6 +45,16 @@ class Strategy:
         return self.worker_index == 0
 
     @property
+    def num_replicas(self) -> int:
+        """Replicas of all processes, each with weights of its own."""
+        return 1
+
+    @property
+    def local_replica_ids(self) -> list[int]:
+        """The numbers of this process's replicas among them."""
+        return [0]
+
+    @property
     def sync_period(self) -> int | None:
         """τ, minibatches of each replica between two syncs; None while there are none."""
         return None

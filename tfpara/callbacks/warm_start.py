@@ -56,10 +56,10 @@ class WarmStart(Schedule):
         """How many replicas share the data of an epoch, and which of them this worker reads for.
 
         Args:
-            strategy: a `PeriodicSyncStrategy`, or None in a run without one.
+            strategy: tfpara's, or None in a run without one.
             epoch: number of the epoch, from 0.
         """
-        if not isinstance(strategy, PeriodicSyncStrategy) or epoch < self._epochs:
+        if strategy is None or epoch < self._epochs:
             return 1, [0]
         return strategy.num_replicas, strategy.local_replica_ids
 
@@ -67,9 +67,9 @@ class WarmStart(Schedule):
         self, strategy: Any, epoch: int, dataset: tf.data.Dataset
     ) -> tf.data.Dataset:
         """`dataset` with each minibatch once for every replica of this worker, in warm epochs."""
-        if not isinstance(strategy, PeriodicSyncStrategy) or epoch >= self._epochs:
+        count = 1 if strategy is None else len(strategy.local_replica_ids)
+        if count == 1 or epoch >= self._epochs:
             return dataset
-        count = len(strategy.local_replica_ids)
 
         def repeated(*minibatch: Any) -> tf.data.Dataset:
             element = minibatch if len(minibatch) > 1 else minibatch[0]

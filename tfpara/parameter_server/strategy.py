@@ -126,9 +126,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     averages = property(lambda self: dict(self._averages), doc="Averages, by name.")
     num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
     weight_names = property(lambda self: ["global", *self._averages], doc="What `weights` takes.")
-    is_chief = True
-    num_replicas = 1  # the chief's model
-    worker_index = 0
 
     def __repr__(self) -> str:
         workers = f"{self.num_workers} worker{'s' * (self.num_workers != 1)}"
