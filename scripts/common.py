@@ -76,7 +76,8 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 def program() -> str:
     """The name of the running program, such as "train"."""
-    return Path(sys.argv[0]).stem
+    path = Path(sys.argv[0])
+    return path.parent.name if path.stem == "__main__" else path.stem
 
 
 def resolved_flags() -> str:

@@ -19,8 +19,8 @@ from typing import Any
 from absl import flags
 
 from scripts import common
-from scripts.benchmark_processes import measure
-from scripts.benchmark_systems import elements_of
+from scripts.benchmarks.processes import measure
+from scripts.benchmarks.systems import elements_of
 from tfpara.planner import Costs, Link, calibrated_link
 
 _WORKERS = flags.DEFINE_list("workers", ["1", "2", "4", "8", "16"], "numbers of workers")

@@ -8,7 +8,7 @@ SMALL = ("--layers=1", "--width=64", "--classes=50")
 def test_scaling_writes_rows_and_prints_them(run_well, tmp_path):
     out = tmp_path / "scaling.json"
     ended = run_well(
-        "benchmark",
+        "benchmarks",
         "--suite=scaling",
         f"--out={out}",
         "--rounds=1",
@@ -36,7 +36,7 @@ def test_scaling_writes_rows_and_prints_them(run_well, tmp_path):
 
 def test_memory_falls_with_the_number_of_replicas(run_well, tmp_path):
     out = tmp_path / "memory.json"
-    run_well("benchmark", "--suite=memory", f"--out={out}", "--replicas=1,4")
+    run_well("benchmarks", "--suite=memory", f"--out={out}", "--replicas=1,4")
     held = {row["system"]: row["state_bytes"] for row in json.loads(out.read_text())["rows"]}
     whole = 4 * 4 * 12_466_779  # the model, its momentum and two averages, in float32
     assert held["replicated, 4 replicas"] == held["replicated, 1 replica"]
@@ -47,7 +47,7 @@ def test_memory_falls_with_the_number_of_replicas(run_well, tmp_path):
 def test_averages_are_compared_with_none(run_well, tmp_path):
     out = tmp_path / "averages.json"
     small = ("--rounds=1", "--steps=4", "--only=sharded", *SMALL)
-    run_well("benchmark", "--suite=averages", f"--out={out}", *small)
+    run_well("benchmarks", "--suite=averages", f"--out={out}", *small)
     rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["sharded, no averages"]["ratio_to_none"] == 1.0
     assert rows["sharded, three averages"]["sync_ms"] > 0
@@ -55,7 +55,7 @@ def test_averages_are_compared_with_none(run_well, tmp_path):
 
 def test_input_is_compared_with_training(run_well, run, tmp_path, corpus_directory):
     out = tmp_path / "input.json"
-    arguments = ("benchmark", "--suite=input", f"--out={out}", "--rounds=1", "--steps=4")
+    arguments = ("benchmarks", "--suite=input", f"--out={out}", "--rounds=1", "--steps=4")
     assert "--corpus=DIR" in run(*arguments).err
     run_well(*arguments, f"--corpus={corpus_directory}", "--batch=16")
     pipeline, training = json.loads(out.read_text())["rows"]
@@ -64,6 +64,15 @@ def test_input_is_compared_with_training(run_well, run, tmp_path, corpus_directo
 
 
 def test_a_missing_folder_is_one_line(run, tmp_path):
+    ended = run("benchmarks", f"--out={tmp_path / 'nowhere' / 'x.json'}")
+    assert ended.returncode == 1
+    (line,) = ended.err.splitlines()
+    assert line.startswith("benchmarks: ") and "there is no folder" in line
+
+
+def test_the_former_name_starts_the_same_program_with_a_warning(run, tmp_path):
     ended = run("benchmark", f"--out={tmp_path / 'nowhere' / 'x.json'}")
     assert ended.returncode == 1
-    assert "there is no folder" in ended.err
+    warning, error = ended.err.splitlines()
+    assert warning.startswith("scripts.benchmark is scripts.benchmarks now")
+    assert error.startswith("benchmarks: ") and "there is no folder" in error

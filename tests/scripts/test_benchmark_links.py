@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from launched import default_signals
 
-from scripts import benchmark_links, common
-from scripts.benchmark_processes import measure
+from scripts import common
+from scripts.benchmarks import links
+from scripts.benchmarks.processes import measure
 
-PROBLEM = benchmark_links.problem()
+PROBLEM = links.problem()
 may_make_links = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 
@@ -27,10 +28,10 @@ def namespaces():
 @may_make_links
 def test_a_limited_link_is_as_fast_as_it_says_and_is_removed():
     before = namespaces()
-    with benchmark_links.limited(40) as place:
+    with links.limited(40) as place:
         assert len(namespaces() - before) == 2
         options = {"system": "copy", "elements": 500_000, "steps": 3}
-        module = "scripts.peers.socket_copy"
+        module = "scripts.benchmarks.peers.socket_copy"
         limited = measure(2, options, module=module, place=place)["sync_ms"]
     assert namespaces() == before
     # 2 MB at 5 MB/s, of which the bucket lets 128 kB through at once.
@@ -41,7 +42,7 @@ def test_a_limited_link_is_as_fast_as_it_says_and_is_removed():
 @may_make_links
 def test_an_error_inside_removes_everything():
     before = namespaces()
-    with pytest.raises(RuntimeError), benchmark_links.limited(100):
+    with pytest.raises(RuntimeError), links.limited(100):
         raise RuntimeError
     assert namespaces() == before
 
@@ -52,8 +53,8 @@ def test_signals_remove_everything(number):
     before = namespaces()
     program = (
         "import time\n"
-        "from scripts import benchmark_links\n"
-        "with benchmark_links.limited(100) as place:\n"
+        "from scripts.benchmarks import links\n"
+        "with links.limited(100) as place:\n"
         "    print('made', flush=True)\n"
         "    time.sleep(60)\n"
     )
@@ -81,7 +82,7 @@ def test_signals_remove_everything(number):
 
 def test_without_the_tools_the_cause_is_named(monkeypatch):
     monkeypatch.setenv("PATH", os.devnull)
-    assert "ip and tc of iproute2 cannot be found" in benchmark_links.problem()
+    assert "ip and tc of iproute2 cannot be found" in links.problem()
 
 
 def test_without_permission_the_command_is_named(monkeypatch, tmp_path):
@@ -91,6 +92,6 @@ def test_without_permission_the_command_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin:/usr/bin")
     with (
         pytest.raises(common.Failure, match="`ip netns add .*`: Operation not permitted.*root"),
-        benchmark_links.limited(100),
+        links.limited(100),
     ):
         pass

@@ -6,10 +6,11 @@ import os
 
 import pytest
 
-from scripts import benchmark_page, benchmark_peers
-from scripts.benchmark_headlines import headlines
-from scripts.benchmark_prediction import costs_of, predictions
-from scripts.benchmark_systems import systems_of
+from scripts.benchmarks import beside_peers
+from scripts.benchmarks.headlines import headlines
+from scripts.benchmarks.page import BEGIN, END, section
+from scripts.benchmarks.prediction import costs_of, predictions
+from scripts.benchmarks.systems import systems_of
 from tfpara.planner import Link
 
 # The peers of PyTorch need an environment of their own: see docs/benchmarks.md.
@@ -19,7 +20,7 @@ SIZES = ("--batch=8", "--inputs=16", "--layers=1", "--width=32", "--classes=10")
 
 def suite(run_well, out, only, *flags):
     quick = ("--rounds=1", "--steps=8", "--sync_periods=1,4,8", f"--only={only}")
-    run_well("benchmark", "--suite=peers", f"--out={out}", *quick, *SIZES, *flags)
+    run_well("benchmarks", "--suite=peers", f"--out={out}", *quick, *SIZES, *flags)
     content = json.loads(out.read_text())
     return content, {row["system"]: row for row in content["rows"] if row["link"] == "loopback"}
 
@@ -69,8 +70,8 @@ def test_the_cost_model_is_beside_what_was_measured(results):
 
 def test_the_page_has_what_stands_around_its_marks(results, run, run_well, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{benchmark_page.BEGIN}\nold\n{benchmark_page.END}\nafter\n")
-    arguments = ("benchmark_page", f"--results={results}")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    arguments = ("benchmarks.page", f"--results={results}")
     run_well(*arguments, f"--page={page}")
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
@@ -91,7 +92,7 @@ def test_the_page_has_limited_links_beside_loopback(results):
         ("bare all-reduce", "sync_ms", 4321.0),
     ):
         content["rows"].append({**rows[name], key: value, f"{key}_range": [value, value]})
-    text = benchmark_page.section(content)
+    text = section(content)
     assert text.count("| system | loopback | 100 Mbit/s |") == 2
     by_link = text.split("| system | loopback | 100 Mbit/s |", 1)[1].split("The cost model")[0]
     (trained,) = [line for line in by_link.splitlines() if line.startswith("| tfpara, period 1 |")]
@@ -114,7 +115,7 @@ def test_peers_of_pytorch_run(run_well, tmp_path):
 
 
 def test_unknown_systems_and_links_are_refused(run, tmp_path):
-    arguments = ("benchmark", "--suite=peers", f"--out={tmp_path / 'x.json'}")
+    arguments = ("benchmarks", "--suite=peers", f"--out={tmp_path / 'x.json'}")
     ended = run(*arguments, "--only=Spark", "--link_mbit=")
     assert ended.returncode == 1 and "names no system. There are: plain Keras;" in ended.err
     ended = run(*arguments, "--link_mbit=0")
@@ -189,7 +190,7 @@ def test_every_system_has_a_name_of_its_own_and_a_base():
     assert len(set(names)) == len(names)
     assert {system.alone for system in systems if system.alone} <= set(names)
     # What is timed ends with a sync, also where it is shortened for a slow link.
-    for system in [*systems, *(benchmark_peers._shortened(s, 10.0) for s in systems)]:
+    for system in [*systems, *(beside_peers._shortened(s, 10.0) for s in systems)]:
         period = system.options.get("sync_period")
         if period and system.workers == 2 and system.options["system"] == "tfpara":
             assert system.options["steps"] % period == 0

@@ -67,7 +67,7 @@ def measured(sizes: dict[str, int], steps: int, rounds: int, seconds: float) -> 
 def _measure(workers: int, options: dict[str, Any], seconds: float) -> float:
     """Pushes/s of one run: a chief, a parameter server and workers, one thread for operations."""
     command = [sys.executable, "-m", "tfpara.launch", "--ps", "1", "-n", str(workers), "--"]
-    command += ["python", "-m", "scripts.benchmark_async_worker", json.dumps(options)]
+    command += ["python", "-m", "scripts.benchmarks.asynchronous_worker", json.dumps(options)]
     environment = os.environ | {
         "TF_NUM_INTRAOP_THREADS": "1",
         "OMP_NUM_THREADS": "1",

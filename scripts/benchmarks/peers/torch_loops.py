@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from scripts.peers import process
+from scripts.benchmarks.peers import process
 
 _TIMEOUT = datetime.timedelta(seconds=120)
 

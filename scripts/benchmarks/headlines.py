@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from scripts.benchmark_systems import HOROVOD_REDUCE, HOROVOD_SYNC, ONE_WORKER, REDUCE, SYNC
+from scripts.benchmarks.systems import HOROVOD_REDUCE, HOROVOD_SYNC, ONE_WORKER, REDUCE, SYNC
 
 _SPEED = "samples_per_second"
 

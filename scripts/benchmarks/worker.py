@@ -1,6 +1,6 @@
 """One process of a benchmark: trains the papers' DNN on data in memory and prints its figures.
 
-Started by scripts.benchmark, which writes a line to its standard input when all are ready.
+Started by scripts.benchmarks, which writes a line to its standard input when all are ready.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from scripts.peers.process import peak_memory_bytes, sent_bytes, wait_for_the_others
+from scripts.benchmarks.peers.process import peak_memory_bytes, sent_bytes, wait_for_the_others
 
 
 def main(options: dict[str, Any]) -> None:

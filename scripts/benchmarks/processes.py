@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from scripts import common
-from scripts.benchmark_links import Loopback, Namespaces
+from scripts.benchmarks.links import Loopback, Namespaces
 from tfpara.cluster import Cluster
 
 _SECONDS = 600
@@ -31,7 +31,7 @@ def measure(
     workers: int,
     options: dict[str, Any],
     *,
-    module: str = "scripts.benchmark_worker",
+    module: str = "scripts.benchmarks.worker",
     python: str = sys.executable,
     place: Loopback | Namespaces | None = None,
     seconds: float = _SECONDS,

@@ -1,6 +1,6 @@
 """Tables and a plot of the suite `peers` in the documentation.
 
-    python -m scripts.benchmark_page --results=FILE.json --page=docs/benchmarks.md
+    python -m scripts.benchmarks.page --results=FILE.json --page=docs/benchmarks.md
 
 replaces what stands between the page's two marks, and writes the plot beside the page.
 """
@@ -14,11 +14,11 @@ from typing import Any
 from absl import flags
 
 from scripts import common
-from scripts.benchmark_headlines import headlines
+from scripts.benchmarks.headlines import headlines
 
 _RESULTS = flags.DEFINE_string("results", None, "JSON file of --suite=peers", required=True)
 _PAGE = flags.DEFINE_string("page", "docs/benchmarks.md", "Markdown page with the two marks")
-BEGIN = "<!-- peers: written by scripts.benchmark_page -->"
+BEGIN = "<!-- peers: written by scripts.benchmarks.page -->"
 END = "<!-- end of peers -->"
 _PLOT = "peers.svg"
 _SPEED = "samples_per_second"
@@ -29,7 +29,7 @@ def main() -> None:
     results = Path(_RESULTS.value)
     if not results.is_file():
         raise common.Failure(
-            f"--results={results} does not exist. python -m scripts.benchmark --suite=peers "
+            f"--results={results} does not exist. python -m scripts.benchmarks --suite=peers "
             f"--out={results} makes it."
         )
     content = json.loads(results.read_text())

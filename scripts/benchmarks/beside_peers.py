@@ -1,11 +1,11 @@
-"""The suite `peers` of scripts.benchmark: tfpara beside what a user would otherwise pick.
+"""The suite `peers` of scripts.benchmarks: tfpara beside what a user would otherwise pick.
 
 All train the same network (1320-6x1024-5723) on one minibatch in memory, by SGD with momentum, with
 one thread for each worker. `scaling` is the speed of two workers over that of one process of the
 same system; `ratio_to_independent` over that of two processes of plain Keras that know nothing of
 each other, in the same round. A system that is not installed, or that fails, is listed as such.
 
-The limited links are cables between two network namespaces (scripts.benchmark_links).
+The limited links are cables between two network namespaces (scripts.benchmarks.links).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any
 from absl import flags
 
 import tfpara
-from scripts import benchmark_links, common
-from scripts.benchmark_links import Loopback, Namespaces
-from scripts.benchmark_processes import measure
-from scripts.benchmark_systems import INDEPENDENT, TORCH_LOOPS, System, elements_of, systems_of
+from scripts import common
+from scripts.benchmarks import links
+from scripts.benchmarks.links import Loopback, Namespaces
+from scripts.benchmarks.processes import measure
+from scripts.benchmarks.systems import INDEPENDENT, TORCH_LOOPS, System, elements_of, systems_of
 
 _LINKS = flags.DEFINE_list(
     "link_mbit",
@@ -52,7 +53,7 @@ _EQUAL = 1e-6
 _SECONDS = 300.0
 
 
-def links() -> list[float]:
+def limited_mbit() -> list[float]:
     """The limited links that were asked for, in Mbit/s.
 
     Raises:
@@ -63,7 +64,7 @@ def links() -> list[float]:
     for speed in speeds:
         if not 0.1 <= speed <= 1e6:
             raise common.Failure(f"--link_mbit={speed:g} must lie between 0.1 and 1000000 Mbit/s.")
-    problem = benchmark_links.problem() if speeds else None
+    problem = links.problem() if speeds else None
     if problem:
         raise common.Failure(f"{problem}. --link_mbit= (empty) measures without limited links.")
     return speeds
@@ -93,7 +94,7 @@ def measured(
     for mbit in limits:
         label = f"{mbit:g} Mbit/s"
         limited = [_shortened(s, mbit) for s in systems if s.workers > 1 and s.name != INDEPENDENT]
-        with benchmark_links.limited(mbit, _DELAY.value) as place:
+        with links.limited(mbit, _DELAY.value) as place:
             made.append((label, mbit, place.delay_ms))
             if place.delay_ms != _DELAY.value:
                 notes.append(f"{label}: without delay, since this kernel has no netem")

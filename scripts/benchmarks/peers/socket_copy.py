@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from scripts.peers import process
+from scripts.benchmarks.peers import process
 
 _SECONDS = 60.0
 

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
-TENSORFLOW_LOOPS, TORCH_LOOPS = "scripts.peers.tensorflow_loops", "scripts.peers.torch_loops"
+TENSORFLOW_LOOPS = "scripts.benchmarks.peers.tensorflow_loops"
+TORCH_LOOPS = "scripts.benchmarks.peers.torch_loops"
 PLAIN, INDEPENDENT = "plain Keras", "plain Keras, independent"
 ONE_WORKER = "tfpara, one worker"
 SOCKET, HOROVOD_REDUCE, REDUCE = "bare socket copy", "bare Horovod all-reduce", "bare all-reduce"
@@ -36,7 +37,7 @@ class System:
     name: str
     workers: int
     options: dict[str, Any]
-    module: str = "scripts.benchmark_worker"
+    module: str = "scripts.benchmarks.worker"
     alone: str | None = None
     package: str | None = None
     family: str = "peer"
@@ -159,7 +160,7 @@ def _exchanges(sizes: dict[str, int], syncs: int) -> list[System]:
     ] + [
         reference(REDUCE, 2, {**bare, "system": "all_reduce", "bucket_bytes": 8 << 20}),
         reference(HOROVOD_REDUCE, 2, horovod, TENSORFLOW_LOOPS, package=_HOROVOD),
-        reference(SOCKET, 2, {**bare, "system": "copy"}, "scripts.peers.socket_copy"),
+        reference(SOCKET, 2, {**bare, "system": "copy"}, "scripts.benchmarks.peers.socket_copy"),
     ]
 
 

@@ -1,4 +1,6 @@
-"""One process of the benchmark of parameter servers: `... -m scripts.benchmark_async_worker JSON`.
+"""One process of the benchmark of parameter servers.
+
+    python -m scripts.benchmarks.asynchronous_worker JSON
 
 The system "tfpara" trains with `tfpara.AsyncStrategy`; "stock" is the loop that TensorFlow's guide
 shows: `ParameterServerStrategy`, a scheduled function for each step, Keras' optimizer in it. Both

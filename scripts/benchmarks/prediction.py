@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from scripts.benchmark_systems import INDEPENDENT, ONE_WORKER, PLAIN, REDUCE
+from scripts.benchmarks.systems import INDEPENDENT, ONE_WORKER, PLAIN, REDUCE
 from tfpara.planner import Costs, Link, calibrated_link
 
 # Bytes of a weight on the wire, over those of float32.

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from models.dnn import dnn
-from scripts.peers import process
+from scripts.benchmarks.peers import process
 
 
 def main(options: dict[str, Any]) -> dict[str, Any]:

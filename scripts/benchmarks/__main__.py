@@ -1,0 +1,307 @@
+"""Cost, measured: `python -m scripts.benchmarks --suite=SUITE --out=FILE.json`.
+
+Suite `scaling`: the 12.5-million-parameter DNN (1320-6x1024-5723) on data in memory, one thread per
+worker. In one run and interleaved: plain Keras in one process, plain Keras in two processes that
+know nothing of each other, this strategy on one worker, and on two workers at several sync periods;
+and a bare all-reduce of the model's bytes. `ratio_to_independent` compares with the two independent
+processes of the same round.
+
+Suite `averages`: a sync of the same DNN under BMUF on two workers, with no averages and with three
+(EMA of two decays, MA), the global state replicated and sharded. `ratio_to_none` is the time of a
+sync over that without averages of the same round.
+
+Suite `memory`: bytes of global state (model, momentum, EMA and MA) that each of N replicas keeps,
+for the same DNN; N replicas are simulated on devices of one process.
+
+Suite `input`: frames/s that the input pipeline gives on one core, from a corpus (--corpus), and
+frames/s that training the demo's model (4x512) takes on one core. `ratio_to_training` is the one
+over the other of the same round.
+
+Suite `async`: pushes/s of one and two workers with one parameter server, of tfpara.AsyncStrategy
+and of TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is of the same
+round.
+
+Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
+and on limited links; see scripts.benchmarks.beside_peers. `predictions` has what the cost model
+says. scripts.benchmarks.page puts the results into the documentation.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+import tfpara
+from scripts import common
+from scripts.benchmarks import asynchronous, beside_peers
+from scripts.benchmarks.headlines import headlines
+from scripts.benchmarks.prediction import costs_of, predictions
+from scripts.benchmarks.processes import measure
+from scripts.benchmarks.systems import elements_of
+from tfpara.planner import Link
+
+_SUITE = flags.DEFINE_enum(
+    "suite",
+    "scaling",
+    ["scaling", "averages", "memory", "input", "peers", "async"],
+    "what to measure",
+)
+_OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "times that everything is measured", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", 256, "minibatch of each replica, in samples", lower_bound=1)
+_PERIODS = flags.DEFINE_list(
+    "sync_periods", ["1", "5", "20", "80"], "sync periods, in minibatches of each replica"
+)
+_STEPS = flags.DEFINE_integer(
+    "steps", 160, "timed minibatches at the longest period; shorter ones take fewer", lower_bound=1
+)
+_CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus, for suite input")
+_REPLICAS = flags.DEFINE_list(
+    "replicas", ["1", "2", "4", "8"], "numbers of replicas of the suite memory"
+)
+_QUICK = flags.DEFINE_bool(
+    "quick", False, "suite peers: one round, two sync periods, loopback only"
+)
+_SIZES = {
+    "inputs": flags.DEFINE_integer("inputs", 1320, "width of an input frame", lower_bound=1),
+    "layers": flags.DEFINE_integer("layers", 6, "hidden layers", lower_bound=0),
+    "width": flags.DEFINE_integer("width", 1024, "units of a hidden layer", lower_bound=1),
+    "classes": flags.DEFINE_integer("classes", 5723, "output classes", lower_bound=2),
+}
+
+
+def main() -> None:
+    """Measures, prints the table and writes the JSON file."""
+    # So that processes, and the namespaces of limited links, end with the benchmark.
+    common.exit_on_sigterm()
+    out = Path(_OUT.value)
+    if not out.parent.is_dir():
+        raise common.Failure(f"--out={out}: there is no folder {out.parent}. Make it first.")
+    if _SUITE.value == "peers":
+        _peers(out)
+        return
+    if _SUITE.value == "async":
+        _async(out)
+        return
+    systems = {
+        "scaling": _scaling_systems,
+        "averages": _averages_systems,
+        "memory": _memory_systems,
+        "input": _input_systems,
+    }[_SUITE.value]()
+    systems = {name: systems[name] for name in beside_peers.chosen(list(systems))}
+    rounds: list[dict[str, dict[str, Any]]] = []
+    for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
+        measured = {}
+        for name, (workers, options) in systems.items():
+            measured[name] = measure(workers, options)
+            print(f"round {number + 1}  {name}: {_short(measured[name])}", flush=True)
+        rounds.append(measured)
+    rows = [_row(name, *systems[name], rounds) for name in systems]
+    common.write_json(out, {**_conditions(), "rows": rows})
+    _print_table(rows)
+
+
+def _peers(out: Path) -> None:
+    sizes = {"batch": _BATCH.value, **_sizes()}
+    periods, rounds, steps = _periods(), _ROUNDS.value, _STEPS.value
+    if _QUICK.value:
+        periods, rounds, steps = [min(periods), max(periods) // 4 or 1], 1, max(2, steps // 4)
+    links = [] if _QUICK.value else beside_peers.limited_mbit()
+    conditions = _conditions()
+    conditions["versions"] |= beside_peers.versions()
+    model_bytes = 4 * elements_of(sizes)
+    # Written after each link: the slow ones take long.
+    for found in beside_peers.measured(sizes, periods, steps, rounds, links):
+        rows = found["rows"]
+        costs = costs_of(rows, sizes["batch"], model_bytes, beside_peers.LOOPBACK)
+        limited = {name: Link.of_mbit(mbit, delay) for name, mbit, delay in found["links"]}
+        predicted = predictions(rows, costs, sizes["batch"], limited) if costs else []
+        results = {"rows": rows, "notes": found["notes"], "predictions": predicted}
+        common.write_json(out, {**conditions, "sizes": sizes, "rounds": rounds, **results})
+    _print_table(rows)
+    print("\n".join(headlines(rows)))
+    for row in predicted:
+        print(
+            f"{row['link']:12} {row['system']:34} predicted "
+            f"{row['predicted_samples_per_second']:.0f} samples/s, measured / predicted "
+            f"{row['measured_over_predicted']:.2f}"
+        )
+
+
+def _async(out: Path) -> None:
+    sizes = {"batch": _BATCH.value, **_sizes()}
+    steps = max(4, _STEPS.value // 4)
+    found = asynchronous.measured(sizes, steps, _ROUNDS.value, seconds=600.0)
+    results = {"sizes": sizes, "rounds": _ROUNDS.value, "steps": steps, **found}
+    common.write_json(out, {**_conditions(), **results})
+
+
+def _conditions() -> dict[str, Any]:
+    return {
+        "suite": _SUITE.value,
+        "machine": _machine(),
+        "versions": {
+            "tfpara": tfpara.__version__,
+            **{p: metadata.version(p) for p in ("tensorflow", "keras", "numpy")},
+        },
+    }
+
+
+def _sizes() -> dict[str, int]:
+    return {name: flag.value for name, flag in _SIZES.items()}
+
+
+def _periods() -> list[int]:
+    with common.bad_input():
+        return [int(period) for period in _PERIODS.value]
+
+
+def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    """Name → (processes, options of each)."""
+    periods = _periods()
+    longest = max(periods)
+    steps = max(8, _STEPS.value // 4)
+    plain = {"system": "plain", "sync_period": None, "batch": _BATCH.value, "steps": steps}
+    plain |= _sizes()
+    systems: dict[str, tuple[int, dict[str, Any]]] = {
+        "plain Keras": (1, plain),
+        "plain Keras, independent": (2, plain),
+        "tfpara, one worker": (
+            1,
+            {**plain, "system": "tfpara", "sync_period": steps, "first": 1},
+        ),
+        "bare all-reduce": (
+            2,
+            {
+                "system": "all_reduce",
+                "elements": elements_of(_sizes()),
+                "bucket_bytes": 8 << 20,
+                "steps": 21,
+            },
+        ),
+    }
+    for period in periods:
+        blocks = max(1, round(_STEPS.value * (period / longest) ** 0.5 / period))
+        options = {"system": "tfpara", "sync_period": period, "steps": blocks * period}
+        systems[f"tfpara, period {period}"] = (2, {**plain, **options})
+    return systems
+
+
+def _averages_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    common_options = {"system": "syncs", "syncs": max(3, _STEPS.value // 4), **_sizes()}
+    return {
+        f"{aggregation}, {averages} averages": (
+            2,
+            {**common_options, "strategy": {"aggregation": aggregation}, "averages": averages},
+        )
+        for aggregation in ("replicated", "sharded")
+        for averages in ("no", "three")
+    }
+
+
+def _memory_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    return {
+        f"{aggregation}, {replicas} replica{'s' * (replicas > 1)}": (
+            1,
+            {
+                "system": "memory",
+                "replicas": replicas,
+                "aggregation": aggregation,
+                **_sizes(),
+            },
+        )
+        for aggregation in ("replicated", "sharded")
+        for replicas in map(int, _REPLICAS.value)
+    }
+
+
+def _input_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    if _CORPUS.value is None:
+        raise common.Failure(
+            "--suite=input reads a corpus. Give --corpus=DIR; python -m scripts.prepare_speech "
+            "makes one."
+        )
+    options = {"system": "input", "corpus": _CORPUS.value, "batch": _BATCH.value}
+    training = {**options, "system": "training", "steps": _STEPS.value}
+    return {"input pipeline": (1, options), "training, data in memory": (1, training)}
+
+
+def _row(
+    name: str, workers: int, options: dict[str, Any], rounds: list[dict[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Medians over the rounds, with the smallest and largest value of each."""
+    row: dict[str, Any] = {
+        "system": name,
+        "workers": workers,
+        "sync_period": options.get("sync_period"),
+    }
+    values = {key: [r[name][key] for r in rounds] for key in rounds[0][name]}
+    bases = {
+        "ratio_to_independent": ("samples_per_second", "plain Keras, independent"),
+        "ratio_to_plain": ("samples_per_second", "plain Keras"),
+        "ratio_to_training": ("frames_per_second", "training, data in memory"),
+    }
+    if options["system"] == "syncs":
+        none = f"{options['strategy']['aggregation']}, no averages"
+        bases["ratio_to_none"] = ("sync_ms", none)
+    for ratio, (key, base) in bases.items():
+        if key in values and base in rounds[0]:  # --only may leave it out
+            measured = [r[base][key] for r in rounds]
+            values[ratio] = [a / b for a, b in zip(values[key], measured, strict=True)]
+    for key, series in values.items():
+        row[key] = statistics.median(series)
+        row[f"{key}_range"] = [min(series), max(series)]
+    return row
+
+
+def _machine() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform()}
+
+
+def _short(figures: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+
+
+_COLUMNS = {  # key: (title, width, format)
+    "samples_per_second": ("samples/s", 10, ".0f"),
+    "ratio_to_independent": ("/independent", 12, ".3f"),
+    "ratio_to_plain": ("/plain", 7, ".3f"),
+    "sync_ms": ("sync ms", 8, ".0f"),
+    "wait_ms": ("wait ms", 8, ".0f"),
+    "ratio_to_none": ("/no averages", 12, ".3f"),
+    "frames_per_second": ("frames/s", 10, ".0f"),
+    "ratio_to_training": ("/training", 9, ".1f"),
+    "state_bytes": ("bytes per replica", 17, ",.0f"),
+    "scaling": ("scaling", 7, ".2f"),
+    "bytes_per_sample": ("sent/sample", 11, ",.0f"),
+    "peak_memory_bytes": ("peak bytes", 13, ",.0f"),
+}
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    columns = {key: c for key, c in _COLUMNS.items() if any(key in row for row in rows)}
+    titles = " ".join(f"{title:>{width}}" for title, width, _ in columns.values())
+    several_links = len({row.get("link") for row in rows}) > 1
+    print(f"\n{'system':34} {'workers':>7} {titles}")
+    for row in rows:
+        cells = [(row.get(key), width, form) for key, (_, width, form) in columns.items()]
+        text = " ".join(f"{'-' if v is None else format(v, f):>{w}}" for v, w, f in cells)
+        absent = row.get("missing") or row.get("failed")
+        link = f"  {row['link']}" if several_links else ""
+        print(f"{row['system']:34} {row['workers']:>7} {absent or text}{link}")
+
+
+if __name__ == "__main__":
+    common.run(main)
