@@ -47,7 +47,18 @@ setup(
         ],
         "io": ["tensorflow-io"],
         "plot": ["matplotlib"],
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            # Schemas for docs/engines/kubernetes.
+            "kubeflow-trainer-api",
+            "pydantic>=2.12",
+            "pyyaml",
+        ],
     },
     entry_points={"console_scripts": ["tfpara-launch = tfpara.launch:main"]},
 )

@@ -74,7 +74,7 @@ else
       optimizers/test_{ng_sgd,ng_sgd_on_cluster,online_natural_gradient}.py \
       parameter_server/test_{async_cluster,choices,chunks,going_on,launch_ps,lobby,local_steps}.py \
       parameter_server/test_{fit,random_events,simulation,steps,turns}.py \
-      test_{callbacks,cluster,docs,files,launch,main,models,planner,pretraining}.py \
+      test_{callbacks,cluster,docs,files,kubernetes,launch,main,models,planner,pretraining}.py \
       test_{schedule_callbacks,schedules_resumed,security}.py; do
     pytest_arguments+=("--ignore=tests/$name")
   done
