@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
+from tfpara.algorithms.rule import Average
 from tfpara.cluster.place import Purpose
+from tfpara.typing import Json
+
+
+class StateHolder(Protocol):
+    """An object whose state checkpoints keep."""
+
+    def get_state(self) -> Json:
+        """What JSON can carry."""
+
+    def set_state(self, state: Json) -> None:
+        """Takes it back."""
 
 
 class Strategy:
@@ -60,7 +72,7 @@ class Strategy:
         return None
 
     @property
-    def averages(self) -> Mapping[str, Any]:
+    def averages(self) -> Mapping[str, Average]:
         """The averages of the global model, by name."""
         return {}
 
@@ -78,7 +90,7 @@ class Strategy:
         """Counts of what was synchronised; None where nothing is."""
         return None
 
-    def keep_state(self, name: str, holder: Any) -> None:
+    def keep_state(self, name: str, holder: StateHolder) -> None:
         """Has the state of an object kept in checkpoints, where the strategy has any.
 
         Args:
@@ -86,7 +98,7 @@ class Strategy:
             holder: `get_state()` returns what JSON can carry, `set_state(state)` takes it back.
         """
 
-    def everyones(self, value: Any, purpose: Purpose) -> list[Any]:
+    def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
         """What each process that runs callbacks has, by rank; all of them must call it.
 
         Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+from tfpara.algorithms.rule import Average
 from tfpara.whole_number import checked_whole
 
 
@@ -272,6 +273,11 @@ class AsyncEASGD:
     def move(self, local: Any, global_model: Any) -> Any:
         """α(w − W): what the local model loses and the global one gains."""
         return self.elasticity * (local - global_model)
+
+
+AsyncRule: TypeAlias = ASGD | Downpour | AsyncEASGD
+# What an asynchronous run averages by.
+AsyncAverage: TypeAlias = Average | RunningThenMean
 
 
 def _check_bound(bound: int | None) -> None:

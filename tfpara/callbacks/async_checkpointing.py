@@ -21,6 +21,7 @@ from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
 from tfpara.cluster import exit_codes
 from tfpara.strategy import Strategy
+from tfpara.typing import Logs
 
 # What older checkpoints do not hold.
 _LATER = ("books/minibatches", "local_rate")
@@ -86,7 +87,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         if Strategy.of(self.model).running is None:
             raise ValueError(
                 "AsyncCheckpoint works in the fit of a tfpara.AsyncStrategy. With others, use "
@@ -105,18 +106,18 @@ class AsyncCheckpoint(keras.callbacks.Callback):
             self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
         self._saved_at = time.monotonic()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         minutes = (time.monotonic() - self._saved_at) / 60.0
         if self._asked_to_end or minutes > (self._every_minutes or float("inf")):
             with self._running.paused():
                 self._save(self._running.epoch, within=True)
                 self._leave_if_asked()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self._save(epoch + 1)
         self._leave_if_asked()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         if self.model.stop_training:
             self._save(self._running.epoch, finished=True)
         self._stand_down()

@@ -18,6 +18,7 @@ from tfpara.cluster.place import of_callback
 from tfpara.sync.reports import Request
 from tfpara.sync.statistics import Agreement
 from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.typing import Logs
 
 _WISHES = of_callback("StopTogether")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other
@@ -116,7 +117,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
         if not isinstance(strategy, PeriodicSyncStrategy):
             raise ValueError(
@@ -152,7 +153,7 @@ class Checkpoint(keras.callbacks.Callback):
         # As Keras' BackupAndRestore does it; `fit` begins there.
         self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         resumed, self._resumed = self._resumed, None
         self.model._initial_epoch = None
         first = steps = 0
@@ -174,10 +175,10 @@ class Checkpoint(keras.callbacks.Callback):
         if self._saved is None or self._saved[:1] < (epoch,):
             self._save_at_boundary()
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._ask()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps = self._steps_before + batch + 1
         # Where a replica's data have ended its worker is in a sync, not here.
         agreement = self._watch.after_batch(self.model, batch, self._is_due)
@@ -190,7 +191,7 @@ class Checkpoint(keras.callbacks.Callback):
         by_number = self._every_syncs and agreement.syncs - self._saved_syncs >= self._every_syncs
         return bool(by_number) or agreement.request in _ANSWERED
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         try:
             if self._in_epoch:
                 self._in_epoch = False
@@ -287,7 +288,7 @@ class StopTogether(keras.callbacks.Callback):
         self._watch = SyncWatch()
         self._asked = False  # since the last answer
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
             raise ValueError(
                 "StopTogether needs a model of a tfpara.PeriodicSyncStrategy. In the fit of a "
@@ -302,10 +303,10 @@ class StopTogether(keras.callbacks.Callback):
             self._asked = False
             self.model.distribute_strategy.answered()
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._watch.begin(self.model)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self.model.stop_training:
             self.model.stop_training = False
             self.model.distribute_strategy.request(Request.STOP)
@@ -313,7 +314,7 @@ class StopTogether(keras.callbacks.Callback):
         if self._watch.after_batch(self.model, batch, lambda a: a.request == Request.STOP):
             self.model.stop_training = True
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
         asked = strategy.extended.synchronizer_of(self.model).agreement().request == Request.STOP
         mine = bool(self.model.stop_training) or asked

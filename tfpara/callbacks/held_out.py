@@ -20,6 +20,7 @@ from tfpara.cluster.place import of_callback
 from tfpara.keras_model import carried_states
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.typing import Logs
 
 _LENGTH = of_callback("HeldOut")
 
@@ -102,7 +103,7 @@ class HeldOut(keras.callbacks.Callback):
         if "global" in self._which:  # The one whose results have the short names.
             self._which.sort(key=lambda which: which != "global")
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._epoch, self._done = epoch, 0
         strategy = Strategy.of(self.model)
         self._steps_before = strategy.steps_resumed(epoch)
@@ -114,7 +115,7 @@ class HeldOut(keras.callbacks.Callback):
         if self._table and strategy.is_chief:
             self._table.cut(epoch + self._part(self._steps_before))
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self._times == 1 or self._done >= self._times - 1:
             return
         steps = self._steps_before + batch + 1
@@ -124,7 +125,7 @@ class HeldOut(keras.callbacks.Callback):
             with self._epoch_kept():
                 self._score(self._epoch + self._part(steps))
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         results = self._score(float(epoch + 1))
         if logs is None:
             return

@@ -17,6 +17,7 @@ from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
 from tfpara.strategy import Strategy
 from tfpara.sync.training_state import TrainingState
+from tfpara.typing import Logs
 
 _TRIED = of_callback("SearchRate")
 
@@ -79,7 +80,7 @@ class SearchRate(Schedule):
         super().set_state(state)
         self._restored_epoch = state["epoch"]
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_begin(epoch)
         restored, self._restored_epoch = self._restored_epoch, None
         self._epoch = epoch
@@ -96,7 +97,7 @@ class SearchRate(Schedule):
         tried = ", ".join(f"{r:.4g}: {x:.4g}" for r, x in zip(rates, losses, strict=True))
         self.say(epoch, f"learning rate {chosen:.4g}, of losses {tried}.")
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         self._epoch = -1
 

@@ -18,6 +18,7 @@ from tfpara import fit_call
 from tfpara.schedules import Piecewise
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.typing import Logs
 from tfpara.whole_number import checked_whole
 
 
@@ -55,12 +56,12 @@ class Schedule(keras.callbacks.Callback):
         """Goes on from a saved state; its learning rate is set when the next epoch begins."""
         self._restored_rate = state.get("learning_rate")
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._restored_rate is not None:
             self.model.optimizer.learning_rate = self._restored_rate
             self._restored_rate = None
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is not None and self._sets_rate:
             logs["learning_rate"] = learning_rate(self.model)
 
@@ -113,7 +114,7 @@ class LearningRate(Schedule):
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._restored = (state["epoch"], state["steps"])
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         restored, self._restored = self._restored, None
         self._epoch = epoch
         self._done = restored[1] if restored and restored[0] == epoch else 0
@@ -125,14 +126,14 @@ class LearningRate(Schedule):
         if self._rate != before:
             self.say(epoch, f"learning rate {self._rate:.4g}.")
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         if self._steps is not None:
             self._set(self._epoch + self._share(self._before + batch))
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._done = self._before + batch + 1
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         self._epoch = -1  # a checkpoint from here on belongs to no epoch's middle
 
@@ -191,16 +192,16 @@ class SyncPeriod(Schedule):
                 "tfpara.PeriodicSyncStrategy."
             )
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         close_block(self.model)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         strategy, period = self.model.distribute_strategy, self._periods(epoch)
         if period != strategy.sync_period:
             self.say(epoch, f"syncs every {period} minibatches.")
             strategy.set_sync_period(period)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is not None:
             logs["sync_period"] = self._periods(epoch)
 

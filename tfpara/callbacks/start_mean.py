@@ -9,6 +9,7 @@ import keras
 from tfpara.algorithms import RunningThenMean
 from tfpara.callbacks.held_out import evaluate
 from tfpara.strategy import Strategy
+from tfpara.typing import Logs
 
 
 class StartMean(keras.callbacks.Callback):
@@ -57,14 +58,14 @@ class StartMean(keras.callbacks.Callback):
             )
         strategy.keep_state("start_mean", self)
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         self._scored = 0  # A checkpoint's state is restored after this.
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         running = self.model.distribute_strategy.running
         self._compare(running.epoch * running.num_chunks + running.chunks_done)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         running = self.model.distribute_strategy.running
         self._compare((epoch + 1) * running.num_chunks)
         if logs is not None:

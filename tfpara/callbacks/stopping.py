@@ -11,6 +11,7 @@ from tfpara.callbacks.held_out import HeldOut
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.schedules import NewbobRule, NewbobState, OverfittingRule, OverfittingState
 from tfpara.sync.training_state import TrainingState
+from tfpara.typing import Logs
 
 
 class Newbob(Schedule):
@@ -87,18 +88,18 @@ class Newbob(Schedule):
             if scores is not None:
                 scores.set_model(model)
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._first is not None and self._state.score is None:
             scores: dict[str, Any] = {}
             self._first.on_epoch_end(-1, scores)
             self._state = self._rule.update(self._state, self._score(scores))
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_begin(epoch)
         if self._rule.reject_worse:
             self._kept = TrainingState(self.model)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         logs = {} if logs is None else logs
         if self._held_out is not None:
             self._held_out.on_epoch_end(epoch, logs)
@@ -176,7 +177,7 @@ class OverfittingGuard(Schedule):
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._state = OverfittingState(**{f: state[f] for f in OverfittingState._fields})
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         training, validation = (self._error(logs or {}, key) for key in self._keys)
         self._state = self._rule.update(self._state, training, validation)
         if self._state.stopped:

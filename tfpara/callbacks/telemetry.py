@@ -13,6 +13,7 @@ from tfpara import fit_call
 from tfpara.callbacks.scalars import Scalars
 from tfpara.strategy import Strategy
 from tfpara.sync.statistics import SyncStatistics
+from tfpara.typing import Logs
 
 
 class Telemetry(keras.callbacks.Callback):
@@ -53,24 +54,24 @@ class Telemetry(keras.callbacks.Callback):
         self._staleness: Any = None  # pushes of the last epoch by staleness
         self._steps = 0
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._write()
         self._first = None
         self._steps = 0
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps = batch + 1
         if self._first is None:
             self._first = self._mark()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is None or self._first is None:
             return
         logs.update(self._measured(self._first, self._mark()))
         # Written later: by then the callbacks after this one have added theirs to the same log.
         self._unwritten = (epoch, logs)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         self._write()
 
     def _mark(self) -> _Mark:

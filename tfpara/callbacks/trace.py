@@ -16,6 +16,7 @@ from tfpara import files, fit_call, traces
 from tfpara.cluster.place import Purpose
 from tfpara.strategy import Strategy
 from tfpara.sync import keras_hooks
+from tfpara.typing import Logs
 from tfpara.whole_number import checked_whole
 
 # Around the second sync: the first one compiles.
@@ -67,17 +68,17 @@ class Trace(keras.callbacks.Callback):
         self._recording = False
         keras_hooks.watch_fit()
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         period = Strategy.of(self.model).sync_period
         self._first, self._last = self._steps or _around_the_second_sync(period)
         self._spans: list[traces.Span] | None = None
         self._before = self._done = 0
         fit_call.at_end(self._give_up)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._before = self._done
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         step = self._before + batch
         if not self._recording and self._spans is None and step >= self._first:
             self._start()
@@ -88,7 +89,7 @@ class Trace(keras.callbacks.Callback):
             )
             self._mark.__enter__()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._done = self._before + batch + 1
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
@@ -103,7 +104,7 @@ class Trace(keras.callbacks.Callback):
             self._recording = False
             tf.profiler.experimental.stop(save=False)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         if self._recording:
             self._stop()
         if self._spans is None:

@@ -12,6 +12,7 @@ from tfpara import fit_call
 from tfpara.callbacks.schedule import Schedule, close_block
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.typing import Logs
 from tfpara.whole_number import checked_whole
 
 
@@ -99,7 +100,7 @@ class WarmStart(Schedule):
                 "tfpara.PeriodicSyncStrategy."
             )
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         fit_call.at_end(self._give_up)
         close_block(self.model)
 
@@ -109,7 +110,7 @@ class WarmStart(Schedule):
             self._alone = False
             self.model.distribute_strategy.extended.set_sync_period(self._period)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
         if epoch < self._epochs and isinstance(strategy, PeriodicSyncStrategy):
             if strategy.sync_period is not None:
@@ -117,7 +118,7 @@ class WarmStart(Schedule):
             self._alone = True
             strategy.set_sync_period(None)
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         period = Strategy.of(self.model).sync_period
         if self._alone and period is not None:
             raise RuntimeError(
@@ -125,7 +126,7 @@ class WarmStart(Schedule):
                 "must not sync. Set it when they are over."
             )
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if not self._alone:
             return
         strategy = self.model.distribute_strategy

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.server import Push
 
 # Staler pushes are counted together with those of this staleness.
 LARGEST_STALENESS = 255
@@ -56,7 +59,7 @@ class Books:
         self.samples = counter([])
         self.minibatches = counter([])
         self.halted = tf.Variable(False, trainable=False)
-        self._log: Any = None
+        self._log: tf.lookup.experimental.MutableHashTable | None = None
         if record:
             self._log = tf.lookup.experimental.MutableHashTable(
                 tf.int64, tf.int64, tf.constant([-1, -1, -1], tf.int64)
@@ -72,7 +75,7 @@ class Books:
         """No chunk of the new epoch is finished."""
         self.finished.assign(tf.zeros_like(self.finished))
 
-    def changes(self, push: Any, staleness: tf.Tensor) -> list[Change]:
+    def changes(self, push: Push, staleness: tf.Tensor) -> list[Change]:
         """What a push changes; inside the lock."""
         row = tf.minimum(staleness, LARGEST_STALENESS)
         one = tf.ones([], tf.int64)
@@ -83,7 +86,7 @@ class Books:
             (self.minibatches, self.minibatches + push.minibatches),
         ]
 
-    def record(self, push: Any, staleness: tf.Tensor, pulled: tf.Tensor) -> None:
+    def record(self, push: Push, staleness: tf.Tensor, pulled: tf.Tensor) -> None:
         """Keeps a line for a push, if lines are kept; inside the lock."""
         if self._log is not None:
             line = tf.stack([push.worker, push.place.chunk, pulled])
@@ -150,19 +153,19 @@ class Progress:
         """Whether this is the epoch."""
         return tf.equal(self._epoch, epoch)
 
-    def next_is(self, push: Any) -> tf.Tensor:
+    def next_is(self, push: Push) -> tf.Tensor:
         """Whether a push has the next minibatches of its chunk."""
         done = tf.gather(self.done.read_value(), push.place.chunk)
         return tf.logical_and(self.is_of(push.place.epoch), tf.equal(done, push.place.start))
 
-    def includes(self, push: Any) -> tf.Tensor:
+    def includes(self, push: Push) -> tf.Tensor:
         """Whether the minibatches of a push are in."""
         done = tf.gather(self.done.read_value(), push.place.chunk)
         return tf.logical_and(
             self.is_of(push.place.epoch), done >= push.place.start + push.minibatches
         )
 
-    def change(self, push: Any) -> Change:
+    def change(self, push: Push) -> Change:
         """What having them in changes."""
         return _counted(self.done, push.place.chunk, push.minibatches)
 

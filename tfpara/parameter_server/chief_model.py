@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
+from tfpara.typing import Array, Variable
 
 
 class ChiefModel:
@@ -128,16 +128,16 @@ class ChiefModel:
         return go_back
 
 
-def _values(variables: Sequence[Any]) -> list[tf.Tensor]:
+def _values(variables: Sequence[Variable]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(v.value) for v in variables]
 
 
-def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(tf.identity(value))
 
 
-def _differ(variables: Sequence[Any], values: Sequence[Any]) -> list[int]:
+def _differ(variables: Sequence[Variable], values: Sequence[Array]) -> list[int]:
     """Which variables have other values now."""
     pairs = zip(variables, values, strict=True)
     return [k for k, (v, value) in enumerate(pairs) if not np.array_equal(v.numpy(), value)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +14,7 @@ from tfpara.parameter_server.repeatable import (
     check_seeds,
 )
 from tfpara.steps import without_tuner
+from tfpara.typing import Data, Nest
 from tfpara.whole_number import checked_whole
 
 
@@ -47,7 +47,7 @@ class Chunks:
         self,
         count: int,
         dataset: Callable[..., tf.data.Dataset],
-        arguments: Callable[[int, int], tuple[Any, ...]] | None = None,
+        arguments: Callable[[int, int], tuple[Nest, ...]] | None = None,
         num_minibatches: int | None = None,
     ) -> None:
         self.count = _positive("count", count, 1)
@@ -55,7 +55,7 @@ class Chunks:
         self._dataset = dataset
         self._arguments = arguments
 
-    def dataset(self, epoch: Any, chunk: Any, *arguments: Any) -> tf.data.Dataset:
+    def dataset(self, epoch: tf.Tensor, chunk: tf.Tensor, *arguments: Nest) -> tf.data.Dataset:
         """The minibatches of a chunk."""
         in_order = tf.data.Options()
         in_order.deterministic = True
@@ -63,13 +63,13 @@ class Chunks:
         return without_tuner(dataset.with_options(in_order))
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Nest:
         """What a minibatch looks like."""
         zero = tf.zeros([], tf.int64)
         arguments = tf.nest.map_structure(tf.convert_to_tensor, self.arguments(0, 0))
         return self.dataset(zero, zero, *arguments).element_spec
 
-    def arguments(self, epoch: int, chunk: int) -> tuple[Any, ...]:
+    def arguments(self, epoch: int, chunk: int) -> tuple[Nest, ...]:
         """The arrays that go with a chunk."""
         return () if self._arguments is None else tuple(self._arguments(epoch, chunk))
 
@@ -95,10 +95,10 @@ class Chunks:
 
 
 def as_chunks(
-    x: Any,
-    y: Any = None,
+    x: Data,
+    y: Data = None,
     *,
-    sample_weight: Any = None,
+    sample_weight: Data = None,
     batch_size: int | None = None,
     shuffle: bool = True,
     class_weight: Mapping[int, float] | None = None,
@@ -149,7 +149,7 @@ def _check(chunks: Chunks) -> None:
     """Refuses chunks that would be others when they are taken up again."""
 
     @tf.function(autograph=False)
-    def read(*place_and_arguments: Any) -> tf.Tensor:
+    def read(*place_and_arguments: Nest) -> tf.Tensor:
         # The global seed would stand where shuffles have none of their own.
         tf.compat.v1.get_default_graph().seed = None
         return tf.data.experimental.to_variant(chunks.dataset(*place_and_arguments))
@@ -165,7 +165,7 @@ def _positive(name: str, value: int | None, default: int) -> int:
     return default if value is None else checked_whole(name, value)
 
 
-def _refuse(kind: str, **given: Any) -> None:
+def _refuse(kind: str, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name} does not go with x of the type {kind}, which has it inside.")
@@ -184,7 +184,7 @@ def _of_dataset(dataset: tf.data.Dataset, count: int, order: Sequence[int]) -> C
         del chunk
         return (program.seeds(order, epoch),)
 
-    def part(epoch: Any, chunk: Any, seeds: Any) -> tf.data.Dataset:
+    def part(epoch: tf.Tensor, chunk: tf.Tensor, seeds: tf.Tensor) -> tf.data.Dataset:
         del epoch
         return program.dataset(seeds).shard(count, chunk)
 
@@ -194,7 +194,7 @@ def _of_dataset(dataset: tf.data.Dataset, count: int, order: Sequence[int]) -> C
 
 
 def _of_arrays(
-    data: Any, batch_size: int, shuffle: bool, count: int, order: Sequence[int]
+    data: Data, batch_size: int, shuffle: bool, count: int, order: Sequence[int]
 ) -> Chunks:
     data = tf.nest.map_structure(np.asarray, data)
     arrays = tf.nest.flatten(data)
@@ -220,7 +220,7 @@ def _of_arrays(
         bounds = np.arange(count + 1) * minibatches // count * batch_size
         return (rows[bounds[chunk] : bounds[chunk + 1]],)
 
-    def part(epoch: Any, chunk: Any, rows: Any) -> tf.data.Dataset:
+    def part(epoch: tf.Tensor, chunk: tf.Tensor, rows: tf.Tensor) -> tf.data.Dataset:
         del epoch, chunk
         return (
             tf.data.Dataset.from_tensor_slices(rows)
@@ -237,7 +237,7 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
     classes = range(max(class_weight) + 1)
     table = np.asarray([class_weight.get(c, 1.0) for c in classes], np.float32)
 
-    def weigh(*data: Any) -> tuple[Any, ...]:
+    def weigh(*data: Nest) -> tuple[Nest, ...]:
         if len(data) != 2 or isinstance(data[1], dict | tuple | list):
             raise ValueError("class_weight needs minibatches (x, y) with one array of labels.")
         x, y = data
@@ -246,7 +246,7 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
         known = tf.minimum(labels, len(table) - 1)
         return x, y, tf.where(labels < len(table), tf.gather(table, known), 1.0)
 
-    def part(*arguments: Any) -> tf.data.Dataset:
+    def part(*arguments: Nest) -> tf.data.Dataset:
         return chunks.dataset(*arguments).map(weigh)
 
     weighted = Chunks(chunks.count, part, chunks.arguments, chunks.num_minibatches)

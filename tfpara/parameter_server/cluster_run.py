@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Place, Server
 from tfpara.parameter_server.work import CHUNK_STREAMS, Block, Work
+from tfpara.typing import Nest
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.work import ChooseRate
 
 
 class Cluster:
@@ -26,17 +30,19 @@ class Cluster:
 
     def __init__(
         self,
-        coordinator: Any,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
         server: Server,
         work: Work,
         chunks: Chunks,
         sync_period: int,
-        choose_rate: Callable[[tf.data.Dataset], tf.Tensor] | None = None,
+        choose_rate: ChooseRate | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._server = server
         self._chunks = chunks
-        self._scheduled: list[tuple[tuple[int, int], Any]] = []  # places and results to come
+        self._scheduled: list[
+            tuple[tuple[int, int], tf.distribute.coordinator.RemoteValue]
+        ] = []  # places and results to come
         self._train = chunk_function(server, work, chunks, sync_period, choose_rate)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
@@ -97,7 +103,7 @@ class _At(NamedTuple):
         go: whether to go on, after the last push.
     """
 
-    element: Any
+    element: tf.experimental.Optional
     own: list[tf.Tensor]
     done: tf.Tensor
     go: tf.Tensor
@@ -108,8 +114,8 @@ def chunk_function(
     work: Work,
     chunks: Chunks,
     sync_period: int,
-    choose_rate: Callable[[tf.data.Dataset], tf.Tensor] | None = None,
-) -> Callable[..., Any]:
+    choose_rate: ChooseRate | None = None,
+) -> Callable[..., tf.Tensor]:
     """A graph function for `ClusterCoordinator.schedule`.
 
     It is called as `fn(epoch, chunk, generation, *arguments)`, with numbers and with the chunk's
@@ -128,7 +134,9 @@ def chunk_function(
     local = _LocalModel(work, server) if work.local else None
 
     @tf.function(reduce_retracing=True, autograph=False)
-    def train(epoch: Any, chunk: Any, generation: Any, *arguments: Any) -> tf.Tensor:
+    def train(
+        epoch: tf.Tensor, chunk: tf.Tensor, generation: tf.Tensor, *arguments: Nest
+    ) -> tf.Tensor:
         worker = tf.cast(
             tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
         )
@@ -170,8 +178,12 @@ def chunk_function(
 
 
 def _minibatches(
-    work: Work, block: Block, element: Any, iterator: Any, count: int
-) -> tuple[Block, Any]:
+    work: Work,
+    block: Block,
+    element: tf.experimental.Optional,
+    iterator: tf.data.Iterator,
+    count: int,
+) -> tuple[Block, tf.experimental.Optional]:
     """Adds up to `count` minibatches, of which there is one."""
     block = work.add(block, element.get_value())
     element = iterator.get_next_as_optional()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfpara.parameter_server.server import NOT_FINITE
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.strategy import AsyncStrategy
 
 # How long the processes' connections may take to show who is gone, in seconds.
 _SETTLE_SECONDS = 3.0
@@ -22,7 +25,7 @@ class ChunkError(RuntimeError):
     """A chunk of the data could not be trained on. The message names it and the cause."""
 
 
-def explained(error: Any, strategy: Any) -> Exception:
+def explained(error: tf.errors.OpError, strategy: AsyncStrategy) -> Exception:
     """The error to raise for one of TensorFlow's, of training on the workers."""
     found = re.search(re.escape(NOT_FINITE) + r" '([^']*)'", error.message)
     if found:
@@ -38,7 +41,7 @@ def explained(error: Any, strategy: Any) -> Exception:
     return ChunkError(f"{where} could not be trained: {_cause(error.message)}")
 
 
-def lost(error: Any, strategy: Any) -> Exception | None:
+def lost(error: BaseException, strategy: AsyncStrategy) -> Exception | None:
     """What says that a process is gone, if that is what an error of TensorFlow's is about."""
     if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
         until = time.monotonic() + _SETTLE_SECONDS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -15,6 +15,11 @@ from tfpara import fit_call
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 from tfpara.parameter_server.errors import explained
 from tfpara.parameter_server.server import metric_variables
+from tfpara.typing import Data, Logs
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.search import ChunkRateSearch
+    from tfpara.parameter_server.strategy import AsyncStrategy
 
 _POLL_SECONDS = 0.2
 
@@ -32,15 +37,15 @@ class Fit:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: AsyncStrategy,
         model: keras.Model,
-        data: tuple[Any, Any, Any],
+        data: tuple[Data, Data, Data],
         *,
         batch_size: int | None,
         shuffle: bool,
-        class_weight: Any,
+        class_weight: Mapping[int, float] | None,
         chunks: int | None,
-        search_rate: Any,
+        search_rate: ChunkRateSearch | None,
     ) -> None:
         x, y, sample_weight = data
         self.order = [strategy.seed, strategy.count_fit()]
@@ -73,7 +78,12 @@ class Fit:
         self.chunks_done = 0
 
     def run(
-        self, epochs: int, first: int, verbose: str | int, callbacks: Any, validation: Any
+        self,
+        epochs: int,
+        first: int,
+        verbose: str | int,
+        callbacks: Any,
+        validation: tuple[Data, int | None, int | Collection[int]],
     ) -> keras.callbacks.History:
         """Trains the epochs `first` … `epochs` − 1, or from where a checkpoint was."""
         model = self.model
@@ -93,7 +103,7 @@ class Fit:
                 model=model,
             )
         self.epoch = first
-        logs: dict[str, Any] = {}
+        logs: Logs = {}
         callbacks.on_train_begin()
         self._strategy.write(model)
         while self.epoch < epochs and not model.stop_training:
@@ -167,7 +177,7 @@ class Fit:
         while not self._wait() and time.monotonic() < until:
             pass
 
-    def _train_epoch(self, callbacks: Any) -> None:
+    def _train_epoch(self, callbacks: keras.callbacks.CallbackList) -> None:
         self._follow_rate()
         self._submit()
         first = True
@@ -204,7 +214,7 @@ class Fit:
         except tf.errors.OpError as error:
             raise explained(error, self._strategy) from error
 
-    def _tell(self, callbacks: Any) -> bool:
+    def _tell(self, callbacks: keras.callbacks.CallbackList) -> bool:
         """Calls the batch hooks, where there were pushes, for the newest minibatch."""
         seen = int(np.sum(self.server.books.progress))
         if seen <= self._seen:
@@ -226,13 +236,13 @@ class Fit:
             return None
         return float(self.model.optimizer.learning_rate)
 
-    def _logs(self) -> dict[str, Any]:
+    def _logs(self) -> Logs:
         for variable, value in zip(metric_variables(self.model), self.server.metrics, strict=True):
             variable.assign(tf.identity(value))
         results = self.model.get_metrics_result()
         return {name: float(value) for name, value in results.items()}
 
-    def _validated(self, data: Any, batch_size: int | None, every: Any) -> dict[str, Any]:
+    def _validated(self, data: Data, batch_size: int | None, every: int | Collection[int]) -> Logs:
         number = self.epoch + 1
         due = number % every == 0 if isinstance(every, int) else number in every
         if data is None or not due:
@@ -248,7 +258,7 @@ class Fit:
         return {f"val_{name}": value for name, value in results.items()}
 
 
-def _minibatches(x: Any, batch_size: int | None) -> int:
+def _minibatches(x: Data, batch_size: int | None) -> int:
     """Of an epoch; 0 if it is not known."""
     if isinstance(x, tf.data.Dataset):
         return max(0, int(x.cardinality()))
@@ -256,7 +266,7 @@ def _minibatches(x: Any, batch_size: int | None) -> int:
     return -(-len(first) // (batch_size or 32)) if hasattr(first, "__len__") else 0
 
 
-def _check_frequency(every: Any) -> None:
+def _check_frequency(every: object) -> None:
     one = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not one and not isinstance(every, list | tuple | set):
         raise ValueError(

@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -18,6 +18,11 @@ from tfpara.cluster import taking_part
 from tfpara.parameter_server.cluster_run import Cluster
 from tfpara.parameter_server.control import serving
 from tfpara.parameter_server.control.lobby import Lobby
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.chunks import Chunks
+    from tfpara.parameter_server.server import Server
+    from tfpara.parameter_server.work import ChooseRate, Work
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
 _joined: dict[str, Processes] = {}  # by TF_CONFIG: a program may make several strategies
@@ -50,7 +55,11 @@ class Processes:
     chief_device = _DEVICE.format("chief", 0)
 
     def __init__(
-        self, kind: Any, found: Any, timeout_seconds: float, startup_timeout_seconds: float
+        self,
+        kind: type[Lobby],
+        found: cluster.AsyncCluster,
+        timeout_seconds: float,
+        startup_timeout_seconds: float,
     ) -> None:
         self._lost: collections.deque[int] = collections.deque()
         self._exit_code = 0
@@ -75,7 +84,13 @@ class Processes:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
     def executor(
-        self, server: Any, work: Any, chunks: Any, sync_period: int, choose_rate: Any, seed: int
+        self,
+        server: Server,
+        work: Work,
+        chunks: Chunks,
+        sync_period: int,
+        choose_rate: ChooseRate | None,
+        seed: int,
     ) -> Cluster:
         """What runs chunks on the workers."""
         del seed

@@ -10,7 +10,7 @@ that are filled in for each epoch, and operations keep their order. What stays r
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class RepeatableProgram:
         # The marks are there in the order in which they were added.
         self._pieces = graph.SerializeToString().split(self._mark)
 
-    def _rewrite(self, node: Any, scope: _Scope) -> None:
+    def _rewrite(self, node: tf.compat.v1.NodeDef, scope: _Scope) -> None:
         if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
             node.attr["deterministic"].s = b"true"
         if "sloppy" in node.attr:
@@ -131,7 +131,7 @@ class RepeatableProgram:
         return tf.data.experimental.from_variant(variant, self._spec)
 
 
-def check_order(graph: Any, what: str) -> None:
+def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
     """Refuses a dataset whose order, or whose elements, cannot be repeated.
 
     Args:
@@ -168,7 +168,7 @@ def check_order(graph: Any, what: str) -> None:
                 )
 
 
-def check_seeds(graph: Any) -> None:
+def check_seeds(graph: tf.compat.v1.GraphDef) -> None:
     """Refuses chunks with another order each time that they are read.
 
     Args:
@@ -216,7 +216,7 @@ class _Scope:
         """
         return all(found in self._by_name for found in self._names_before([name]))
 
-    def before(self, node: Any) -> list[Any]:
+    def before(self, node: tf.compat.v1.NodeDef) -> list[tf.compat.v1.NodeDef]:
         """All nodes that a node has its inputs from, directly or not."""
         names = self._names_before(node.input)
         return [self._by_name[name] for name in names if name in self._by_name]
@@ -247,18 +247,18 @@ class _Scope:
         return name
 
 
-def _scopes(graph: Any) -> Iterator[_Scope]:
+def _scopes(graph: tf.compat.v1.GraphDef) -> Iterator[_Scope]:
     yield _Scope(graph.node, is_function=False)
     for function in graph.library.function:
         yield _Scope(function.node_def, is_function=True)
 
 
-def _all_nodes(graph: Any) -> Iterator[Any]:
+def _all_nodes(graph: tf.compat.v1.GraphDef) -> Iterator[tf.compat.v1.NodeDef]:
     for scope in _scopes(graph):
         yield from scope.nodes
 
 
-def _chooses(node: Any) -> bool:
+def _chooses(node: tf.compat.v1.NodeDef) -> bool:
     """Whether the number, or the order, of a dataset's elements depends on what they are."""
     # A map gives one element for each.
     is_map = "Map" in node.op.replace("FlatMap", "")
@@ -266,7 +266,7 @@ def _chooses(node: Any) -> bool:
     return calls or node.op == "DirectedInterleaveDataset"
 
 
-def _functions(node: Any) -> Iterator[str]:
+def _functions(node: tf.compat.v1.NodeDef) -> Iterator[str]:
     """The names of the functions that an operation calls."""
     for value in node.attr.values():
         if value.func.name:
@@ -274,12 +274,16 @@ def _functions(node: Any) -> Iterator[str]:
         yield from (f.name for f in value.list.func)
 
 
-def _calls(node: Any) -> bool:
+def _calls(node: tf.compat.v1.NodeDef) -> bool:
     """Whether an operation is part of the function that has it, and not a dataset inside it."""
     return "Dataset" not in node.op
 
 
-def _random_in(node: Any, bodies: Any, counts: Any = lambda node: True) -> str:
+def _random_in(
+    node: tf.compat.v1.NodeDef,
+    bodies: Mapping[str, Sequence[tf.compat.v1.NodeDef]],
+    counts: Callable[[tf.compat.v1.NodeDef], bool] = lambda node: True,
+) -> str:
     """A random operation that a node is, or has in the functions that it calls.
 
     Args:

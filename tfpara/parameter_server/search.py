@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -14,6 +14,10 @@ from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
 from tfpara.schedules import candidate_rates
+from tfpara.typing import Nest
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.server import Pulled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +108,14 @@ class _Trial:
         with tf.control_dependencies(self._server.set_rate(chosen)):
             return tf.identity(chosen)
 
-    def _loss(self, sample: tf.data.Dataset, pulled: Any, rate: tf.Tensor) -> tf.Tensor:
+    def _loss(self, sample: tf.data.Dataset, pulled: Pulled, rate: tf.Tensor) -> tf.Tensor:
         """The loss on the sample after training on it with a rate."""
         own = self._work.own_start(tf.zeros([], tf.int64))
         start = [tf.convert_to_tensor(value) for value in self._steps.initial]
         start[self._at] = rate
 
         # tf.data takes a list for a tensor: tuples.
-        def train(place: Any, data: Any) -> Any:
+        def train(place: Nest, data: Nest) -> Nest:
             weights, state, optimizer = place
             at = pulled._replace(weights=weights, state=state)
             block = self._work.begin(at, own, optimizer=optimizer, rate=rate)
@@ -122,7 +126,7 @@ class _Trial:
                 weights, optimizer = self._steps(weights, optimizer, block.gradients)
             return tuple(weights), tuple(block.state), tuple(optimizer)
 
-        def score(total: Any, data: Any) -> Any:
+        def score(total: Nest, data: Nest) -> Nest:
             loss, samples = self._work.loss(weights, state, own, data)
             return total[0] + loss * samples, total[1] + samples
 

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.parameter_server.books import Books
 from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, variable
 from tfpara.parameter_server.turns import DROP, GO, Turns
+from tfpara.typing import Nest
 
 _numbers = itertools.count()
 
@@ -39,8 +41,8 @@ class Pulled(NamedTuple):
     state: list[tf.Tensor]
     versions: list[tf.Tensor]
     halted: tf.Tensor
-    minibatches: Any = None
-    rate: Any = None
+    minibatches: tf.Tensor | None = None
+    rate: tf.Tensor | None = None
 
 
 class Place(NamedTuple):
@@ -126,8 +128,8 @@ class Server:
         self,
         model: keras.Model,
         state: Sequence[keras.Variable],
-        rule: Any,
-        averages: Mapping[str, Any],
+        rule: AsyncRule,
+        averages: Mapping[str, AsyncAverage],
         devices: Sequence[str],
         num_workers: int,
         record: bool = False,
@@ -213,7 +215,7 @@ class Server:
             worker: who asks.
             waits: whether it will wait for a token otherwise.
         """
-        turns: Any = self.turns
+        turns = self.turns
         if turns is None:
             return tf.constant(True)
         worker = _sent(self.first, worker)
@@ -225,9 +227,9 @@ class Server:
 
     def read(self) -> Pulled:
         """Reads the model."""
-        weights: list[Any] = [None] * len(self.names)
+        weights: list[tf.Tensor] = [None] * len(self.names)
         state: list[tf.Tensor] = []
-        versions: list[Any] = [None] * len(self.shards)
+        versions: list[tf.Tensor] = [None] * len(self.shards)
         halted = None
         told: list[tf.Tensor] = []  # to workers' optimizers
         to_tell = [self.books.minibatches] if self.rule.local_steps else []
@@ -262,7 +264,7 @@ class Server:
         settled = accepted = tf.constant(True)
         if self.turns is not None:
             settled, accepted = self._turn(parts[0], pulled, waits)
-        answers: list[Any] = [None] * len(self.shards)
+        answers: list[list[tf.Tensor]] = [None] * len(self.shards)
         for shard in self._order:
             number = shard.number
             if self.turns is None or shard is not self.first:
@@ -271,7 +273,7 @@ class Server:
                 there = [there for there, *_ in answers[1:]]
                 everywhere = tf.reduce_all(tf.stack([accepted, *there]))
                 answers[number] = self._end_turn(parts[number], pulled, accepted, everywhere)
-        moves: list[Any] = [None] * len(self.names)
+        moves: list[tf.Tensor] = [None] * len(self.names)
         for shard, (_, _, *own) in zip(self.shards, answers, strict=True):
             for index, move in zip(shard.indices, own, strict=False):
                 moves[index] = move
@@ -292,7 +294,7 @@ class Server:
         )
         return _sent(shard, push)
 
-    def _locked(self, shard: Shard, sent: Any, inside: Callable[[], Any]) -> Any:
+    def _locked(self, shard: Shard, sent: Nest, inside: Callable[[], Nest]) -> Nest:
         """Runs what is to be inside the lock, when all that was `_sent` for it has arrived."""
         with (
             tf.device(shard.device),
@@ -300,7 +302,9 @@ class Server:
         ):
             return shard.lock.execute(inside)
 
-    def _apply(self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor) -> Any:
+    def _apply(
+        self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
+    ) -> list[tf.Tensor]:
         """Takes the lock for `_take`."""
         accepted = _sent(shard, accepted)
         return self._locked(
@@ -482,8 +486,8 @@ class Server:
         """The weights of an average."""
         return self._collect(lambda shard: shard.average(name))
 
-    def _collect(self, of: Callable[[Shard], Sequence[Any]]) -> list[tf.Tensor]:
-        found: list[Any] = [None] * len(self.names)
+    def _collect(self, of: Callable[[Shard], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        found: list[tf.Tensor] = [None] * len(self.names)
         for shard in self.shards:
             with tf.device(shard.device):
                 values = shard.lock.execute(lambda shard=shard: [tf.identity(v) for v in of(shard)])
@@ -491,7 +495,7 @@ class Server:
                 found[index] = value
         return found
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[tf.Tensor]) -> None:
         """Goes on from other weights; averages, and what workers have of their own, start anew.
 
         No worker may be between a pull and a push.
@@ -510,7 +514,7 @@ class Server:
                         for kept, new in zip(shard.averages[name][place], started, strict=True):
                             kept.assign(tf.cast(new, kept.dtype))
 
-    def set_state(self, state: Sequence[Any]) -> None:
+    def set_state(self, state: Sequence[tf.Tensor]) -> None:
         """Goes on from other moving statistics, in the order of `state`."""
         for shared, value in zip(self.state, state, strict=True):
             shared.assign(tf.identity(value))
@@ -579,7 +583,7 @@ def _assigned(kept: tf.Variable, value: tf.Tensor) -> tf.Tensor:
     return tf.identity(kept.assign(value))
 
 
-def _sent(shard: Shard, values: Any) -> Any:
+def _sent(shard: Shard, values: Nest) -> Nest:
     """Tensors on a server. What holds its lock must use these, and wait for nothing from afar."""
     with tf.device(shard.device):
         return tf.nest.map_structure(tf.identity, values)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
+from tfpara.algorithms.asgd import ASGD, AsyncAverage, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.parameter_server.books import Change, Progress
+from tfpara.typing import Array, State
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.server import Pulled, Push
 
 NOT_FINITE = "a push would make this weight infinite or NaN:"
 
@@ -38,7 +43,7 @@ class Shard:
         self.indices: list[int] = []
         self.names: list[str] = []
         self.weights: list[tf.Variable] = []
-        self.averages: dict[str, list[Any]] = {}
+        self.averages: dict[str, list[State]] = {}
         self.steps: KerasSteps | None = None
         self.optimizer: list[tf.Variable] = []
         with tf.device(device):
@@ -50,13 +55,13 @@ class Shard:
     def fill(
         self,
         weights: Sequence[keras.Variable],
-        rule: Any,
-        averages: Mapping[str, Any],
-        optimizer: Any,
+        rule: AsyncRule,
+        averages: Mapping[str, AsyncAverage],
+        optimizer: keras.optimizers.Optimizer,
     ) -> None:
         """Takes the model's weights of its `indices`."""
-        self._rule = rule
-        self._averages = averages
+        self._rule: Any = rule  # its flags say which of them it is
+        self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]
         own = [weights[k] for k in self.indices]
         with tf.device(self.device):
@@ -67,7 +72,11 @@ class Shard:
                 # The workers clip: they see all gradients.
                 self.steps = KerasSteps(optimizer, own, clip=False)
                 self.optimizer = [variable(value) for value in self.steps.initial]
-                if self.steps.rate_index is None and rule.rate_by_staleness:
+                if (
+                    self.steps.rate_index is None
+                    and isinstance(rule, ASGD)
+                    and rule.rate_by_staleness
+                ):
                     raise ValueError(
                         "rate_by_staleness=True divides a learning rate that is a number, and the "
                         "optimizer has a schedule. Compile it with a number, and set that by a "
@@ -80,7 +89,7 @@ class Shard:
         with tf.device(self.device):
             self.progress = Progress(num_chunks)
 
-    def takes(self, push: Any, pulled: Any) -> tf.Tensor:
+    def takes(self, push: Push, pulled: Pulled) -> tf.Tensor:
         """Whether a push has the next minibatches, and is not too stale; inside the lock."""
         next_is = self.progress.next_is(push)
         bound = getattr(self._rule, "max_staleness", None)
@@ -89,7 +98,9 @@ class Shard:
         staleness = tf.identity(self.version) - pulled.versions[self.number]
         return tf.logical_and(next_is, staleness <= bound)
 
-    def changes(self, push: Any, pulled: Any) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
+    def changes(
+        self, push: Push, pulled: Pulled
+    ) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
         """What a push changes; inside the lock.
 
         Args:
@@ -129,7 +140,7 @@ class Shard:
         return changes, moves, staleness
 
     def _step(
-        self, weights: Sequence[tf.Tensor], push: Any, staleness: tf.Tensor, pulled: Any
+        self, weights: Sequence[tf.Tensor], push: Push, staleness: tf.Tensor, pulled: Pulled
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The optimizer's step, corrected as the rule says."""
         steps: Any = self.steps
@@ -198,15 +209,15 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
     return write([value for _, value in changes])
 
 
-def variable(value: Any) -> tf.Variable:
+def variable(value: Array) -> tf.Variable:
     """A variable that starts with a value, on the current device."""
     return tf.Variable(tf.identity(value), trainable=False)
 
 
-def _states(state: Any) -> Any:
+def _states(state: State) -> State:
     """A NamedTuple of variables that holds the NamedTuple `state`."""
     return type(state)(*(variable(tf.convert_to_tensor(value)) for value in state))
 
 
-def _read(state: Any) -> Any:
+def _read(state: State) -> State:
     return type(state)(*(tf.identity(v) for v in state))

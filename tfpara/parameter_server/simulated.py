@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfpara.algorithms.asgd import AsyncRule
 from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.simulation import Simulation, Speed
 from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.whole_number import checked_whole
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.chunks import Chunks
+    from tfpara.parameter_server.server import Server
+    from tfpara.parameter_server.simulation import Kept
+    from tfpara.parameter_server.work import ChooseRate, Work
 
 _ALIKE = Speed(spread=0.2)
 
 
 def simulate_async(
     num_workers: int,
-    rule: Any,
+    rule: AsyncRule,
     *,
     speeds: Sequence[Speed] | Speed = _ALIKE,
     order: Sequence[Pushed] | None = None,
@@ -76,10 +83,18 @@ class _Simulated:
         self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
-        self._kept: Any = weakref.WeakKeyDictionary()  # by server: what workers have of their own
+        self._kept: weakref.WeakKeyDictionary[Server, dict[int, Kept]] = (
+            weakref.WeakKeyDictionary()
+        )  # by server: what workers have of their own
 
     def executor(
-        self, server: Any, work: Any, chunks: Any, sync_period: int, choose_rate: Any, seed: int
+        self,
+        server: Server,
+        work: Work,
+        chunks: Chunks,
+        sync_period: int,
+        choose_rate: ChooseRate | None,
+        seed: int,
     ) -> Simulation:
         """What runs chunks on the simulated workers."""
         return Simulation(

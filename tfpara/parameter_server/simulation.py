@@ -6,8 +6,8 @@ import collections
 import dataclasses
 import heapq
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +16,11 @@ from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Place, Server
 from tfpara.parameter_server.work import CHUNK_STREAMS, Block, Work
+from tfpara.typing import Nest
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.server import Answer, Pulled
+    from tfpara.parameter_server.work import ChooseRate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +71,12 @@ class _Worker:
         self.index = index
         self.epoch = self.chunk = -1
         self.iterator: Any = None
-        self.element: Any = None  # the next minibatch
+        self.element: Nest = None  # the next minibatch
         self.own: list[tf.Tensor] = []
         self.start = 0  # of the block, in the chunk
         self.idle_since = 0  # pushes
         self.rate = tf.constant(-1.0)
-        self.pulled: Any = None
+        self.pulled: Pulled | None = None
         self.block: Block | None = None
 
 
@@ -96,7 +101,7 @@ class Simulation:
         work: Work,
         chunks: Chunks,
         sync_period: int,
-        choose_rate: Callable[[tf.data.Dataset], tf.Tensor] | None = None,
+        choose_rate: ChooseRate | None = None,
         *,
         speeds: Sequence[Speed],
         seed: int,
@@ -242,7 +247,7 @@ class Simulation:
                 self._finish(worker)
         return worker.element is not None
 
-    def _next_element(self, worker: _Worker) -> Any:
+    def _next_element(self, worker: _Worker) -> Nest:
         try:
             return next(worker.iterator, None)
         except tf.errors.OpError as error:
@@ -280,8 +285,8 @@ class Simulation:
         self._server.finish(_long(worker.epoch), _long(worker.chunk), tf.constant(True))
 
     def _push_block(
-        self, block: Block, pulled: Any, worker: tf.Tensor, place: Place, rate: tf.Tensor
-    ) -> Any:
+        self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
+    ) -> Answer:
         push = self._work.push(block, pulled, worker, place, rate)
         return self._server.push(push, pulled, waits=False)
 

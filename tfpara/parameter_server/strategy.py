@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfpara import fit_call
 from tfpara.algorithms import ASYNC_RULES, AsyncEASGD, AveragedASGD, Rule
+from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.checks import checked_averages, checked_period, checked_seconds
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
@@ -19,8 +20,18 @@ from tfpara.parameter_server.errors import lost
 from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.work import Work
-from tfpara.strategy import Strategy
+from tfpara.strategy import StateHolder, Strategy
+from tfpara.typing import Data, Nest
 from tfpara.whole_number import checked_whole
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tfpara.parameter_server.chunks import Chunks
+    from tfpara.parameter_server.cluster_run import Cluster
+    from tfpara.parameter_server.search import ChunkRateSearch
+    from tfpara.parameter_server.simulation import Simulation
+    from tfpara.parameter_server.work import ChooseRate
 
 
 class AsyncStatistics(NamedTuple):
@@ -35,8 +46,8 @@ class AsyncStatistics(NamedTuple):
 
     pushes: int
     samples: int
-    staleness: Any
-    by_worker: Any
+    staleness: np.ndarray
+    by_worker: np.ndarray
 
     @property
     def syncs(self) -> int:
@@ -85,10 +96,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     def __init__(
         self,
-        rule: Any,
+        rule: AsyncRule,
         *,
         sync_period: int = 1,
-        averages: Mapping[str, Any] | None = None,
+        averages: Mapping[str, AsyncAverage] | None = None,
         seed: int = 0,
         record: bool = False,
         timeout_seconds: float = 60.0,
@@ -115,7 +126,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         self.timeout_seconds = timeout_seconds
         self.seed = seed
         self._record = record
-        self._states: dict[str, Any] = {}
+        self._states: dict[str, StateHolder] = {}
         self._servers: dict[keras.Model, tuple[Server, Work]] = {}
         self._copies: dict[keras.Model, ChiefModel] = {}
         self._fits = 0
@@ -144,22 +155,22 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def fit(
         self,
         model: keras.Model,
-        x: Any = None,
-        y: Any = None,
+        x: Data = None,
+        y: Data = None,
         *,
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: str | int = "auto",
-        callbacks: Any = None,
-        validation_data: Any = None,
+        callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None = None,
+        validation_data: Data = None,
         shuffle: bool = True,
         class_weight: Mapping[int, float] | None = None,
-        sample_weight: Any = None,
+        sample_weight: Data = None,
         initial_epoch: int = 0,
         validation_batch_size: int | None = None,
         validation_freq: int | Collection[int] = 1,
         chunks: int | None = None,
-        search_rate: Any = None,
+        search_rate: ChunkRateSearch | None = None,
     ) -> keras.callbacks.History:
         """Trains the model on the workers; Keras' `fit`, with its arguments, callbacks and history.
 
@@ -358,7 +369,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         """
         self._processes.end_with(exit_code, sentence)
 
-    def keep_state(self, name: str, holder: Any) -> None:
+    def keep_state(self, name: str, holder: StateHolder) -> None:
         """Has the state of an object kept in checkpoints and restored from them.
 
         Args:
@@ -368,7 +379,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         self._states[name] = holder
 
     @property
-    def states(self) -> dict[str, Any]:
+    def states(self) -> dict[str, StateHolder]:
         """The objects of `keep_state`."""
         return dict(self._states)
 
@@ -377,7 +388,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         self._fits += 1
         return self._fits - 1
 
-    def server_of(self, model: keras.Model, spec: Any) -> tuple[Server, Work]:
+    def server_of(self, model: keras.Model, spec: Nest) -> tuple[Server, Work]:
         """The model on the servers, made from the chief's where there is none yet.
 
         Weights that were set in the chief since the last `fit` go to the servers, where averages
@@ -405,7 +416,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             self._copies[model] = ChiefModel(model, server, work)
         return self._servers[model]
 
-    def executor(self, server: Server, work: Work, chunks: Any, choose_rate: Any) -> Any:
+    def executor(
+        self, server: Server, work: Work, chunks: Chunks, choose_rate: ChooseRate | None
+    ) -> Cluster | Simulation:
         """What runs chunks on the workers."""
         return self._processes.executor(
             server, work, chunks, self._period, choose_rate, seed=self.seed
@@ -431,7 +444,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         return self._servers[model][0]
 
 
-def checked_rule(rule: Any) -> Any:
+def checked_rule(rule: object) -> AsyncRule:
     """The rule, if it is an asynchronous one."""
     if isinstance(rule, Rule):
         raise TypeError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 # What becomes of a push.
@@ -138,7 +136,7 @@ class Turns:
         with tf.control_dependencies([*self._leave(former), self._chunks.assign(now)]):
             return tf.identity(chunk)
 
-    def leave(self, worker: tf.Tensor, condition: Any = True) -> tf.Tensor:
+    def leave(self, worker: tf.Tensor, condition: bool | tf.Tensor = True) -> tf.Tensor:
         """A push is on all servers, or its worker is lost: nobody waits for it any more."""
         with tf.control_dependencies(self._leave(tf.logical_and(self._is(worker), condition))):
             return tf.identity(worker)
@@ -156,7 +154,7 @@ class Turns:
         """bool [workers]: true for the worker."""
         return tf.equal(tf.range(len(self._queues), dtype=tf.int64), worker)
 
-    def _leave(self, leaving: tf.Tensor) -> list[Any]:
+    def _leave(self, leaving: tf.Tensor) -> list[tf.Tensor | tf.Operation]:
         """These, bool [workers], have no pull and no push under way."""
         pushing = self._pushing.read_value()
         ends = tf.reduce_any(tf.logical_and(leaving, self._is(pushing)))
@@ -173,7 +171,7 @@ class Turns:
         waiting = tf.cast(tf.logical_and(self._is(worker), waiting), tf.int32)
         return [self._waiting.assign(self._waiting.read_value() + waiting)]
 
-    def _wake(self, condition: tf.Tensor) -> list[Any]:
+    def _wake(self, condition: tf.Tensor) -> list[tf.Tensor | tf.Operation]:
         """Gives a token to all that wait, on a condition."""
         waiting = self._waiting.read_value()
         woken = waiting * tf.cast(condition, tf.int32)

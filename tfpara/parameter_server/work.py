@@ -7,21 +7,29 @@ chief's model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
+from tfpara.algorithms.asgd import ASGD, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.keras_model import carried_states
 from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
+from tfpara.typing import Nest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Random streams of a chunk: one for each minibatch that it may be taken up again at.
 CHUNK_STREAMS = 1 << 20
 # 2^64 divided by the golden ratio, as a signed number: the upper bits of its multiples differ.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
+
+# Chooses the learning rate of a chunk from its minibatches.
+ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
 
 
 class Block(NamedTuple):
@@ -73,12 +81,12 @@ class Work:
         ValueError: the model is not built or compiled, or has a training step of its own.
     """
 
-    def __init__(self, model: keras.Model, rule: Any, spec: Any, sync_period: int) -> None:
+    def __init__(self, model: keras.Model, rule: AsyncRule, spec: Nest, sync_period: int) -> None:
         _check(model)
         _build_metrics(model, spec)
         self.model = model
         self.optimizer = model.optimizer
-        self._rule = rule
+        self._rule: Any = rule  # its flags say which of them it is
         states = carried_states(model)  # Keras does not count them among the model's
         carried = {id(v) for v in states}
         frozen = [v for v in model.non_trainable_variables if v.value.trainable]
@@ -95,7 +103,7 @@ class Work:
         self._metrics = metric_variables(model)
         self.local, self.local_models = rule.local_steps, rule.local_models
         # The server squares the gradient of a single minibatch itself.
-        self._squares = not self.local and rule.delay_compensation > 0.0 and sync_period > 1
+        self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
         self._steps: KerasSteps | None = None
         if self.local:
             self._steps = KerasSteps(model.optimizer, model.trainable_variables, told_rate=True)
@@ -105,7 +113,7 @@ class Work:
         self.frozen_values = [v.numpy() for v in self.frozen]
 
     @property
-    def optimizer_start(self) -> list[Any]:
+    def optimizer_start(self) -> list[np.ndarray]:
         """The first state of workers' optimizers, of rules that have them."""
         return [] if self._steps is None else list(self._steps.initial)
 
@@ -130,7 +138,7 @@ class Work:
         own: Sequence[tf.Tensor],
         weights: Sequence[tf.Tensor] = (),
         optimizer: Sequence[tf.Tensor] = (),
-        rate: Any = None,
+        rate: tf.Tensor | None = None,
     ) -> Block:
         """A block without a minibatch.
 
@@ -157,7 +165,9 @@ class Work:
             samples=zero,
         )
 
-    def _told(self, optimizer: list[tf.Tensor], servers: Any, chunks: Any) -> list[tf.Tensor]:
+    def _told(
+        self, optimizer: list[tf.Tensor], servers: tf.Tensor | None, chunks: tf.Tensor | None
+    ) -> list[tf.Tensor]:
         """The local optimizer's state with the rate that is a number now."""
         if servers is not None:
             at: Any = self._steps and self._steps.rate_index
@@ -177,7 +187,7 @@ class Work:
             optimizer[at] = tf.cast(rate, optimizer[at].dtype)
         return steps(block.weights, optimizer, gradients)
 
-    def add(self, block: Block, data: Any) -> Block:
+    def add(self, block: Block, data: Nest) -> Block:
         """The block with one more minibatch: (x, y) or (x, y, sample_weight)."""
         model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -202,7 +212,7 @@ class Work:
                     metric.update_state(loss, sample_weight=samples)
             model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
-        def now(variables: Sequence[Any]) -> list[tf.Tensor]:
+        def now(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
             return [tf.convert_to_tensor(_current(scope, v)) for v in variables]
 
         state = now(self.state)
@@ -235,7 +245,7 @@ class Work:
         weights: Sequence[tf.Tensor],
         state: Sequence[tf.Tensor],
         own: Sequence[tf.Tensor],
-        data: Any,
+        data: Nest,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The loss of a minibatch, as in evaluation, and its number of samples (float)."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -253,7 +263,7 @@ class Work:
         state: Sequence[tf.Tensor],
         own: Sequence[tf.Tensor],
         metrics: Sequence[tf.Tensor],
-    ) -> Any:
+    ) -> keras.StatelessScope:
         """The scope in which tensors stand in for the model's variables."""
         variables = [
             *self.model.trainable_variables,
@@ -316,7 +326,7 @@ class Work:
         return [w - m for w, m in between], block.optimizer
 
 
-def _build_metrics(model: keras.Model, spec: Any) -> None:
+def _build_metrics(model: keras.Model, spec: Nest) -> None:
     """Makes the variables of the model's metrics, which Keras makes on the first minibatch.
 
     Args:
@@ -347,7 +357,9 @@ def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> li
     ]
 
 
-def clipped(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def clipped(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
     """The gradients, clipped as a Keras optimizer says."""
     if optimizer.clipnorm:
         return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
@@ -359,12 +371,12 @@ def clipped(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(gradients)
 
 
-def _current(scope: Any, variable: Any) -> Any:
+def _current(scope: keras.StatelessScope, variable: keras.Variable) -> tf.Tensor:
     value = scope.get_current_value(variable)
     return variable.value if value is None else value
 
 
-def _check(model: Any) -> None:
+def _check(model: keras.Model) -> None:
     if not getattr(model, "compiled", False):
         raise ValueError("the model is not compiled. Call model.compile(...) in strategy.scope().")
     if not model.built:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
 
 from tfpara import version
 from tfpara.cluster import reach, startup
@@ -39,7 +38,7 @@ def astray(cluster: AsyncCluster) -> str | None:
 
 
 def objection(
-    cluster: AsyncCluster, member: tuple[str, int], view: Any, their_version: Any
+    cluster: AsyncCluster, member: tuple[str, int], view: object, their_version: object
 ) -> str | None:
     """What is wrong with a process that says hello, or None.
 

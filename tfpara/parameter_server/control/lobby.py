@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tfpara.cluster import secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
@@ -33,6 +33,7 @@ from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.parameter_server.control import admission
 from tfpara.parameter_server.control.member import PURPOSE, beat_seconds
+from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0  # for the others' end
@@ -97,7 +98,7 @@ class Lobby:
         self._serving: set[tuple[str, int]] = set()
         self._problem: str | None = None  # why the processes cannot come together
         self._gathered = False
-        self._end: dict[str, Any] | None = None  # the last word, for those who come later too
+        self._end: dict[str, Json] | None = None  # the last word, for those who come later too
         self._without_workers_since: float | None = None
         self._failed_at = 0.0
         self._beat_at = 0.0
@@ -225,7 +226,7 @@ class Lobby:
             for tell in told:
                 tell()
 
-    def _hear(self, channel: Channel, message: dict[str, Any]) -> list[Callable[[], None]]:
+    def _hear(self, channel: Channel, message: dict[str, Json]) -> list[Callable[[], None]]:
         """Takes in a message; returns calls of callbacks."""
         member = self._member(channel)
         if member is None:
@@ -246,7 +247,7 @@ class Lobby:
                 return [lambda: self._on_joined(member[1])]
         return []
 
-    def _greet(self, channel: Channel, message: dict[str, Any]) -> None:
+    def _greet(self, channel: Channel, message: dict[str, Json]) -> None:
         """Admits a process by its hello, or turns it away."""
         try:
             member = (str(message["job"]), int(message["index"]))

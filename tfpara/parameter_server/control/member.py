@@ -9,12 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from tfpara import version
 from tfpara.cluster import messages, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.messages import Channel
+from tfpara.typing import Json
 
 PURPOSE = "lobby"
 _TICK_SECONDS = 0.2
@@ -120,7 +121,7 @@ def attend(
 
 def _enter(
     cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float
-) -> tuple[Channel, dict[str, Any]]:
+) -> tuple[Channel, dict[str, Json]]:
     """Connects to the chief, tries until it is there, and says hello; returns its welcome."""
     deadline = time.monotonic() + startup_timeout_seconds
     log_at = time.monotonic() + _LOG_SECONDS
@@ -150,7 +151,7 @@ def _enter(
         time.sleep(_RETRY_SECONDS)
 
 
-def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str, Any] | None:
+def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str, Json] | None:
     """Says hello; returns the chief's welcome, or None if none came."""
     channel.send(
         hello=cluster.spec(),
@@ -191,7 +192,7 @@ def _stay(
     """Sends signs of life until the run is over."""
     chief = cluster.describe("chief", 0)
     beat_at, told = 0.0, False
-    finishing: dict[str, Any] = {}
+    finishing: dict[str, Json] = {}
     looked_at = time.monotonic()
     while True:
         channel.wait_for(min(_TICK_SECONDS, beat_seconds(timeout_seconds)))
@@ -222,7 +223,7 @@ def _stay(
             beat_at = now + beat_seconds(timeout_seconds)
 
 
-def _obey(message: dict[str, Any]) -> None:
+def _obey(message: dict[str, Json]) -> None:
     """Ends this process's part if the chief says so."""
     if "end" in message:
         raise _Over(int(message["end"]["code"]), str(message["end"]["sentence"]))

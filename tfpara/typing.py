@@ -1,0 +1,31 @@
+"""Names for what many signatures take. TensorFlow, Keras and NumPy are not imported here.
+
+TensorFlow and Keras have no types that a checker can follow, so to mypy most of these are `Any`; to
+a reader they say what a value is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+# Weights, or values for each of them: NumPy's where a rule is checked, TensorFlow's in a run.
+Array: TypeAlias = "np.ndarray | tf.Tensor"
+# A number that a graph may compute.
+Scalar: TypeAlias = "float | np.ndarray | tf.Tensor"
+# Of a rule or an average: a NamedTuple of arrays and numbers, of the class that its `init` returns.
+State: TypeAlias = Any
+# A variable of TensorFlow or of Keras.
+Variable: TypeAlias = "tf.Variable | keras.Variable"
+# Tensors in tuples, lists and dicts, as `tf.nest` takes them; None and a tensor alone as well.
+Nest: TypeAlias = Any
+# What Keras' `fit` takes as data: arrays in such structures, datasets, `PyDataset`, generators.
+Data: TypeAlias = Any
+# What JSON can carry.
+Json: TypeAlias = Any
+# What Keras gives callbacks: metrics by name.
+Logs: TypeAlias = "dict[str, float]"
