@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfpara import algorithms
+from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.version import __version__
 from tfpara.whole_number import checked_whole
 
@@ -30,8 +30,8 @@ def checked_period(sync_period: int) -> int:
 
 
 def checked_averages(
-    averages: Mapping[str, Any] | None, asynchronous: bool = False
-) -> dict[str, Any]:
+    averages: Mapping[str, AsyncAverage] | None, asynchronous: bool = False
+) -> dict[str, AsyncAverage]:
     """Returns the averages if they are average objects under free names, else raises.
 
     Args:

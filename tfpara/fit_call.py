@@ -9,7 +9,10 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
 
 
 class Order(enum.IntEnum):
@@ -25,10 +28,10 @@ class Order(enum.IntEnum):
     STOPS = 8  # sees whether any other wants to stop
 
 
-def arranged(callbacks: Iterable[Any]) -> list[Any]:
+def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
     """The callbacks in the order in which they have to run; otherwise as they are given."""
 
-    def order(callback: Any) -> int:
+    def order(callback: keras.callbacks.Callback) -> int:
         own = getattr(callback, "order", None)
         return own if isinstance(own, Order) else Order.SCORES + 1
 

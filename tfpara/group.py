@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
@@ -34,12 +33,14 @@ class Group(keras.Model):
         self.optimizers = list(optimizers)
         self.built = True  # Its parts are.
 
-    def is_of(self, models: Sequence[keras.Model], optimizers: Sequence[Any]) -> bool:
+    def is_of(
+        self, models: Sequence[keras.Model], optimizers: Sequence[keras.optimizers.Optimizer]
+    ) -> bool:
         """Whether it was made of these."""
         mine, given = [*self.members, *self.optimizers], [*models, *optimizers]
         return [id(one) for one in mine] == [id(one) for one in given]
 
 
-def as_list(given: Any) -> list[Any]:
+def as_list(given: object) -> list:
     """One thing, or several, as a list."""
     return list(given) if isinstance(given, (list, tuple)) else [given]

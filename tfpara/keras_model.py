@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpara.group import Group
+from tfpara.typing import Json
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
@@ -53,12 +53,12 @@ def check_optimizers_built(model: keras.Model) -> None:
         )
 
 
-def hyperparameters(model: keras.Model) -> dict[str, Any]:
+def hyperparameters(model: keras.Model) -> dict[str, Json]:
     """What the model's optimizers were made with, by names for a message: equal on all workers.
 
     Of learning rates only schedules: a number is that of a moment. And what is a plain value.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Json] = {}
     for number, optimizer in enumerate(optimizers(model)):
         label = f"optimizer {number + 1}" if number else "optimizer"
         found[label] = type(optimizer).__name__
@@ -76,12 +76,12 @@ def hyperparameters(model: keras.Model) -> dict[str, Any]:
     return found
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     leaves = (bool, int, float, str, type(None))
     return all(isinstance(leaf, leaves) for leaf in keras.tree.flatten(value))
 
 
-def optimizers(model: keras.Model) -> list[Any]:
+def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The optimizers of a model: the compiled one, and others that are its attributes.
 
     Those inside a LossScaleOptimizer or a MultiOptimizer stand for these.
@@ -96,7 +96,7 @@ def _parts(model: keras.Model) -> list[keras.Model]:
     return [model, *(model.members if isinstance(model, Group) else [])]
 
 
-def _outer_optimizers(model: keras.Model) -> list[Any]:
+def _outer_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     found = [
         o for one in _parts(model) for o in (getattr(one, "optimizer", None), *vars(one).values())
     ]
@@ -104,7 +104,9 @@ def _outer_optimizers(model: keras.Model) -> list[Any]:
     return [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
 
 
-def check_optimizers_known(model: keras.Model, used: Sequence[Any], why: str) -> None:
+def check_optimizers_known(
+    model: keras.Model, used: Sequence[keras.optimizers.Optimizer], why: str
+) -> None:
     """Makes sure that the optimizers of a step are among those of the model it trains.
 
     Args:

@@ -10,11 +10,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tfpara import cluster
 from tfpara.cluster import Cluster, exit_codes, failures
 from tfpara.cluster import asynchronous as async_cluster
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 # Set to 1, an error that one sentence explains shows its frames as well.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
@@ -22,13 +25,13 @@ FRAMES_VARIABLE = "TFPARA_TRACEBACK"
 _PARTING_SECONDS = 10.0
 _INTERRUPTED = 130  # of a shell, for SIGINT
 
-_strategy: Any = None  # the one that was made last
+_strategy: tf.distribute.Strategy | None = None  # the one that was made last
 _leaves: list[Callable[[bool], None]] = []
 _tells: list[Callable[[int, str], None]] = []
 
 
 def run(
-    main: Callable[[], Any],
+    main: Callable[[], object],
     *,
     name: str = "tfpara",
     explain: Callable[[BaseException], str | None] | None = None,
@@ -76,8 +79,8 @@ def run(
 
 
 def _ran(
-    main: Callable[[], Any], name: str, explain: Callable[[BaseException], str | None] | None
-) -> tuple[Any, bool, str]:
+    main: Callable[[], object], name: str, explain: Callable[[BaseException], str | None] | None
+) -> tuple[str | int | None, bool, str]:
     """Runs `main`.
 
     Returns:
@@ -107,7 +110,7 @@ def _ran(
     return 0, True, ""
 
 
-def watch(strategy: Any, found: Cluster, timeout_seconds: float) -> None:
+def watch(strategy: tf.distribute.Strategy, found: Cluster, timeout_seconds: float) -> None:
     """Takes note of a strategy, for the end of the program; and explains an error that ends it.
 
     Args:
@@ -137,7 +140,7 @@ def tell_of_failure(tell: Callable[[int, str], None]) -> None:
     _tells.append(tell)
 
 
-def _hook(previous: Callable[..., Any]) -> Callable[..., None]:
+def _hook(previous: Callable[..., object]) -> Callable[..., None]:
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         failures.say_last(error)
         sentence = _sentence(error)
@@ -193,7 +196,7 @@ def _say(name: str, sentence: str) -> None:
     print(f"{name}: {sentence}", file=sys.stderr, flush=True)
 
 
-def _leave(code: Any, orderly: bool) -> NoReturn:
+def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     """Ends the process, which is one of several, at once.
 
     Args:

@@ -15,7 +15,9 @@ import tensorflow as tf
 from tfpara import files
 from tfpara.keras_model import strategy_of
 from tfpara.parameter_server.strategy import AsyncStrategy
+from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.typing import Nest
 
 # Weight of the initial model in an average from which on a user is warned of it.
 _YOUNG = 0.1
@@ -26,10 +28,10 @@ def export(
     path: str | os.PathLike[str],
     *,
     which: str = "global",
-    strategy: Any = None,
+    strategy: Strategy | None = None,
     signature: Sequence[tf.TensorSpec] | None = None,
-    preprocessing: Callable[..., Any] | None = None,
-    postprocessing: Callable[[Any], Mapping[str, tf.Tensor]] | None = None,
+    preprocessing: Callable[..., Nest] | None = None,
+    postprocessing: Callable[[Nest], Mapping[str, tf.Tensor]] | None = None,
 ) -> None:
     """Writes a SavedModel whose `serving_default` is postprocessing(model(preprocessing(*inputs))).
 
@@ -95,8 +97,8 @@ def _writer(
     model: keras.Model,
     path: str | os.PathLike[str],
     signature: Sequence[tf.TensorSpec] | None = None,
-    preprocessing: Callable[..., Any] | None = None,
-    postprocessing: Callable[[Any], Mapping[str, tf.Tensor]] | None = None,
+    preprocessing: Callable[..., Nest] | None = None,
+    postprocessing: Callable[[Nest], Mapping[str, tf.Tensor]] | None = None,
 ) -> Callable[[], None]:
     """What writes the model with the weights that it then has, after checking that it can."""
     path = Path(path)
@@ -112,7 +114,7 @@ def _writer(
         raise ValueError("The model has no weights yet. Call it on data, or build it, first.")
     specs = list(signature) if signature is not None else _input_specs(model)
 
-    def serve(*inputs: Any) -> Any:
+    def serve(*inputs: tf.Tensor) -> Nest:
         outputs = model(preprocessing(*inputs) if preprocessing else inputs[0], training=False)
         return dict(postprocessing(outputs)) if postprocessing else outputs
 
@@ -137,7 +139,13 @@ def _input_specs(model: keras.Model) -> list[tf.TensorSpec]:
     return [tf.TensorSpec(only.shape, only.dtype, name=only.name.split(":")[0])]
 
 
-def _former_export(model: keras.Model, path: Any, *, strategy: Any = None, **options: Any) -> None:
+def _former_export(
+    model: keras.Model,
+    path: str | os.PathLike[str],
+    *,
+    strategy: Strategy | None = None,
+    **options: Any,
+) -> None:
     """`tfpara.export.export` of version 0.1, where `tfpara.export` was a module.
 
     Without a strategy it writes, on whichever worker calls it, the weights that the model has.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfpara.typing import Array, Nest
 
-def skip_empty(fn: Any) -> Any:
+
+def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
     """`fn`, but not run where the replica's batch has no samples; its results are then zeros."""
 
-    stepped: list[Any] = []  # results of replicas before this one; TensorFlow runs them in turn
+    stepped: list[Nest] = []  # results of replicas before this one; TensorFlow runs them in turn
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Nest, **kwargs: Nest) -> Nest:
         count = batch_size((args, kwargs))
         if tf.executing_eagerly():
             if stepped and count is not None and not int(count):
@@ -27,11 +30,11 @@ def skip_empty(fn: Any) -> Any:
                 return fn(*args, **kwargs)
         outputs = []  # AutoGraph, which converts this with a user's step, knows no annotation.
 
-        def step() -> Any:
+        def step() -> Nest:
             outputs.append(tf.nest.map_structure(_tensor_or_none, fn(*args, **kwargs)))
             return outputs[0]
 
-        def skip() -> Any:
+        def skip() -> Nest:
             return tf.nest.map_structure(_zeros_like_or_none, outputs[0])
 
         return tf.cond(count > 0, step, skip)
@@ -39,7 +42,7 @@ def skip_empty(fn: Any) -> Any:
     return guarded
 
 
-def _tensor_or_none(value: Any) -> tf.Tensor | None:
+def _tensor_or_none(value: Array | float | None) -> tf.Tensor | None:
     return None if value is None else tf.convert_to_tensor(value)
 
 
@@ -47,7 +50,7 @@ def _zeros_like_or_none(tensor: tf.Tensor | None) -> tf.Tensor | None:
     return None if tensor is None else tf.zeros([d or 0 for d in tensor.shape], tensor.dtype)
 
 
-def after(structure: Any) -> contextlib.AbstractContextManager:
+def after(structure: Nest) -> contextlib.AbstractContextManager:
     """Operations made inside run once the tensors of `structure` are there.
 
     Without it a step whose data turn out to be at their end would already have counted itself, and
@@ -59,7 +62,7 @@ def after(structure: Any) -> contextlib.AbstractContextManager:
     return tf.control_dependencies(tensors)
 
 
-def batch_size(structure: Any) -> int | tf.Tensor | None:
+def batch_size(structure: Nest) -> int | tf.Tensor | None:
     """Samples in a replica's batch: length of the first tensor's first axis; None without one."""
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, tf.RaggedTensor):
@@ -72,7 +75,7 @@ def batch_size(structure: Any) -> int | tf.Tensor | None:
     return None
 
 
-def weight_of(minibatch: Any, samples: int | tf.Tensor, loss: Any) -> int | tf.Tensor:
+def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.Tensor:
     """What a minibatch counts in the mean of the replicas: the number that its loss is divided by.
 
     So every frame has the same say in the model, whichever replica it came to: model averaging with
@@ -106,7 +109,7 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     them than devices; otherwise it gives the devices without one an empty minibatch.
     """
 
-    def opened(tensor: Any) -> Any:
+    def opened(tensor: Nest) -> Nest:
         if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
             return tensor
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
@@ -135,7 +138,7 @@ def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return tensor if opaque else tf.raw_ops.DeepCopy(x=tensor)
 
     @tf.autograph.experimental.do_not_convert
-    def copy(*element: Any) -> Any:
+    def copy(*element: Nest) -> Nest:
         tensors = [copied(t) for t in tf.nest.flatten(element, expand_composites=True)]
         return tf.nest.pack_sequence_as(dataset.element_spec, tensors, expand_composites=True)
 

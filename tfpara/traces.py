@@ -11,10 +11,12 @@ import bisect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # The profiler's own format. TensorFlow has no public name for it.
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+from tfpara.typing import Json
 
 STEP = "tfpara_step"
 # From the first of a block to the last of a sync: the rows of a worker in the timeline.
@@ -70,7 +72,7 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
     return sorted(moved, key=lambda s: (s.began, -s.ended))
 
 
-def chrome_trace(workers: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, Any]:
+def chrome_trace(workers: Mapping[str, Iterable[Sequence[Json]]]) -> dict[str, Json]:
     """The object of a Chrome trace file: one process for each worker, one row for each phase.
 
     Args:
@@ -78,7 +80,7 @@ def chrome_trace(workers: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, An
     """
     by_worker = {name: [Span(*span) for span in found] for name, found in workers.items()}
     earliest = min((s.began for found in by_worker.values() for s in found), default=0)
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, Json]] = []
     for worker, (name, found) in enumerate(by_worker.items()):
         events.append(_named("process_name", worker, 0, name))
         for row, phase in enumerate(PHASES):
@@ -113,7 +115,7 @@ def read(directory: Path) -> xplane_pb2.XSpace:
     return recorded
 
 
-def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[str, Json]]]:
     """Name, begin and end (ns on the profiler's clock) and notes of what the host did."""
     for plane in recorded.planes:
         names = {key: entry.name for key, entry in plane.event_metadata.items()}
@@ -158,5 +160,5 @@ def _any_between(sorted_times: Sequence[int], first: int, last: int) -> bool:
     return at < len(sorted_times) and sorted_times[at] <= last
 
 
-def _named(what: str, worker: int, row: int, name: str) -> dict[str, Any]:
+def _named(what: str, worker: int, row: int, name: str) -> dict[str, Json]:
     return {"name": what, "ph": "M", "pid": worker, "tid": row, "args": {"name": name}}

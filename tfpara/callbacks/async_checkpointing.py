@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
 from tfpara.cluster import exit_codes
 from tfpara.strategy import Strategy
-from tfpara.typing import Logs
+from tfpara.typing import Json, Logs
 
 # What older checkpoints do not hold.
 _LATER = ("books/minibatches", "local_rate")
@@ -66,7 +66,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         every_minutes: float | None = None,
         keep: int = 3,
         if_damaged: str = "refuse",
-        data_plan: Mapping[str, Any] | None = None,
+        data_plan: Mapping[str, Json] | None = None,
     ) -> None:
         super().__init__()
         if every_minutes is not None and not every_minutes > 0:
@@ -83,7 +83,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self._saved_at = time.monotonic()
         self._terminated = False
         self._exit_code = exit_codes.restart()
-        self._former_handler: Any = None
+        self._former_handler: Callable[..., object] | int | None = None
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         rate = self.model.optimizer.learning_rate
         return float(rate) if isinstance(rate, keras.Variable) else None
 
-    def _of_a_run(self) -> dict[str, Any]:
+    def _of_a_run(self) -> dict[str, Json]:
         strategy, model = self.model.distribute_strategy, self.model
         shapes = [f"{tuple(v.shape)} {v.dtype}" for v in model.trainable_variables]
         return {
@@ -206,7 +206,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 'train from the beginning, remove the directory or give if_damaged="start".'
             )
 
-    def _load(self, number: int, manifest: Mapping[str, Any]) -> None:
+    def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
         (reader,) = self._store.readers(number, manifest)
         held = self._running.server.variables()
         there = reader.get_variable_to_shape_map()
@@ -227,7 +227,9 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         epochs = self.params.get("epochs", 1)
         print(taken_up(self._store.directory, number, position, where, epochs), flush=True)
 
-    def _check_shapes(self, number: int, there: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    def _check_shapes(
+        self, number: int, there: Mapping[str, Json], mine: Mapping[str, Json]
+    ) -> None:
         """Refuses a checkpoint of a model, metrics or an optimizer of other variables."""
         for name in sorted({*there, *mine} - ({*_LATER} - {*there})):
             theirs, own = there.get(name, "none"), mine.get(name, "none")
@@ -238,7 +240,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                     "optimizer, or give this run a directory of its own."
                 )
 
-    def _missing(self, name: str, manifest: Mapping[str, Any]) -> Any:
+    def _missing(self, name: str, manifest: Mapping[str, Json]) -> Any:
         """What checkpoints did not hold before workers' optimizers had the servers' rate."""
         pushes = self._running.server.first.version  # has been restored
         return {
@@ -249,7 +251,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
 
     # -- SIGTERM ---------------------------------------------------------------------------------
 
-    def _terminate(self, number: int, frame: Any) -> None:
+    def _terminate(self, number: int, frame: object) -> None:
         del number, frame
         self._terminated = True
 

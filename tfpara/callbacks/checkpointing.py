@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
@@ -18,7 +17,7 @@ from tfpara.cluster.place import of_callback
 from tfpara.sync.reports import Request
 from tfpara.sync.statistics import Agreement
 from tfpara.sync.strategy import PeriodicSyncStrategy
-from tfpara.typing import Logs
+from tfpara.typing import Json, Logs
 
 _WISHES = of_callback("StopTogether")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other
@@ -101,7 +100,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._if_damaged = if_damaged
         self._may_change = tuple(may_change)
         self._checkpoints: Checkpoints | None = None
-        self._resumed: dict[str, Any] | None = None  # the position, until its epoch begins
+        self._resumed: dict[str, Json] | None = None  # the position, until its epoch begins
         self._saved: tuple[int, int] | None = None  # epoch and steps of the last checkpoint
         self._saved_syncs = 0
         self._saved_at = time.monotonic()

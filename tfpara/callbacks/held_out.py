@@ -7,7 +7,6 @@ import csv
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -20,7 +19,7 @@ from tfpara.cluster.place import of_callback
 from tfpara.keras_model import carried_states
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
-from tfpara.typing import Logs
+from tfpara.typing import Data, Json, Logs
 
 _LENGTH = of_callback("HeldOut")
 
@@ -63,7 +62,7 @@ class HeldOut(keras.callbacks.Callback):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Data,
         which: str | Sequence[str] = "global",
         name: str = "validation",
         *,
@@ -187,7 +186,7 @@ class HeldOut(keras.callbacks.Callback):
         self._scalars.write(syncs, values)
 
 
-def evaluate(model: keras.Model, data: Any) -> dict[str, float]:
+def evaluate(model: keras.Model, data: Data) -> dict[str, float]:
     """The loss and metrics of a model on data that `fit` would take as `validation_data`."""
     x, y, sample_weight = (
         keras.utils.unpack_x_y_sample_weight(data)
@@ -216,7 +215,7 @@ class _Table:
         if len(kept) < len(rows):
             self._rewrite(kept, list(rows[0]))
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: dict[str, Json]) -> None:
         """Appends a row."""
         rows = self._rows()
         new = not rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,7 +16,7 @@ from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
 from tfpara.strategy import Strategy
 from tfpara.sync.training_state import TrainingState
-from tfpara.typing import Logs
+from tfpara.typing import Data, Json, Logs, Nest
 
 _TRIED = of_callback("SearchRate")
 
@@ -52,31 +51,31 @@ class SearchRate(Schedule):
 
     def __init__(
         self,
-        sample: Any,
+        sample: Data | Callable[[int], Data],
         factors: Sequence[float] = (0.5, 1.0, 2.0),
         *,
         rates: Sequence[float] | None = None,
-        held_out: Any = None,
+        held_out: Data = None,
         verbose: int = 1,
     ) -> None:
         super().__init__("search_rate", verbose, sets_rate=True)
         candidate_rates(1.0, factors if rates is None else rates)  # refuses bad ones now
-        self._sample: Callable[[int], Any] = sample if callable(sample) else lambda _: sample
+        self._sample: Callable[[int], Data] = sample if callable(sample) else lambda _: sample
         self._factors = tuple(factors)
         self._rates = None if rates is None else tuple(rates)
         self._held_out = held_out
         self._epoch = -1  # the epoch that is under way
         self._restored_epoch: int | None = None
-        self._step: Callable[[Any], None] | None = None
+        self._step: Callable[[Nest], None] | None = None
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         self._step = None
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         return {**super().get_state(), "epoch": self._epoch}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         super().set_state(state)
         self._restored_epoch = state["epoch"]
 
@@ -101,7 +100,7 @@ class SearchRate(Schedule):
         super().on_epoch_end(epoch, logs)
         self._epoch = -1
 
-    def _distributed(self, sample: Any) -> Any:
+    def _distributed(self, sample: Data) -> Data:
         if isinstance(sample, tf.distribute.DistributedDataset):
             return sample
         if isinstance(sample, tf.data.Dataset):
@@ -111,7 +110,7 @@ class SearchRate(Schedule):
             "distributed dataset, or a function of the epoch that returns one."
         )
 
-    def _losses(self, rates: Sequence[float], sample: Any) -> list[float]:
+    def _losses(self, rates: Sequence[float], sample: Data) -> list[float]:
         """Each candidate's loss, infinite where it diverges; leaves the model as it was."""
         model = self.model
         before = TrainingState(model, shared=False)  # nothing is synchronised meanwhile
@@ -129,7 +128,7 @@ class SearchRate(Schedule):
         model.reset_metrics()
         return losses
 
-    def _score(self, sample: Any) -> float:
+    def _score(self, sample: Data) -> float:
         held_out = sample if self._held_out is None else self._held_out
         return float(evaluate(self.model, held_out)["loss"])
 
@@ -138,16 +137,16 @@ class SearchRate(Schedule):
         mine = before.has_diverged()
         return any(Strategy.of(self.model).everyones(mine, _TRIED))
 
-    def _train(self, sample: Any) -> None:
+    def _train(self, sample: Data) -> None:
         if self._step is None:
             self._step = self._make_step()
         for data in sample:
             self._step(data)
 
-    def _make_step(self) -> Callable[[Any], None]:
+    def _make_step(self) -> Callable[[Nest], None]:
         model, strategy = self.model, self.model.distribute_strategy
 
-        def step(data: Any) -> None:
+        def step(data: Nest) -> None:
             # The base class's run: that of a PeriodicSyncStrategy would count the step and sync.
             with strategy.scope():
                 tf.distribute.Strategy.run(strategy, skip_empty(model.train_step), (data,))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from tfpara.typing import Array, Scalar
 
 _LARGEST = 10_000
 
@@ -23,7 +24,7 @@ class Scalars:
         self._directory = None if directory is None else os.fspath(directory)
         self._writer: tf.summary.SummaryWriter | None = None
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, Scalar]) -> None:
         """Writes values by name, as those of a step."""
         if self._directory is None:
             return
@@ -33,7 +34,7 @@ class Scalars:
                 tf.summary.scalar(name, value)
         writer.flush()
 
-    def write_histogram(self, step: int, name: str, values: Any, counts: Any) -> None:
+    def write_histogram(self, step: int, name: str, values: Array, counts: Array) -> None:
         """Writes how often each of some values occurred, as a distribution of a step."""
         if self._directory is None:
             return

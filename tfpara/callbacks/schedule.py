@@ -8,8 +8,7 @@ checkpoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -18,7 +17,7 @@ from tfpara import fit_call
 from tfpara.schedules import Piecewise
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
-from tfpara.typing import Logs
+from tfpara.typing import Json, Logs, Variable
 from tfpara.whole_number import checked_whole
 
 
@@ -48,11 +47,11 @@ class Schedule(keras.callbacks.Callback):
         if self._state_name:
             Strategy.of(model).keep_state(self._state_name, self)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What to save: numbers and strings by name."""
         return {"learning_rate": learning_rate(self.model)} if self._sets_rate else {}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Goes on from a saved state; its learning rate is set when the next epoch begins."""
         self._restored_rate = state.get("learning_rate")
 
@@ -108,10 +107,10 @@ class LearningRate(Schedule):
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "steps": self._done}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         self._restored = (state["epoch"], state["steps"])
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -228,7 +227,7 @@ def check_rate(model: keras.Model) -> None:
         )
 
 
-def components(model: keras.Model, variables: Any) -> list[tf.Variable]:
+def components(model: keras.Model, variables: Variable | Sequence[Variable]) -> list[tf.Variable]:
     """Keras variables as the plain ones behind them, of every local replica."""
     first = model.distribute_strategy.experimental_local_results
     return [component for v in variables for component in first(v.value)]

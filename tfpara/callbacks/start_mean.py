@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import keras
 
 from tfpara.algorithms import RunningThenMean
 from tfpara.callbacks.held_out import evaluate
 from tfpara.strategy import Strategy
-from tfpara.typing import Logs
+from tfpara.typing import Data, Json, Logs
 
 
 class StartMean(keras.callbacks.Callback):
@@ -33,7 +33,7 @@ class StartMean(keras.callbacks.Callback):
 
     async_safe = False
 
-    def __init__(self, dataset: Any, every_chunks: int = 1, verbose: int = 1) -> None:
+    def __init__(self, dataset: Data, every_chunks: int = 1, verbose: int = 1) -> None:
         super().__init__()
         if every_chunks < 1:
             raise ValueError(f"every_chunks={every_chunks!r} must be at least 1.")
@@ -42,10 +42,10 @@ class StartMean(keras.callbacks.Callback):
         self._verbose = verbose
         self._scored = 0  # chunks, over all epochs, at the last comparison
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         return {"scored": self._scored}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         self._scored = state["scored"]
 
     def set_model(self, model: keras.Model) -> None:

@@ -11,7 +11,7 @@ from tfpara.callbacks.held_out import HeldOut
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.schedules import NewbobRule, NewbobState, OverfittingRule, OverfittingState
 from tfpara.sync.training_state import TrainingState
-from tfpara.typing import Logs
+from tfpara.typing import Data, Json, Logs
 
 
 class Newbob(Schedule):
@@ -49,7 +49,7 @@ class Newbob(Schedule):
 
     def __init__(
         self,
-        validation: Any,
+        validation: Data,
         metric: str = "loss",
         *,
         rule: NewbobRule | None = None,
@@ -75,10 +75,10 @@ class Newbob(Schedule):
         """Whether the rule has ended training; also true after resuming such a run."""
         return self._state.stopped
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         return {**super().get_state(), **self._state._asdict()}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         super().set_state(state)
         self._state = NewbobState(**{field: state[field] for field in NewbobState._fields})
 
@@ -90,7 +90,7 @@ class Newbob(Schedule):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._first is not None and self._state.score is None:
-            scores: dict[str, Any] = {}
+            scores: Logs = {}
             self._first.on_epoch_end(-1, scores)
             self._state = self._rule.update(self._state, self._score(scores))
 
@@ -125,7 +125,7 @@ class Newbob(Schedule):
             self.model.optimizer.learning_rate = rate
             self.say(epoch, f"{change}; learning rate {rate:.4g}.")
 
-    def _score(self, logs: Mapping[str, Any]) -> float:
+    def _score(self, logs: Logs) -> float:
         return _entry(logs, self._key)
 
 
@@ -171,10 +171,10 @@ class OverfittingGuard(Schedule):
         """Whether the rule has ended training; also true after resuming such a run."""
         return self._state.stopped
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         return self._state._asdict()
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         self._state = OverfittingState(**{f: state[f] for f in OverfittingState._fields})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -189,7 +189,7 @@ class OverfittingGuard(Schedule):
             )
 
     @staticmethod
-    def _error(logs: Mapping[str, Any], key: str) -> float:
+    def _error(logs: Logs, key: str) -> float:
         value = _entry(logs, key)
         return 1.0 - value if _is_accuracy(key) else value
 
@@ -209,7 +209,7 @@ def _is_accuracy(key: str) -> bool:
     return key.endswith(("accuracy", "acc"))
 
 
-def _entry(logs: Mapping[str, Any], key: str) -> float:
+def _entry(logs: Logs, key: str) -> float:
     if key not in logs:
         raise ValueError(
             f"the epoch's log has no {key!r}. It has: {', '.join(sorted(logs))}. Callbacks that "

@@ -49,9 +49,9 @@ class Telemetry(keras.callbacks.Callback):
         super().__init__()
         self._scalars = Scalars(log_dir)
         self._samples_per_epoch = samples_per_epoch
-        self._unwritten: tuple[int, dict[str, Any]] | None = None
+        self._unwritten: tuple[int, Logs] | None = None
         self._first: _Mark | None = None
-        self._staleness: Any = None  # pushes of the last epoch by staleness
+        self._staleness: np.ndarray | None = None  # pushes of the last epoch by staleness
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class Termination:
         self.asked = False
         self._exit_code, self._watcher = exit_code, watcher
         self._unwatched = threading.Event()
-        self._former: Any = None
+        self._former: Callable[..., object] | int | None = None
         self._stopped = threading.Event()
         self._stopped.set()
 

@@ -16,7 +16,7 @@ from tfpara import files, fit_call, traces
 from tfpara.cluster.place import Purpose
 from tfpara.strategy import Strategy
 from tfpara.sync import keras_hooks
-from tfpara.typing import Logs
+from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 # Around the second sync: the first one compiles.
@@ -167,6 +167,6 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: Json) -> None:
     with files.whole(path) as place:
         place.write_text(json.dumps(content))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -12,7 +11,7 @@ from tfpara import fit_call
 from tfpara.callbacks.schedule import Schedule, close_block
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
-from tfpara.typing import Logs
+from tfpara.typing import Json, Logs, Nest
 from tfpara.whole_number import checked_whole
 
 
@@ -53,7 +52,7 @@ class WarmStart(Schedule):
         self._alone = False  # while the replicas train on their own
         self._period: int | None = None  # the strategy's, for after that
 
-    def replicas(self, strategy: Any, epoch: int) -> tuple[int, list[int]]:
+    def replicas(self, strategy: Strategy, epoch: int) -> tuple[int, list[int]]:
         """How many replicas share the data of an epoch, and which of them this worker reads for.
 
         Args:
@@ -65,14 +64,14 @@ class WarmStart(Schedule):
         return strategy.num_replicas, strategy.local_replica_ids
 
     def to_every_replica(
-        self, strategy: Any, epoch: int, dataset: tf.data.Dataset
+        self, strategy: Strategy, epoch: int, dataset: tf.data.Dataset
     ) -> tf.data.Dataset:
         """`dataset` with each minibatch once for every replica of this worker, in warm epochs."""
         count = 1 if strategy is None else len(strategy.local_replica_ids)
         if count == 1 or epoch >= self._epochs:
             return dataset
 
-        def repeated(*minibatch: Any) -> tf.data.Dataset:
+        def repeated(*minibatch: Nest) -> tf.data.Dataset:
             element = minibatch if len(minibatch) > 1 else minibatch[0]
             return tf.data.Dataset.from_tensors(element).repeat(count)
 
@@ -82,10 +81,10 @@ class WarmStart(Schedule):
             return every
         return every.apply(tf.data.experimental.assert_cardinality(length * count))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         return {"sync_period": self._period}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         # Resumed in a warm epoch the strategy has no period, and does not know its own.
         self._period = state["sync_period"]
 

@@ -17,7 +17,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -26,12 +26,17 @@ import tensorflow as tf
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
 from tfpara.cluster.place import Purpose
+from tfpara.strategy import StateHolder
 from tfpara.sync.exchange import everyones
 from tfpara.sync.fingerprint import differences
 from tfpara.sync.keras_hooks import build_optimizers
 from tfpara.sync.reading import random_states, set_random_states
 from tfpara.sync.state import Kind, Slot, slots_of
 from tfpara.sync.synchronizer import Synchronizer
+from tfpara.typing import Array, Json
+
+if TYPE_CHECKING:
+    from tfpara.sync.strategy import PeriodicSyncStrategy
 
 IF_DAMAGED = ("refuse", "start")
 
@@ -49,7 +54,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, model: keras.Model, directory: Any, keep: int, may_change: tuple[str, ...] = ()
+        self,
+        model: keras.Model,
+        directory: str | os.PathLike[str],
+        keep: int,
+        may_change: tuple[str, ...] = (),
     ) -> None:
         build_optimizers(model)
         self._model = model
@@ -58,7 +67,7 @@ class Checkpoints:
         self._extended = self._strategy.extended
         self.store = Store(directory, keep)
         self._next = 0
-        self._of_epoch: list[tuple[tf.Variable, Any]] = []  # values, until the epoch goes on
+        self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []  # values, until the epoch goes on
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -84,7 +93,7 @@ class Checkpoints:
             )
         self._next = max(numbers[0], default=0) + 1
 
-    def save(self, position: Mapping[str, Any]) -> int:
+    def save(self, position: Mapping[str, Json]) -> int:
         """Writes a checkpoint at a sync; returns its number.
 
         Raises:
@@ -114,7 +123,7 @@ class Checkpoints:
             raise
         return number
 
-    def restore(self, if_damaged: str) -> dict[str, Any] | None:
+    def restore(self, if_damaged: str) -> dict[str, Json] | None:
         """Goes on from the newest checkpoint that is whole; returns its position, None without any.
 
         Args:
@@ -153,11 +162,13 @@ class Checkpoints:
 
     # -- agreeing ------------------------------------------------------------------------------
 
-    def _everyones(self, value: Any, name: str) -> list[Any]:
+    def _everyones(self, value: Json, name: str) -> list[Json]:
         advice = "give tfpara.callbacks.Checkpoint to fit on every worker"
         return everyones(value, self._extended.control, Purpose(f"in Checkpoint ({name})", advice))
 
-    def _together(self, action: Any, name: str, chief_only: bool = False) -> list[Any]:
+    def _together(
+        self, action: Callable[..., Json], name: str, chief_only: bool = False
+    ) -> list[Json]:
         """Does something on every worker; returns what it gave, by rank.
 
         Raises:
@@ -186,7 +197,7 @@ class Checkpoints:
                 problem = str(error)
         return self._everyones(problem, "problem")[0]
 
-    def _of_a_run(self) -> dict[str, Any]:
+    def _of_a_run(self) -> dict[str, Json]:
         run = self._extended.settings.of_a_run()
         optimizer = getattr(self._model, "optimizer", None)
         shapes = [f"{tuple(v.shape)} {v.dtype}" for v in self._model.trainable_variables]
@@ -201,7 +212,7 @@ class Checkpoints:
 
     # -- what is in a part ---------------------------------------------------------------------
 
-    def _tensors(self) -> dict[str, Any]:
+    def _tensors(self) -> dict[str, Array]:
         """This worker's part."""
         ids = self._strategy.local_replica_ids
         # A whole global state is the same on all workers.
@@ -216,7 +227,7 @@ class Checkpoints:
 
     # -- restoring -----------------------------------------------------------------------------
 
-    def _load(self, number: int, manifest: Mapping[str, Any]) -> None:
+    def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Takes over what a checkpoint holds; nothing is exchanged meanwhile."""
         try:
             self._take_over(self.store.readers(number, manifest), manifest)
@@ -225,7 +236,7 @@ class Checkpoints:
                 f"{self.store.path(number)} cannot be read ({type(error).__name__}: {error})"
             ) from error
 
-    def _take_over(self, readers: list[Any], manifest: Mapping[str, Any]) -> None:
+    def _take_over(self, readers: list[Any], manifest: Mapping[str, Json]) -> None:
         self.synchronizer.give_up_block()
         sizes, mine = manifest["bucket_sizes"], self.synchronizer.graph.global_state.bucket_sizes
         if sizes != mine:
@@ -255,7 +266,7 @@ class Checkpoints:
                     stacklevel=2,
                 )
 
-    def _start_anew(self, number: int, manifest: Mapping[str, Any]) -> None:
+    def _start_anew(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Puts every replica where the rule would have it after a sync.
 
         Fragments whose sync was not due at the checkpoint start from the mean of the former
@@ -287,7 +298,7 @@ class Parts:
         self._sizes = sizes
         self._reader_of = {name: r for r in readers for name in r.get_variable_to_shape_map()}
 
-    def value(self, slot: Slot, strategy: Any) -> Any:
+    def value(self, slot: Slot, strategy: PeriodicSyncStrategy) -> Array | None:
         """What a slot of this run gets; None: it stays as it is.
 
         Raises:
@@ -327,7 +338,7 @@ class Parts:
         key = f"replica-{replica}/{name}"
         return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
 
-    def _of_holder(self, slot: Slot) -> Any:
+    def _of_holder(self, slot: Slot) -> np.ndarray:
         """A piece of a field, from those of the former run, however that had cut the field."""
         field, start = slot.name.rsplit("/", 1)
         found = {
@@ -355,7 +366,9 @@ def _lacks(name: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint lacks {name}, which this model has.")
 
 
-def check_run(path: Any, manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+def check_run(
+    path: str | os.PathLike[str], manifest: Mapping[str, Json], mine: Mapping[str, Json]
+) -> None:
     """Compares what a checkpoint is of with what this run is; other versions are a warning.
 
     Args:
@@ -385,7 +398,11 @@ def check_run(path: Any, manifest: Mapping[str, Any], mine: Mapping[str, Any]) -
 
 
 def taken_up(
-    directory: Any, number: int, position: Mapping[str, Any], where: str, epochs: int
+    directory: str | os.PathLike[str],
+    number: int,
+    position: Mapping[str, Json],
+    where: str,
+    epochs: int,
 ) -> str:
     """What the user is told where a run is taken up: where it goes on, or that it is complete.
 
@@ -411,7 +428,7 @@ def taken_up(
     )
 
 
-def collected(states: Mapping[str, Any]) -> dict[str, Any]:
+def collected(states: Mapping[str, StateHolder]) -> dict[str, Json]:
     """The states of objects with `get_state`, by name, as JSON carries them.
 
     Raises:

@@ -25,6 +25,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.files import sync_to_disk
+from tfpara.typing import Array, Json
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{8})")
@@ -139,7 +140,7 @@ class Store:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
 
-    def write_part(self, number: int, rank: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def write_part(self, number: int, rank: int, tensors: Mapping[str, Array]) -> dict[str, Json]:
         """Writes a worker's part of a checkpoint under way; returns its files, for the manifest.
 
         Raises:
@@ -167,7 +168,7 @@ class Store:
         except (OSError, tf.errors.OpError) as error:
             raise CheckpointError(f"cannot write {prefix} ({_first_line(error)})") from error
 
-    def commit(self, number: int, manifest: Mapping[str, Any]) -> None:
+    def commit(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Makes a checkpoint visible, and removes those that are too old.
 
         Raises:
@@ -193,7 +194,7 @@ class Store:
         """Removes a checkpoint under way."""
         shutil.rmtree(self.partial(number), ignore_errors=True)
 
-    def read_manifest(self, number: int) -> dict[str, Any]:
+    def read_manifest(self, number: int) -> dict[str, Json]:
         """What a checkpoint is of.
 
         Raises:
@@ -213,7 +214,7 @@ class Store:
             )
         return manifest
 
-    def check(self, number: int, manifest: Mapping[str, Any]) -> None:
+    def check(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Compares every file of a checkpoint with its manifest.
 
         Raises:
@@ -228,7 +229,7 @@ class Store:
             if found != expected:
                 raise CheckpointError(f"{path} is damaged: its size or SHA-256 is not as written")
 
-    def readers(self, number: int, manifest: Mapping[str, Any]) -> list[Any]:
+    def readers(self, number: int, manifest: Mapping[str, Json]) -> list[Any]:
         """A reader of each worker's part, with `get_tensor(name)` and
         `get_variable_to_shape_map()`."""
         folder = self.path(number)
@@ -250,7 +251,7 @@ def _part(rank: int) -> str:
     return f"part-{rank:05d}"
 
 
-def _mark(path: Path) -> dict[str, Any]:
+def _mark(path: Path) -> dict[str, Json]:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

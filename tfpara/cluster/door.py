@@ -8,10 +8,10 @@ import logging
 import selectors
 import socket
 import time
-from typing import Any
 
 from tfpara.cluster import secret as run_secret
 from tfpara.cluster.messages import Channel
+from tfpara.typing import Json
 
 _PAUSE_SECONDS = 0.1
 _STRANGER_SECONDS = 10.0  # for who has connected, until it is let in
@@ -52,14 +52,14 @@ class Door:
         """Waits until somebody comes or says something, for some seconds at most."""
         self._selector.select(seconds)
 
-    def poll(self) -> list[tuple[Channel, list[dict[str, Any]]]]:
+    def poll(self) -> list[tuple[Channel, list[dict[str, Json]]]]:
         """What has been said, by those that have the secret.
 
         A guest that is there for the last time has `closed` set, and must be dropped. Those come
         first, for who has left may be back already.
         """
         ready = [key.fileobj for key, _ in self._selector.select(0.0)]
-        heard: list[tuple[Channel, list[dict[str, Any]]]] = []
+        heard: list[tuple[Channel, list[dict[str, Json]]]] = []
         for channel in ready:
             if isinstance(channel, Channel):
                 messages = channel.receive()
@@ -80,7 +80,7 @@ class Door:
         self._strangers.pop(channel, None)
         self._guests.add(channel)
 
-    def tell_guests(self, **message: Any) -> None:
+    def tell_guests(self, **message: Json) -> None:
         """Sends a message to all guests."""
         for guest in self._guests:
             guest.send(**message)

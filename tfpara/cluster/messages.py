@@ -19,10 +19,10 @@ import secrets
 import select
 import socket
 import time
-from typing import Any
 
 from tfpara.cluster import ports
 from tfpara.cluster import secret as run_secret
+from tfpara.typing import Json
 
 _LONGEST_MESSAGE = 1 << 20  # bytes
 _LONGEST_GREETING = 64  # bytes
@@ -113,15 +113,15 @@ class Channel:
         """The IP address of this end, at which the other one reaches it."""
         return ports.plain(str(self._connection.getsockname()[0]))
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: Json) -> None:
         """Sends a message, if the other end still reads, and as soon as it has said its number."""
         self._waiting.append(json.dumps(message).encode())
         self._flush()
 
-    def receive(self, at_most: int = _LONGEST_MESSAGE) -> list[dict[str, Any]]:
+    def receive(self, at_most: int = _LONGEST_MESSAGE) -> list[dict[str, Json]]:
         """The messages that have arrived; the rest is kept. Sets `closed` at the end."""
         self._read()
-        messages: list[dict[str, Any]] = []
+        messages: list[dict[str, Json]] = []
         while len(messages) < at_most and b"\n" in self._arrived:
             line, self._arrived = self._arrived.split(b"\n", 1)
             if self._signer is None:
@@ -133,7 +133,7 @@ class Channel:
         self._flush()
         return messages
 
-    def wait(self, until: float) -> dict[str, Any] | None:
+    def wait(self, until: float) -> dict[str, Json] | None:
         """The next message; None if the connection ends or `time.monotonic()` is `until` before."""
         while True:
             for message in self.receive(at_most=1):
@@ -181,9 +181,9 @@ class Channel:
         numbers = (self._number, greeting[1]) if self._caller else (greeting[1], self._number)
         self._signer = Signer(self._secret, self._purpose, numbers, self._caller)
 
-    def _message(self, line: bytes) -> dict[str, Any] | None:
+    def _message(self, line: bytes) -> dict[str, Json] | None:
         """The message of a line; None, and the end of the channel, if it is none."""
-        message: Any = None
+        message: Json = None
         text = self._signer.read(line) if self._signer else None
         if text is not None:
             with contextlib.suppress(ValueError, RecursionError):

@@ -136,7 +136,7 @@ class Server(http.server.ThreadingHTTPServer):
         held = sum(len(each) + len(value) for each, value in list(self.values.items()))
         return held + len(key) + length <= _MOST_BYTES
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: tuple[str, int]) -> None:
         """Answers a client in a thread of its own; of too many the one that came first goes."""
         with self._lock:
             self._clients[request] = time.monotonic()

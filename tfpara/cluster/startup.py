@@ -24,12 +24,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfpara.cluster import Cluster, engines, label, messages, ports, quiet, secret, workers
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.cluster.reach import unreachable
+from tfpara.typing import Json
 
 _RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0  # for one exchange between processes that are up
@@ -241,7 +242,7 @@ class _Guest(NamedTuple):
     """A worker that has come."""
 
     channel: Channel
-    hello: Mapping[str, Any]
+    hello: Mapping[str, Json]
 
 
 class _Terms(NamedTuple):
@@ -261,8 +262,8 @@ class _Terms(NamedTuple):
     size: int
     chief: str
     describe: Callable[[int], str]
-    check: Callable[[int, Mapping[str, Any]], str | None]
-    known: Callable[[Mapping[str, Any]], bool]
+    check: Callable[[int, Mapping[str, Json]], str | None]
+    known: Callable[[Mapping[str, Json]], bool]
     twice: Callable[[int], str]
     absent: str
     chief_where: str
@@ -271,7 +272,7 @@ class _Terms(NamedTuple):
 def _terms(cluster: Cluster, collectives: str) -> _Terms:
     """Of workers that TF_CONFIG names."""
 
-    def check(rank: int, hello: Mapping[str, Any]) -> str | None:
+    def check(rank: int, hello: Mapping[str, Json]) -> str | None:
         view = hello["cluster"]
         if view != _view(cluster):
             return (
@@ -299,7 +300,7 @@ def _terms(cluster: Cluster, collectives: str) -> _Terms:
 def _terms_of(told: engines.Told, collectives: str) -> _Terms:
     """Of workers that an engine has told their ranks."""
 
-    def check(rank: int, hello: Mapping[str, Any]) -> str | None:
+    def check(rank: int, hello: Mapping[str, Json]) -> str | None:
         if hello["size"] != told.size:
             return (
                 f"the number of processes differs between workers: the chief has "
@@ -323,7 +324,7 @@ def _terms_of(told: engines.Told, collectives: str) -> _Terms:
     )
 
 
-def _has_place(hello: Mapping[str, Any]) -> bool:
+def _has_place(hello: Mapping[str, Json]) -> bool:
     """Whether a hello says how many processes there are, and where this one is."""
     match hello:
         case {"size": int(), "at": [str() as host, int() as port]}:
@@ -331,7 +332,7 @@ def _has_place(hello: Mapping[str, Any]) -> bool:
     return False
 
 
-def _other_collectives(rank: int, hello: Mapping[str, Any], collectives: str) -> str | None:
+def _other_collectives(rank: int, hello: Mapping[str, Json], collectives: str) -> str | None:
     theirs = hello.get("collectives", "tensorflow")
     if theirs == collectives:
         return None
@@ -396,7 +397,7 @@ def _admit(
     door: Door,
     guests: dict[int, _Guest],
     channel: Channel,
-    hello: Mapping[str, Any],
+    hello: Mapping[str, Json],
 ) -> str | None:
     """Lets in who says hello, and adds it to `guests`; returns what is wrong with it, or None."""
     rank = hello.get("rank")
@@ -413,11 +414,11 @@ def _admit(
 
 def _report_to_chief(
     terms: _Terms,
-    hello: Callable[[Channel], Mapping[str, Any]],
+    hello: Callable[[Channel], Mapping[str, Json]],
     shared: bytes,
     timeout_seconds: float,
     deadline: float,
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Says hello until the chief is there; returns its answer.
 
     Raises:
@@ -450,11 +451,11 @@ def _report_to_chief(
 
 def _ask_chief(
     terms: _Terms,
-    hello: Callable[[Channel], Mapping[str, Any]],
+    hello: Callable[[Channel], Mapping[str, Json]],
     shared: bytes,
     deadline: float,
     answer_seconds: float,
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Says hello to the chief; returns its answer.
 
     Raises:
@@ -474,7 +475,7 @@ def _ask_chief(
     return answer
 
 
-def _view(cluster: Cluster) -> list[Any]:
+def _view(cluster: Cluster) -> list[Json]:
     """What all workers must see alike, as JSON gives it back."""
     return [list(cluster.addresses), cluster.has_chief_job]
 

@@ -11,7 +11,9 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from tfpara.typing import Json
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -115,7 +117,7 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     return TFConfig({job: tuple(addresses) for job, addresses in jobs.items()}, *task)
 
 
-def _of_pools(text: str) -> dict[str, Any]:
+def _of_pools(text: str) -> dict[str, Json]:
     """CLUSTER_SPEC of Vertex AI as TF_CONFIG; empty if it is somebody else's, or not there."""
     try:
         config = json.loads(text) if text.strip() else None
@@ -129,7 +131,7 @@ def _of_pools(text: str) -> dict[str, Any]:
     return {}
 
 
-def _with_present_names(config: dict[str, Any]) -> dict[str, Any]:
+def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
     """The same with jobs by the names that they have today."""
     spec, task = config.get("cluster"), config.get("task")
     if isinstance(spec, dict):
@@ -153,11 +155,11 @@ def _with_present_names(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _present(job: Any) -> Any:
+def _present(job: Json) -> Json:
     return _FORMER.get(job, job) if isinstance(job, str) else job
 
 
-def _listed(job: str, value: Any) -> Any:
+def _listed(job: str, value: Json) -> Json:
     """A map of addresses by index as a list."""
     if not isinstance(value, dict) or not all(map(str.isdecimal, value)):
         return value
@@ -178,7 +180,7 @@ def dump(jobs: Mapping[str, tuple[str, ...]], task_type: str, task_index: int) -
     return json.dumps({"cluster": spec, "task": task} if spec else {})
 
 
-def _parse(text: str, kind: Kind) -> Any:
+def _parse(text: str, kind: Kind) -> Json:
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except ClusterError:
@@ -190,8 +192,8 @@ def _parse(text: str, kind: Kind) -> Any:
         ) from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    result: dict[str, Json] = {}
     for key, value in pairs:
         if key in result:
             raise ClusterError(
@@ -201,7 +203,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _object(value: Any, name: str, kind: Kind) -> dict[str, Any]:
+def _object(value: Json, name: str, kind: Kind) -> dict[str, Json]:
     if not isinstance(value, dict):
         raise ClusterError(
             f"{name} must be a JSON object, not {_repr.repr(value)}. Write TF_CONFIG as "
@@ -210,7 +212,7 @@ def _object(value: Any, name: str, kind: Kind) -> dict[str, Any]:
     return value
 
 
-def _addresses(job: str, value: Any, kind: Kind) -> list[str]:
+def _addresses(job: str, value: Json, kind: Kind) -> list[str]:
     _check_job(job, "cluster job", kind)
     if not isinstance(value, list):
         raise ClusterError(
@@ -232,13 +234,13 @@ def _addresses(job: str, value: Any, kind: Kind) -> list[str]:
     return value
 
 
-def _check_job(job: Any, what: str, kind: Kind) -> None:
+def _check_job(job: Json, what: str, kind: Kind) -> None:
     if job not in kind.jobs:
         reason = kind.why_not.get(str(job), kind.expected)
         raise ClusterError(f"{what} {_repr.repr(job)} in TF_CONFIG is not supported: {reason}.")
 
 
-def address_problem(address: Any) -> str | None:
+def address_problem(address: Json) -> str | None:
     """What is wrong with an address, or None."""
     if not isinstance(address, str):
         return "is not a string"
@@ -275,7 +277,7 @@ def _check_distinct(jobs: Mapping[str, list[str]]) -> None:
                 )
 
 
-def _task(task: Any, jobs: Mapping[str, list[str]], kind: Kind) -> tuple[str, int]:
+def _task(task: Json, jobs: Mapping[str, list[str]], kind: Kind) -> tuple[str, int]:
     task = _object(task, "'task' in TF_CONFIG", kind)
     for key in ("type", "index"):
         if key not in task:

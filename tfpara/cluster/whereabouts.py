@@ -11,18 +11,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfpara.cluster import Cluster, failures, messages, ports, secret
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.cluster.place import Purpose
+from tfpara.typing import Json
 
 _PURPOSE = "where"
 _TICK_SECONDS = 0.2
@@ -117,7 +119,11 @@ class Whereabouts:
     """
 
     def __init__(
-        self, found: Cluster, here: Callable[[], Row], listener: Any = None, port: int = 0
+        self,
+        found: Cluster,
+        here: Callable[[], Row],
+        listener: socket.socket | None = None,
+        port: int = 0,
     ) -> None:
         self._cluster, self._here = found, here
         self._lock = threading.Lock()
@@ -227,7 +233,7 @@ class Whereabouts:
     def _hear(
         self,
         channel: Channel,
-        message: Mapping[str, Any],
+        message: Mapping[str, Json],
         guests: dict[int, Channel],
         rows: dict[int, Row],
     ) -> None:
@@ -255,7 +261,7 @@ def _end_all() -> None:
         each.join()
 
 
-def _note(ended: Sequence[Any]) -> None:
+def _note(ended: Sequence[Json]) -> None:
     rank, words = ended
     if words is not None:
         failures.note_end(int(rank), str(words))

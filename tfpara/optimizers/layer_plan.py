@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfpara.typing import Json
 
 ROWS = "rows"  # natural, from the rows of the minibatch: Dense
 MATRIX = "matrix"  # natural, from the summed gradient: convolutions
 PLAIN = "plain"  # as it is: all others
 
 
-def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Any]]]:
+def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
     """The layers with trainable weights, and for each how its gradient is made.
 
     An entry has the kind of the layer, the places of its variables (kernel first) in the model's
@@ -24,7 +25,7 @@ def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Any]]]:
     for layer, bare in _leaves(model):
         weights = [v for v in layer.trainable_variables if id(v) in place]
         kind = _kind(layer, weights) if bare else PLAIN
-        entry: dict[str, Any] = {"kind": kind, "variables": [place.pop(id(v)) for v in weights]}
+        entry: dict[str, Json] = {"kind": kind, "variables": [place.pop(id(v)) for v in weights]}
         if kind != PLAIN:
             entry["width"] = _size(weights[0]) // weights[0].shape[-1] + len(weights) - 1
         if weights:

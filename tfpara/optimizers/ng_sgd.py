@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -12,12 +12,16 @@ import tensorflow as tf
 from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS, plan
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, sensible_rank
 from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_matrix
+from tfpara.typing import Array, Json
 from tfpara.whole_number import checked_whole
 
 # Kaldi's convolutions remember four minibatches. Their gradients are sums over a minibatch there
 # and means here: with a thousand frames, this much smaller when squared, and so is the floor.
 _MATRIX_HISTORY = 4.0
 _MATRIX_EPSILON = 1e-6
+
+# Of a weight: dense, or of some rows.
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 
 
 @keras.saving.register_keras_serializable("tfpara")
@@ -73,7 +77,7 @@ class NGSGD(keras.optimizers.SGD):
 
     def __init__(
         self,
-        learning_rate: Any = 0.01,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
         *,
@@ -85,7 +89,7 @@ class NGSGD(keras.optimizers.SGD):
         epsilon: float = 1e-10,
         delta: float = 5e-4,
         max_change: float | None = 2.0,
-        layers: Sequence[dict[str, Any]] | None = None,
+        layers: Sequence[dict[str, Json]] | None = None,
         name: str = "NGSGD",
         **options: Any,
     ) -> None:
@@ -178,7 +182,9 @@ class NGSGD(keras.optimizers.SGD):
             self._sides.append((input_side, output_side))
 
     def apply(
-        self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None
+        self,
+        grads: Sequence[Gradient | None],
+        trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
         """A step with gradients as the tape gives them; those of Dense layers are natural by then.
 
@@ -207,7 +213,7 @@ class NGSGD(keras.optimizers.SGD):
                 changed[place] = gradient
         super().apply(changed, trainable_variables)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, Json]:
         """The arguments that make an equal optimizer."""
         names = (
             "input_rank",
@@ -237,7 +243,7 @@ class NGSGD(keras.optimizers.SGD):
             None if by_rows else _MATRIX_HISTORY,
         )
 
-        def variable(start: Any, what: str, dtype: str = "float32") -> keras.Variable:
+        def variable(start: Array, what: str, dtype: str = "float32") -> keras.Variable:
             made = self.add_variable(
                 start.shape,
                 # A function of the shape, which strategies may call again on another device.
@@ -258,7 +264,7 @@ class NGSGD(keras.optimizers.SGD):
             minibatches=variable(tf.constant(0), "minibatches", "int32"),
         )
 
-    def _limited(self, gradients: Sequence[Any]) -> list[Any]:
+    def _limited(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """A layer's gradients, scaled down together if their step would exceed `max_change`."""
         if self.max_change is None:
             return list(gradients)
@@ -268,7 +274,7 @@ class NGSGD(keras.optimizers.SGD):
         return [_scaled(g, scale) for g in gradients]
 
 
-def _square(gradient: Any) -> tf.Tensor:
+def _square(gradient: Gradient) -> tf.Tensor:
     """The squared norm of a gradient, dense or of some rows."""
     if isinstance(gradient, tf.IndexedSlices):
         rows, place = tf.unique(gradient.indices)
@@ -276,12 +282,12 @@ def _square(gradient: Any) -> tf.Tensor:
     return tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
 
 
-def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
+def _scaled(gradient: Gradient, scale: tf.Tensor) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         values = gradient.values * tf.cast(scale, gradient.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(scale, gradient.dtype)
 
 
-def _or_unchanged(side: Preconditioner | None) -> Any:
+def _or_unchanged(side: Preconditioner | None) -> Callable[[tf.Tensor], tf.Tensor]:
     return side if side is not None else tf.identity

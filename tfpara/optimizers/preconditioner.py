@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, Scatter
+from tfpara.typing import Nest
 
 # As in Kaldi, F is updated with each of so many first minibatches, whatever the period is.
 FIRST_UPDATES = 10
@@ -53,7 +54,7 @@ class Preconditioner:
         start = tf.where(seen == 0, START_UPDATES, 0)
         number = tf.where(usable, start + tf.cast(due, tf.int32), 0)
 
-        def update(count: tf.Tensor, used: Scatter, now: Scatter) -> tuple[Any, ...]:
+        def update(count: tf.Tensor, used: Scatter, now: Scatter) -> tuple[Nest, ...]:
             new = Scatter(*_update(self.method, rows.shape[1])(now, rows))
             used = Scatter(*(tf.where(count < start, n, u) for n, u in zip(new, used, strict=True)))
             return count + 1, used, new

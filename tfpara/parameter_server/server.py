@@ -264,7 +264,7 @@ class Server:
         settled = accepted = tf.constant(True)
         if self.turns is not None:
             settled, accepted = self._turn(parts[0], pulled, waits)
-        answers: list[list[tf.Tensor]] = [None] * len(self.shards)
+        answers: list[Any] = [None] * len(self.shards)
         for shard in self._order:
             number = shard.number
             if self.turns is None or shard is not self.first:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -142,7 +142,9 @@ def _outputs_below(model: keras.Model, layer: keras.layers.Dense) -> Callable[..
     )
 
 
-def _source(dataset: Any, below: Callable[..., tf.Tensor]) -> Callable[[int], Iterator[tf.Tensor]]:
+def _source(
+    dataset: tf.data.Dataset, below: Callable[..., tf.Tensor]
+) -> Callable[[int], Iterator[tf.Tensor]]:
     """The function that gives an epoch's minibatches as the layers below turn them."""
 
     def rows(epoch: int) -> Iterator[tf.Tensor]:

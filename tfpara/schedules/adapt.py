@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import ops
+
+from tfpara.typing import Json
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 @keras.saving.register_keras_serializable(package="tfpara")
@@ -34,7 +40,7 @@ class Adapt(keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.008,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 0.008,
         constant: float = 1.0,
         memory: int | None = 1,
         gradient_scale: float = 1.0,
@@ -55,9 +61,9 @@ class Adapt(keras.optimizers.Optimizer):
         self.constant = constant
         self.memory = memory
         self.gradient_scale = gradient_scale
-        self._squares: list[Any] = []
+        self._squares: list[keras.Variable] = []
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[keras.Variable]) -> None:
         if self.built:
             return
         super().build(variables)
@@ -67,13 +73,15 @@ class Adapt(keras.optimizers.Optimizer):
             self.add_optimizer_variables(variables, f"square_{slot}") for slot in range(slots)
         ]
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         rate = ops.cast(learning_rate, variable.dtype)
         gradient = ops.cast(gradient, variable.dtype) * self.gradient_scale
         total = self.constant + self._sum_of_squares(ops.square(gradient), variable)
         self.assign_sub(variable, rate * gradient / ops.sqrt(total))
 
-    def _sum_of_squares(self, square: Any, variable: Any) -> Any:
+    def _sum_of_squares(self, square: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
         if self.memory == 1:
             return square
         index = self._get_variable_index(variable)
@@ -88,7 +96,7 @@ class Adapt(keras.optimizers.Optimizer):
             self.assign(slot, value)
         return sum(kept)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, Json]:
         config = super().get_config()
         return config | {
             "constant": self.constant,
