@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from tfpara.algorithms.rule import Average
+from tfpara.typing import Array, Scalar
 from tfpara.whole_number import checked_whole
 
 
@@ -61,7 +62,9 @@ class ASGD:
         if self.reduction not in ("sum", "mean"):
             raise ValueError(f"reduction={self.reduction!r} is unknown. There are: sum, mean.")
 
-    def gradient(self, gradient: Any, pulled: Any, current: Any, squares: Any = None) -> Any:
+    def gradient(
+        self, gradient: Array, pulled: Array, current: Array, squares: Array | None = None
+    ) -> Array:
         """The gradient that is applied to the `current` weights.
 
         Args:
@@ -76,7 +79,7 @@ class ASGD:
         squares = gradient * gradient if squares is None else squares
         return gradient + self.delay_compensation * squares * (current - pulled)
 
-    def rate_factor(self, staleness: Any) -> Any:
+    def rate_factor(self, staleness: Scalar) -> Scalar:
         """By what the learning rate of a push is multiplied."""
         return 1.0 / (1.0 + staleness) if self.rate_by_staleness else 1.0
 
@@ -112,9 +115,9 @@ class AveragedASGD(ASGD):
 class RunningState(NamedTuple):
     """`average`: W̄. `weight`: of the next model in it. `mean`: 1 once it is the model average."""
 
-    average: Any
-    weight: Any
-    mean: Any
+    average: Array
+    weight: Scalar
+    mean: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +150,11 @@ class RunningThenMean:
         if not 0.0 < self.rate <= 1.0:
             raise ValueError(f"running_rate={self.rate!r} is outside (0, 1]. The paper's is 0.01.")
 
-    def init(self, weights: Any) -> RunningState:
+    def init(self, weights: Array) -> RunningState:
         """State of a run that starts at `weights`."""
         return RunningState(average=weights, weight=self.rate, mean=0.0)
 
-    def update(self, state: RunningState, global_model: Any) -> RunningState:
+    def update(self, state: RunningState, global_model: Array) -> RunningState:
         """Takes in the model after a push."""
         return RunningState(
             average=state.average + state.weight * (global_model - state.average),
@@ -163,7 +166,7 @@ class RunningThenMean:
         """The same state from where on the mean is taken."""
         return state._replace(mean=1.0 + 0.0 * state.mean)
 
-    def value(self, state: RunningState) -> Any:
+    def value(self, state: RunningState) -> Array:
         """The averaged model."""
         return state.average
 
@@ -218,11 +221,11 @@ class Downpour:
                 "worker has trained, 1/N a worker's share of the mean."
             )
 
-    def difference(self, local: Any, pulled: Any) -> Any:
+    def difference(self, local: Array, pulled: Array) -> Array:
         """What a worker pushes."""
         return local - pulled
 
-    def update(self, global_model: Any, difference: Any, staleness: Any) -> Any:
+    def update(self, global_model: Array, difference: Array, staleness: Scalar) -> Array:
         """The global model after a push."""
         rate = self.block_learning_rate
         return global_model + difference * (rate / (1.0 + staleness * self.rate_by_staleness))
@@ -270,7 +273,7 @@ class AsyncEASGD:
             return self
         return dataclasses.replace(self, elasticity=0.9 / num_workers)
 
-    def move(self, local: Any, global_model: Any) -> Any:
+    def move(self, local: Array, global_model: Array) -> Array:
         """α(w − W): what the local model loses and the global one gains."""
         return self.elasticity * (local - global_model)
 

@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from tfpara.algorithms.rule import Average
+from tfpara.typing import Array, Scalar
 
 
-def _minimum(a: Any, b: Any) -> Any:
+def _minimum(a: Scalar, b: Scalar) -> Scalar:
     """min(a, b) in plain arithmetic, for NumPy and TensorFlow scalars alike."""
     return 0.5 * (a + b - abs(a - b))
 
@@ -16,9 +17,9 @@ def _minimum(a: Any, b: Any) -> Any:
 class AverageState(NamedTuple):
     """`average`: the running value. `count`: blocks seen (float). `bias`: weight still on zero."""
 
-    average: Any
-    count: Any
-    bias: Any
+    average: Array
+    count: Any  # a Scalar; but `count` is a tuple's method, too
+    bias: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,24 +60,27 @@ class EMA(Average):
                 f"decay={self.decay!r} is outside (0, 1). Typical values are 0.9 to 0.999 per sync."
             )
 
-    def init(self, weights: Any) -> AverageState:
+    def init(self, weights: Array) -> AverageState:
         """State before the first sync of a run that starts at the flat vector `weights`."""
         start = weights * 0.0 if self.zero_debias else weights
         return AverageState(average=start, count=0.0, bias=1.0)
 
-    def update(self, state: AverageState, global_model: Any, share: Any = 1.0) -> AverageState:
+    def update(self, state: AverageState, global_model: Array, share: Scalar = 1.0) -> AverageState:
         """Takes in the global model after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
-        decay = self.decay
-        if self.num_updates:
-            warm = (1.0 + state.count) / (10.0 + state.count)
-            decay = _minimum(decay, warm)
+        decay = self._decay(state.count)
         return AverageState(
             average=state.average + share * (1.0 - decay) * (global_model - state.average),
             count=state.count + share,
             bias=state.bias * (decay + (1.0 - share) * (1.0 - decay)),
         )
 
-    def value(self, state: AverageState) -> Any:
+    def _decay(self, count: Scalar) -> Scalar:
+        """β_t."""
+        if not self.num_updates:
+            return self.decay
+        return _minimum(self.decay, (1.0 + count) / (10.0 + count))
+
+    def value(self, state: AverageState) -> Array:
         """The averaged model, as a flat vector (zeros before the first sync with `zero_debias`)."""
         if not self.zero_debias:
             return state.average
@@ -98,11 +102,11 @@ class MA(Average):
         3.0
     """
 
-    def init(self, weights: Any) -> AverageState:
+    def init(self, weights: Array) -> AverageState:
         """State before the first sync of a run that starts at the flat vector `weights`."""
         return AverageState(average=weights, count=0.0, bias=1.0)
 
-    def update(self, state: AverageState, global_model: Any, share: Any = 1.0) -> AverageState:
+    def update(self, state: AverageState, global_model: Array, share: Scalar = 1.0) -> AverageState:
         """Takes in the global model after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
         count = state.count + share
         return AverageState(
@@ -111,6 +115,6 @@ class MA(Average):
             bias=state.bias * 0.0,
         )
 
-    def value(self, state: AverageState) -> Any:
+    def value(self, state: AverageState) -> Array:
         """The averaged model, as a flat vector."""
         return state.average

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfpara.algorithms.rule import Rule
+from tfpara.typing import Array, Scalar
 
 _COMPAT = (None, "cntk", "fairseq")
 
@@ -13,8 +14,8 @@ _COMPAT = (None, "cntk", "fairseq")
 class BMUFState(NamedTuple):
     """`global_model`: W. `delta`: the global-model update Δ (zero before the first sync)."""
 
-    global_model: Any
-    delta: Any
+    global_model: Array
+    delta: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +92,12 @@ class BMUF(Rule):
         """This rule with the default η = 1 − 1/N filled in."""
         return dataclasses.replace(self, block_momentum=self._momentum(num_replicas))
 
-    def init(self, weights: Any) -> BMUFState:
+    def init(self, weights: Array) -> BMUFState:
         """State of a run that starts at the flat vector `weights`."""
         return BMUFState(global_model=weights, delta=weights * 0.0)
 
     def update(
-        self, state: BMUFState, average: Any, num_replicas: int, share: Any = 1.0
+        self, state: BMUFState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> BMUFState:
         """The global step, from the mean of the local models; `share`: f, 0 < f ≤ 1."""
         eta = self._momentum(num_replicas)
@@ -112,7 +113,7 @@ class BMUF(Rule):
             global_model = global_model + eta * step
         return BMUFState(global_model=global_model, delta=delta)
 
-    def broadcast(self, before: BMUFState | None, after: BMUFState) -> Any:
+    def broadcast(self, before: BMUFState | None, after: BMUFState) -> Array:
         """What the replicas need: the point they go on from, W or W + ηΔ."""
         del before
         if self.block_momentum is None:
@@ -123,7 +124,7 @@ class BMUF(Rule):
         eta = self.block_momentum
         return 1.0 - 1.0 / num_replicas if eta is None else eta
 
-    def _anchor(self, state: BMUFState, eta: float) -> Any:
+    def _anchor(self, state: BMUFState, eta: float) -> Array:
         if self.nesterov and not self.compat:
             return state.global_model + eta * state.delta
         return state.global_model

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from tfpara.algorithms.bmuf import BMUF
+from tfpara.typing import Array, Scalar
+
+if TYPE_CHECKING:
+    import keras
 
 
 class MomentState(NamedTuple):
@@ -15,9 +19,9 @@ class MomentState(NamedTuple):
     steps that the last global-model update Δ is worth.
     """
 
-    momentum: Any
-    velocity: Any
-    equivalent_steps: Any
+    momentum: Array
+    velocity: Array
+    equivalent_steps: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,7 @@ class BMUFAdam(BMUF):
                     "are Keras' defaults."
                 )
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuses a local optimizer whose moments this rule would not filter rightly.
 
         Args:
@@ -122,20 +126,20 @@ class BMUFAdam(BMUF):
                     f"{getattr(optimizer, name)!r} in the local optimizer. Give both the same."
                 )
 
-    def init_moments(self, momentum: Any, velocity: Any) -> MomentState:
+    def init_moments(self, momentum: Array, velocity: Array) -> MomentState:
         """State of a run whose replicas start with these moments, flat vectors (zeros if new)."""
         return MomentState(momentum=momentum, velocity=velocity, equivalent_steps=0.0)
 
     def update_moments(
         self,
         state: MomentState,
-        momentum: Any,
-        velocity: Any,
+        momentum: Array,
+        velocity: Array,
         *,
-        steps: Any,
-        iterations: Any,
+        steps: Scalar,
+        iterations: Scalar,
         num_replicas: int,
-        share: Any = 1.0,
+        share: Scalar = 1.0,
     ) -> MomentState:
         """The moments for the next block, at the point that `broadcast` gives.
 
@@ -170,19 +174,19 @@ class BMUFAdam(BMUF):
         return MomentState(next_momentum, _positive_part(next_velocity), equivalent)
 
 
-def _block_mean(beta: float, start: Any, end: Any, steps: Any) -> Any:
+def _block_mean(beta: float, start: Array, end: Array, steps: Scalar) -> Array:
     """g with end = β^τ start + (1 − β^τ) g."""
     kept = beta**steps
     return (end - kept * start) / (1.0 - kept)
 
 
-def _go_on(beta: float, moment: Any, gradient: Any, ahead: Any, iterations: Any) -> Any:
+def _go_on(beta: float, moment: Array, gradient: Array, ahead: Scalar, iterations: Scalar) -> Array:
     """The moment after `ahead` more steps with this gradient, biased as after `iterations`."""
     kept = beta**ahead
     bias = (1.0 - beta**iterations) / (1.0 - beta ** (iterations + ahead))
     return bias * (kept * moment + (1.0 - kept) * gradient)
 
 
-def _positive_part(x: Any) -> Any:
+def _positive_part(x: Scalar) -> Scalar:
     """max(x, 0) in plain arithmetic, for NumPy and TensorFlow alike."""
     return 0.5 * (x + abs(x))

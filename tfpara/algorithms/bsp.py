@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfpara.algorithms.rule import Rule
+from tfpara.typing import Array, Scalar
 
 
 class BSPState(NamedTuple):
     """`global_model`: the mean of the local models at the last sync, W."""
 
-    global_model: Any
+    global_model: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +33,12 @@ class BSP(Rule):
         2.0
     """
 
-    def init(self, weights: Any) -> BSPState:
+    def init(self, weights: Array) -> BSPState:
         """State of a run that starts at the flat vector `weights`."""
         return BSPState(global_model=weights)
 
     def update(
-        self, state: BSPState, average: Any, num_replicas: int, share: Any = 1.0
+        self, state: BSPState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> BSPState:
         """The global step: the average becomes the global model, whatever the block's `share`."""
         del state, num_replicas, share

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfpara.algorithms.rule import Rule
+from tfpara.typing import Array, Scalar
 
 
 class EASGDState(NamedTuple):
     """`global_model`: the centre W that the local models are tied to."""
 
-    global_model: Any
+    global_model: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +67,12 @@ class EASGD(Rule):
             )
         return self
 
-    def init(self, weights: Any) -> EASGDState:
+    def init(self, weights: Array) -> EASGDState:
         """State of a run that starts at the flat vector `weights`."""
         return EASGDState(global_model=weights)
 
     def update(
-        self, state: EASGDState, average: Any, num_replicas: int, share: Any = 1.0
+        self, state: EASGDState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> EASGDState:
         """The centre's step: the whole pull, whatever the block's `share`; nothing of it lasts."""
         del share
@@ -81,12 +82,12 @@ class EASGD(Rule):
     def _alpha(self, num_replicas: int) -> float:
         return 0.9 / num_replicas if self.elasticity is None else self.elasticity
 
-    def broadcast(self, before: EASGDState, after: EASGDState) -> Any:
+    def broadcast(self, before: EASGDState, after: EASGDState) -> Array:
         """What the replicas need: the centre as it was before the sync."""
         del after
         return before.global_model
 
-    def restart(self, local: Any, broadcast: Any) -> Any:
+    def restart(self, local: Array, broadcast: Array) -> Array:
         """The replica's step, towards the centre as it was before the sync."""
         if self.elasticity is None:
             raise ValueError("Call resolve(num_replicas) first: elasticity is still None.")

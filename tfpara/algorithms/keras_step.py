@@ -16,19 +16,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpara.typing import Array, Scalar, State
+
 
 class _Value(keras.Variable):
     """What a Keras optimizer takes for a variable: holds a tensor, of any shape, and no storage."""
 
     # What the constructor of keras.Variable calls, on every backend, to make storage.
-    def _initialize(self, value: Any) -> None:
+    def _initialize(self, value: tf.Tensor) -> None:
         self._value = tf.convert_to_tensor(value() if callable(value) else value, self._dtype)
 
     # The same, with an initializer.
     def _initialize_with_initializer(self, initializer: Any) -> None:
         self._initialize(initializer(self._shape, dtype=self._dtype))
 
-    def hold(self, tensor: Any) -> None:
+    def hold(self, tensor: tf.Tensor) -> None:
         # What `dtype` and `value` of keras.Variable read.
         self._dtype = tensor.dtype.name
         self._value = tensor
@@ -37,12 +39,12 @@ class _Value(keras.Variable):
         """Lets go of the tensor: one of a graph must not outlive it."""
         self._value = None
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: tf.Tensor) -> tf.Tensor:
         self._value = tf.cast(tf.convert_to_tensor(value), self._dtype)
         return self._value
 
     @property
-    def shape(self) -> Any:
+    def shape(self) -> tf.TensorShape:
         return self._value.shape
 
 
@@ -60,7 +62,9 @@ class _Functional(keras.optimizers.Optimizer):
     `tf.distribute`; here they do what Keras' base optimizer does.
     """
 
-    def add_variable(self, shape: Any, initializer: Any = "zeros", **kwargs: Any) -> _Value:
+    def add_variable(
+        self, shape: Sequence[int], initializer: Any = "zeros", **kwargs: Any
+    ) -> _Value:
         make = keras.initializers.get(initializer)
         name = kwargs.get("name")
         value = _Value(make, shape=shape, dtype="float32", autocast=False, name=name)
@@ -70,25 +74,28 @@ class _Functional(keras.optimizers.Optimizer):
         return value
 
     def add_variable_from_reference(
-        self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+        self,
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
     ) -> _Value:
         return self.add_variable(reference_variable.shape, initializer, name=name or "slot")
 
-    def assign(self, variable: Any, value: Any) -> None:
+    def assign(self, variable: _Value, value: tf.Tensor) -> None:
         variable.assign(value)
 
-    def assign_add(self, variable: Any, value: Any) -> None:
+    def assign_add(self, variable: _Value, value: tf.Tensor) -> None:
         variable.assign_add(value)
 
-    def assign_sub(self, variable: Any, value: Any) -> None:
+    def assign_sub(self, variable: _Value, value: tf.Tensor) -> None:
         variable.assign_sub(value)
 
     # By which slots are found.
-    def _var_key(self, variable: Any) -> int:
+    def _var_key(self, variable: _Value) -> int:
         return id(variable)
 
     # What `apply` calls before the step, for every optimizer's weight_decay: W ← W − lr·decay·W.
-    def _apply_weight_decay(self, variables: Any) -> None:
+    def _apply_weight_decay(self, variables: Sequence[_Value]) -> None:
         if self.weight_decay is not None:
             for variable in filter(self._use_weight_decay, variables):
                 rate = tf.cast(self.learning_rate, variable.dtype)
@@ -96,7 +103,10 @@ class _Functional(keras.optimizers.Optimizer):
 
     # What `apply` calls for the step; Nadam extends it.
     def _backend_update_step(
-        self, grads: Any, trainable_variables: Any, learning_rate: Any
+        self,
+        grads: Sequence[tf.Tensor],
+        trainable_variables: Sequence[_Value],
+        learning_rate: tf.Tensor,
     ) -> None:
         for gradient, variable in zip(grads, trainable_variables, strict=True):
             self.update_step(gradient, variable, learning_rate)
@@ -158,7 +168,7 @@ class KerasStep:
                         slots[slot.name] = slot
         return slots
 
-    def __call__(self, state: Any, gradient: Any) -> Any:
+    def __call__(self, state: State, gradient: Array) -> State:
         """One step from `state`; the gradient is a tensor, whose type is that of all fields."""
         held = [self._weights, *self._slots.values()]
         with self._lock:
@@ -244,8 +254,11 @@ class KerasSteps:
         copy._variables.clear()  # nothing here is saved by Keras
 
     def __call__(
-        self, weights: Sequence[Any], state: Sequence[Any], gradients: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        weights: Sequence[tf.Tensor],
+        state: Sequence[tf.Tensor],
+        gradients: Sequence[tf.Tensor],
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """One step.
 
         Args:
@@ -268,7 +281,7 @@ class KerasSteps:
         return values[: len(self._weights)], values[len(self._weights) :]
 
 
-def check_plain(optimizer: Any) -> None:
+def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses settings that reach beyond one step.
 
     Raises:
@@ -292,6 +305,6 @@ def check_plain(optimizer: Any) -> None:
         )
 
 
-def shortest(value: Any) -> float:
+def shortest(value: Scalar) -> float:
     """The shortest number with this float32 value: 0.7, where Keras gives 0.699999988."""
     return float(str(np.float32(value)))

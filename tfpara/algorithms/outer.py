@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpara.algorithms.keras_step import KerasStep, shortest
 from tfpara.algorithms.rule import Rule
+from tfpara.typing import Array, Scalar, State
 
 _FIX = "Use an optimizer that treats every weight by itself: SGD, Adam, AdamW, Adagrad, RMSprop, …"
 _REFUSED = {
@@ -107,7 +108,7 @@ class Outer(Rule):
         self._check_element_by_element()
         return self
 
-    def init(self, weights: Any) -> Any:
+    def init(self, weights: Array) -> State:
         """State of a run that starts at `weights`: a NamedTuple of W, the slots and the syncs.
 
         Its fields are `global_model`, the optimizer's slots by their Keras names (momentum,
@@ -120,7 +121,7 @@ class Outer(Rule):
         ]
         return step.State(weights, *slots, 0.0)
 
-    def update(self, state: Any, average: Any, num_replicas: int, share: Any = 1.0) -> Any:
+    def update(self, state: State, average: Array, num_replicas: int, share: Scalar = 1.0) -> State:
         """The global step, from the mean of the local models; `share`: f, 0 < f ≤ 1."""
         del num_replicas
         step = self._step
@@ -228,7 +229,7 @@ def _check_momentum(name: str, value: float) -> None:
         )
 
 
-def _check_kind(optimizer: Any) -> None:
+def _check_kind(optimizer: keras.optimizers.Optimizer) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"Outer({optimizer!r}): give a Keras optimizer object, for example "
@@ -242,7 +243,7 @@ def _check_kind(optimizer: Any) -> None:
             )
 
 
-def _check_options(optimizer: Any) -> None:
+def _check_options(optimizer: keras.optimizers.Optimizer) -> None:
     name = type(optimizer).__name__
     for option, reason in _OPTIONS.items():
         if getattr(optimizer, option, None):
@@ -266,7 +267,7 @@ def _check_options(optimizer: Any) -> None:
         )
 
 
-def _settings(optimizer: Any) -> str:
+def _settings(optimizer: keras.optimizers.Optimizer) -> str:
     """The optimizer as it is written, the same on every worker, as the fingerprint needs it."""
     config = optimizer.get_config()
     shown = []

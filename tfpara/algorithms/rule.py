@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tfpara.typing import Array, Scalar, State
+
 
 class Rule:
     """What a sync makes of the mean of the local models.
@@ -45,7 +47,7 @@ class Rule:
         del num_replicas
         return self
 
-    def init(self, weights: Any) -> Any:
+    def init(self, weights: Array) -> State:
         """The state of a run that starts at the flat vector `weights`.
 
         Returns:
@@ -54,7 +56,7 @@ class Rule:
         """
         raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
 
-    def update(self, state: Any, average: Any, num_replicas: int, share: Any = 1.0) -> Any:
+    def update(self, state: State, average: Array, num_replicas: int, share: Scalar = 1.0) -> State:
         """The state after the global step.
 
         Args:
@@ -67,17 +69,17 @@ class Rule:
             f"{type(self).__name__} has no update(state, average, num_replicas, share=1.0)."
         )
 
-    def broadcast(self, before: Any, after: Any) -> Any:
+    def broadcast(self, before: State, after: State) -> Array:
         """What all replicas receive, given the state before and after the global step."""
         del before
         return after.global_model
 
-    def restart(self, local: Any, broadcast: Any) -> Any:
+    def restart(self, local: Array, broadcast: Array) -> Array:
         """The weights that a replica goes on from: what it has received."""
         del local
         return broadcast
 
-    def measured_from(self, state: Any, received: Any) -> Any:
+    def measured_from(self, state: State, received: Array) -> Array:
         """The point that the mean of the replicas' differences from `received` is added to.
 
         With `compression=` only these differences travel. A rule that overwrites the replicas put
@@ -88,7 +90,7 @@ class Rule:
         return self.broadcast(state, state) if self._overwrites else received
 
     # None in a rule that has no such form: its syncs cannot overlap training.
-    def restart_delayed(self, local: Any, snapshot: Any, broadcast: Any) -> Any:
+    def restart_delayed(self, local: Array, snapshot: Array, broadcast: Array) -> Array:
         """The same as `restart` for a replica that has trained on since the sync began.
 
             w_i ← B + (w_i − s_i),  or  w_i ← w_i + (restart(s_i) − s_i)
@@ -117,7 +119,7 @@ class Average:
     element by element as those of a `Rule`.
     """
 
-    def init(self, weights: Any) -> Any:
+    def init(self, weights: Array) -> State:
         """The state of a run that starts at the flat vector `weights`.
 
         Returns:
@@ -125,13 +127,13 @@ class Average:
         """
         raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
 
-    def update(self, state: Any, global_model: Any, share: Any = 1.0) -> Any:
+    def update(self, state: State, global_model: Array, share: Scalar = 1.0) -> State:
         """The state after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
         raise NotImplementedError(
             f"{type(self).__name__} has no update(state, global_model, share=1.0)."
         )
 
-    def value(self, state: Any) -> Any:
+    def value(self, state: State) -> Array:
         """The averaged model, as a flat vector."""
         raise NotImplementedError(f"{type(self).__name__} has no value(state).")
 
@@ -222,8 +224,8 @@ def _check_element_by_element(
 
 
 def _state(
-    given: Rule | Average, method: str, state: Any, weights: np.ndarray, former: Any = None
-) -> Any:
+    given: Rule | Average, method: str, state: State, weights: np.ndarray, former: State = None
+) -> State:
     """A state that a method returned, after a look at its form."""
     if not (isinstance(state, tuple) and hasattr(state, "_fields")):
         raise TypeError(

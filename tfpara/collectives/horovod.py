@@ -12,11 +12,13 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+
+from tfpara.typing import Nest
 
 # After an abort operations fail at once, unless Horovod itself waits for a process that is stopped.
 _GRACE_SECONDS = 5.0
@@ -116,7 +118,7 @@ class HorovodCollectives:
         self.full_duplex = self._by_nccl or not self._hvd.gloo_enabled()
         self._timeout = float(timeout_seconds)
         self._group = group
-        self._functions: dict[Any, Callable[[Any], Any]] = {}
+        self._functions: dict[Hashable, Callable[[Nest], Nest]] = {}
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""
@@ -192,7 +194,9 @@ class HorovodCollectives:
 
     # -- calls -------------------------------------------------------------------------------
 
-    def _named(self, operation: Any, buffer: tf.Tensor, name: tuple, **options: Any) -> Any:
+    def _named(
+        self, operation: Callable[..., tf.Tensor], buffer: tf.Tensor, name: tuple, **options: object
+    ) -> tf.Tensor:
         """One of Horovod's operations, under a name that is the same on every worker.
 
         Horovod takes what is behind the last slash of the operation's name in the graph.
@@ -204,14 +208,14 @@ class HorovodCollectives:
         node = ".".join(map(str, ("tfpara", self._group, *name))).replace("/", ".")
         node = node.replace(" ", "_")
 
-        def run(tensor: tf.Tensor) -> Any:
+        def run(tensor: tf.Tensor) -> tf.Tensor:
             with tf.device(self._device):
                 return operation(tensor, name=node, ignore_name_scope=True, **options)
 
         attributes = {"_noinline": True}
         return tf.function(run, autograph=False, experimental_attributes=attributes)(buffer)
 
-    def _call(self, operation: Callable[..., Any], value: Any, name: str) -> Any:
+    def _call(self, operation: Callable[..., Nest], value: Nest, name: str) -> Nest:
         if tf.inside_function():
             with tf.device(self._device):
                 return operation(self, value, name)
@@ -222,17 +226,17 @@ class HorovodCollectives:
             self._functions[key] = self._function(operation, value, name)
         return self._timed(lambda: self._functions[key](*tf.nest.flatten(value)), name)
 
-    def _function(self, operation: Callable[..., Any], value: Any, name: str) -> Any:
+    def _function(self, operation: Callable[..., Nest], value: Nest, name: str) -> Nest:
         """A concrete function of tensors of any shapes."""
 
-        def run(*tensors: tf.Tensor) -> Any:
+        def run(*tensors: tf.Tensor) -> Nest:
             with tf.device(self._device):
                 return operation(self, tf.nest.pack_sequence_as(value, tensors), name)
 
         specs = [tf.TensorSpec(None, tensor.dtype) for tensor in tf.nest.flatten(value)]
         return tf.function(run, autograph=False).get_concrete_function(*specs)
 
-    def _timed(self, call: Callable[[], Any], name: str) -> Any:
+    def _timed(self, call: Callable[[], Nest], name: str) -> Nest:
         """Calls; raises the interface's errors where another worker is dead or silent."""
         message = f"collective {name!r} lasted longer than timeout_seconds={self._timeout:g}"
         fired = threading.Event()

@@ -143,7 +143,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         averages = f", averages={self.averages}" if self.averages else ""
         return f"AsyncStrategy of {workers}: {self.rule}, sync_period={self.sync_period}{averages}"
 
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self, fn: Callable[..., Nest], args: Nest = (), kwargs: Nest = None, options: object = None
+    ) -> Nest:
         """Runs `fn` on the chief; a Keras training step is refused."""
         if isinstance(getattr(fn, "__self__", None), keras.Model) and fn.__name__ == "train_step":
             raise RuntimeError(

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
+from tfpara.typing import Scalar
 
 _replaced: list[Any] = []
 
@@ -31,12 +32,14 @@ def install() -> None:
         module.scale_regularization_loss = _scaling(scale)
 
 
-def _averaging(average: Callable[..., Any]) -> Callable[..., Any]:
+def _averaging(average: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     @functools.wraps(average, updated=())
     @tf.autograph.experimental.do_not_convert
     def averaging(
-        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
-    ) -> Any:
+        per_example_loss: tf.Tensor,
+        sample_weight: tf.Tensor | None = None,
+        global_batch_size: Scalar | None = None,
+    ) -> tf.Tensor:
         replicas = _replicas()
         if replicas is None:
             return average(per_example_loss, sample_weight, global_batch_size)
@@ -52,10 +55,10 @@ def _averaging(average: Callable[..., Any]) -> Callable[..., Any]:
     return averaging
 
 
-def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
+def _scaling(scale: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     @functools.wraps(scale, updated=())
     @tf.autograph.experimental.do_not_convert
-    def scaling(regularization_loss: Any) -> Any:
+    def scaling(regularization_loss: tf.Tensor) -> tf.Tensor:
         replicas = _replicas()
         loss = scale(regularization_loss)
         return loss if replicas is None else _share(loss, replicas)

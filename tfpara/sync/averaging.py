@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -16,6 +16,7 @@ from tfpara.sync.aggregation import Aggregation, cut
 from tfpara.sync.global_state import GlobalState, Update
 from tfpara.sync.replicas import Buckets, Replicas
 from tfpara.sync.state import Kind, Slot
+from tfpara.typing import State
 
 # What a wire keeps for the next sync: variables, and the values that they get on commit.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
@@ -67,7 +68,7 @@ class Arrival(NamedTuple):
 class Moments(NamedTuple):
     """New moments of the local optimizer: for each holder; and, by field, for each device."""
 
-    kept: list[list[Any]]
+    kept: list[list[State]]
     spread: dict[str, list[list[tf.Tensor]]]
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfpara.sync.fingerprint import differences
+from tfpara.typing import Json, Nest
 
 _ROWS = 16  # of each array that are compared
 OWN = "each worker its own"  # the "kind" of data that are not divided
@@ -29,7 +29,7 @@ _REMEDY = (
 )
 
 
-def difference(facts: Sequence[Mapping[str, Any]]) -> str:
+def difference(facts: Sequence[Mapping[str, Json]]) -> str:
     """What differs between the workers' data, and what to do; "" if nothing.
 
     Args:
@@ -55,7 +55,7 @@ def difference(facts: Sequence[Mapping[str, Any]]) -> str:
     return f"the workers have different data ({found}). {_REMEDY}"
 
 
-def _close(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _close(a: Sequence[Json], b: Sequence[Json]) -> bool:
     if len(a) != len(b):
         return False
     return all(
@@ -66,9 +66,9 @@ def _close(a: Sequence[Any], b: Sequence[Any]) -> bool:
     )
 
 
-def values_of(structure: Any) -> list[Any]:
+def values_of(structure: Nest) -> list[Json]:
     """Some numbers that tell the rows of arrays, and their order, from those of others."""
-    found: list[Any] = []
+    found: list[Json] = []
     for leaf in keras.tree.flatten(structure):
         rows = getattr(leaf, "shape", None)
         if rows is None or not len(rows) or not rows[0]:
@@ -79,7 +79,7 @@ def values_of(structure: Any) -> list[Any]:
     return found
 
 
-def _value(leaf: Any, row: int) -> Any:
+def _value(leaf: Nest, row: int) -> Json:
     try:
         array = np.asarray(leaf.iloc[row] if hasattr(leaf, "iloc") else leaf[row])
         if array.dtype.kind in "biuf":
@@ -98,7 +98,7 @@ def divided_between_workers(dataset: tf.data.Dataset) -> bool:
     return policy != tf.data.experimental.AutoShardPolicy.OFF
 
 
-def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Any]:
+def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
     """What tells a dataset from another worker's, without reading it."""
     if not divided_between_workers(dataset):
         return {"kind": OWN}
@@ -123,7 +123,7 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Any]:
     }
 
 
-def _parts(dataset: Any) -> Iterator[Any]:
+def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     waiting = [dataset]
     while waiting:
         part = waiting.pop()
@@ -133,12 +133,12 @@ def _parts(dataset: Any) -> Iterator[Any]:
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 
 
-def _number(part: Any, name: str) -> int | None:
+def _number(part: object, name: str) -> int | None:
     value = getattr(part, name, None)
     return None if value is None else int(value)
 
 
-def check_batched(spec: Any) -> None:
+def check_batched(spec: Nest) -> None:
     """Raises ValueError if a dataset's elements cannot be batches."""
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
     shapes = [leaf.shape for leaf in leaves if leaf.shape.rank is not None]

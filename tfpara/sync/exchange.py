@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfpara.cluster.place import Purpose
 from tfpara.sync.control import Control
+from tfpara.typing import Json
 
 # What the collectives carry, and in what they carry other dtypes without loss.
 _CARRIED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -18,7 +18,7 @@ _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
 )
 
 
-def everyones(value: Any, control: Control, purpose: Purpose) -> list[Any]:
+def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     """What each worker has, by rank.
 
     Args:

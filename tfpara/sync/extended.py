@@ -31,6 +31,7 @@ from tfpara.collectives import horovod as _horovod
 from tfpara.group import Group
 from tfpara.keras_model import build_optimizer, check_optimizers_known, hyperparameters, optimizers
 from tfpara.steps import batch_size, weight_of, with_open_batches, with_own_memory, without_tuner
+from tfpara.strategy import StateHolder
 from tfpara.sync.control import Control, MismatchError
 from tfpara.sync.division import difference, divided_between_workers
 from tfpara.sync.epochs import Position
@@ -42,6 +43,7 @@ from tfpara.sync.replicas import Site
 from tfpara.sync.settings import Settings, check_sendable, warn_of_outlasting_momentum
 from tfpara.sync.synchronizer import Synchronizer
 from tfpara.sync.watchdog import Watchdog
+from tfpara.typing import Json, Nest, Scalar, Variable
 
 # Ends collectives that wait for a silent worker.
 from tensorflow.python.eager import context as _context  # isort: skip
@@ -114,7 +116,7 @@ class _Remembering:
         return self.with_its_options
 
 
-def _resumed(begin: Callable[[], Any], extended: PeriodicSyncExtended) -> Any:
+def _resumed(begin: Callable[[], Iterator[Nest]], extended: PeriodicSyncExtended) -> Iterator[Nest]:
     """A pass over a dataset, behind the minibatches trained before the run was resumed."""
     for synchronizer in extended.synchronizers:
         synchronizer.step_is_over()
@@ -128,7 +130,7 @@ def _resumed(begin: Callable[[], Any], extended: PeriodicSyncExtended) -> Any:
 class _UndividedDataset(_input_lib.DistributedDataset):
     """A dataset that this worker reads alone, and that is not trained on."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Nest]:
         with _own_iterators():
             return super().__iter__()
 
@@ -138,7 +140,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
 
     extended: PeriodicSyncExtended
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Nest]:
         return _resumed(super().__iter__, self.extended)
 
 
@@ -152,7 +154,7 @@ class _EpochDatasets(_Datasets):
         # Each epoch has its own.
         return tf.data.UNKNOWN_CARDINALITY
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Nest]:
         _forget_length(sys._getframe(1).f_locals.get("self"))
         position = self.extended.position.begin(self.extended.steps_seen)
         self.extended.position.take_steps()  # `first` says the same.
@@ -181,7 +183,7 @@ class _Dataset(_input_lib.DistributedDataset):
 
     extended: PeriodicSyncExtended
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Nest]:
         return _resumed(super().__iter__, self.extended)
 
 
@@ -190,7 +192,7 @@ class _Metric(_values.SyncOnReadVariable):
 
     def assign(
         self,
-        value: Any,
+        value: Nest,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -236,7 +238,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.optimizer_stepped = False
         self.tracked: keras.Model | None = None
         self.shown: str | None = None  # of which weights the models have the values for a while
-        self.minibatch_weight: Callable[..., Any] | None = None  # None: by the compiled loss
+        self.minibatch_weight: Callable[..., Scalar] | None = None  # None: by the compiled loss
         self.sync_period: int | None = settings.sync_period
         self.position = Position()
         self.order = Order()
@@ -244,15 +246,17 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._found = found
         self._whereabouts: whereabouts.Whereabouts | None = None
         self.blocks_closed = 0  # by Python code, on all workers alike
-        self.written: list[Any] = []  # variables that optimizers write, while run() is traced
-        self.used: list[Any] = []  # optimizers, since run() has begun
-        self.states: dict[str, Any] = {"order of data": self.order}
+        self.written: list[Variable] = []  # variables that optimizers write, while run() is traced
+        self.used: list[keras.optimizers.Optimizer] = []  # optimizers, since run() has begun
+        self.states: dict[str, StateHolder] = {"order of data": self.order}
         self._trained: dict[int, _Trained] = {}  # by the model's id
         self.recent: keras.Model | None = None  # of these, the one that was trained last
         self._synchronizers_made = 0
         self._creates_alone = False  # whether other workers create no variables now
         self._undivided = False  # whether each worker gets all of the data that are distributed
-        self.stepping: dict[int, Any] = {}  # optimizers that take steps in run(), by id
+        self.stepping: dict[
+            int, keras.optimizers.Optimizer
+        ] = {}  # optimizers that take steps in run(), by id
         self._looking = False  # whether what is reduced is a batch that Keras looks at
         self._created = 0
         horovod = settings.collectives == "horovod" and found.num_workers > 1
@@ -379,7 +383,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     # -- synchronizers -----------------------------------------------------------------------
 
-    def synchronizer_for(self, fn: Any) -> Synchronizer | None:
+    def synchronizer_for(self, fn: Callable[..., Nest]) -> Synchronizer | None:
         """The synchronizer of the model whose step `fn` is, if there is one that still fits it."""
         trained = self._trained.get(id(self.model_of(fn)))
         if trained is None or trained.identity != _identity(trained.model):
@@ -394,7 +398,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return self.make_synchronizer(model)
         return trained.synchronizer
 
-    def track(self, models: Sequence[keras.Model], given: Sequence[Any]) -> None:
+    def track(
+        self, models: Sequence[keras.Model], given: Sequence[keras.optimizers.Optimizer]
+    ) -> None:
         """Makes these models, and the optimizers that are given, what `run` trains."""
         if len(models) == 1 and not given and isinstance(models[0], keras.Model):
             self.tracked = models[0]
@@ -414,12 +420,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         of = (g for g in self._groups() if any(member is model for member in g.members))
         return next(of, model)
 
-    def model_of(self, fn: Any) -> keras.Model | None:
+    def model_of(self, fn: Callable[..., Nest]) -> keras.Model | None:
         # Keras hands its bound train_step or test_step to run().
         owner = getattr(fn, "__self__", None)
         return owner if isinstance(owner, keras.Model) else self.tracked
 
-    def weight_of(self, fn: Any, args: Any, kwargs: Any) -> Any:
+    def weight_of(self, fn: Callable[..., Nest], args: Nest, kwargs: Nest) -> Scalar:
         """What a replica's minibatch counts in the mean of the replicas."""
         samples = batch_size((args, kwargs))
         if self.minibatch_weight is not None:
@@ -483,7 +489,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.recent = model
         return synchronizer
 
-    def of_those_that_stepped(self, outputs: Any, samples: Sequence[Any]) -> Any:
+    def of_those_that_stepped(self, outputs: Nest, samples: Sequence[Scalar]) -> Nest:
         """What a step of Keras returned, without the zeros of replicas that had no samples.
 
         Keras averages it over the replicas; those without samples are given the mean of the others.
@@ -496,7 +502,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return outputs
         stepped = tf.stack([tf.convert_to_tensor(1 if n is None else n) for n in samples]) > 0
 
-        def filled(leaf: Any) -> Any:
+        def filled(leaf: tf.Tensor) -> tf.Tensor:
             parts = self._container_strategy().experimental_local_results(leaf)
             if len(parts) == 1 or not all(tf.is_tensor(p) and p.dtype.is_floating for p in parts):
                 return leaf
@@ -613,23 +619,29 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # True makes Keras and the input library run a collective at every step.
         return False
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: Any = None
+    ) -> Any:
         # Optimizers sum gradients over replicas here: a local step has its own alone.
         del reduce_op, options
         return value
 
-    def _replica_ctx_update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+    def _replica_ctx_update(
+        self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
+    ) -> Nest:
         # Optimizers write weights and slots through this: noticed while run() is traced.
         self.optimizer_stepped = True
         self.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
-    def note_step(self, optimizer: Any) -> None:
+    def note_step(self, optimizer: keras.optimizers.Optimizer) -> None:
         """An optimizer takes a step in a replica."""
         self.used.append(optimizer)
         self.stepping[id(optimizer)] = optimizer
 
-    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+    def _update(
+        self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
+    ) -> Nest:
         # Python code that sets a weight (load_weights, set_weights, assign) comes through here.
         result = super()._update(var, fn, args, kwargs, group)
         if tf.executing_eagerly():
@@ -637,7 +649,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 synchronizer.was_set(var.values[0])
         return result
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: Any, options: Any
+    ) -> Any:
         del destinations, options
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if isinstance(value, _values.SyncOnReadVariable):
@@ -649,7 +663,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             lambda leaf: None if leaf is None else self._reduced(local_results(leaf), mean), value
         )
 
-    def _reduced(self, local: Sequence[Any], mean: bool) -> tf.Tensor:
+    def _reduced(self, local: Sequence[Nest], mean: bool) -> tf.Tensor:
         """The sum or mean over the replicas of all workers, of what those of this worker have."""
         if self._num_workers > 1 and not tf.executing_eagerly():
             raise ValueError(
@@ -672,7 +686,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return total / self._num_replicas_in_sync if mean else total
 
     def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: Any, options: Any
+        self, value: Nest, destinations: object, axis: int, options: object
     ) -> tf.Tensor:
         # The parent's waits without end for a silent worker, and knows no workers of Horovod.
         if not tf.executing_eagerly():
@@ -686,7 +700,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         mine = tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
         return joined(mine, axis, self.control, _GATHER) if self._num_workers > 1 else mine
 
-    def _reduce_over_all(self, variable: Any, mean: bool) -> tf.Tensor:
+    def _reduce_over_all(self, variable: Variable, mean: bool) -> tf.Tensor:
         purpose = self.place.of_metric()
         if tf.executing_eagerly():
             if self.synchronizers:
@@ -707,14 +721,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Training steps of this process, over all models."""
         return sum(s.graph.statistics().steps for s in self.synchronizers)
 
-    def datasets_by_epoch(self, dataset_fn: Any) -> Any:
+    def datasets_by_epoch(self, dataset_fn: Callable[..., Nest]) -> Any:
         self.position.move(0, self.steps_seen)
         dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
         dataset.built_for = (self.position.epoch, self.position.first)
         return dataset
 
-    def check_data(self, facts: dict[str, Any], shuffled: bool) -> None:
+    def check_data(self, facts: dict[str, Json], shuffled: bool) -> None:
         """Compares what the workers have handed to `fit` or `evaluate`; all must call it.
 
         Args:
@@ -748,7 +762,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Which part of the data that are distributed now is this worker's, and of how many."""
         return (0, 1) if self._undivided else (self._id_in_cluster, self._num_workers)
 
-    def distribute_steps(self, dataset: tf.data.Dataset) -> Any:
+    def distribute_steps(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
         """A dataset whose elements are this worker's steps, divided between its devices alone."""
         with self._alone():
             return self._experimental_distribute_dataset(dataset, None)
@@ -790,7 +804,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         finally:
             self._num_workers, self._id_in_cluster = place
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: object
+    ) -> tf.distribute.DistributedDataset:
         dataset = without_tuner(_safe(dataset))
         if self._undivided:
             with self._alone():
@@ -807,8 +823,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 distributed._cardinality *= self._num_workers
         return distributed
 
-    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
-        def prepared(context: Any) -> tf.data.Dataset:
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable[..., Nest], options: Any
+    ) -> Any:
+        def prepared(context: tf.distribute.InputContext) -> tf.data.Dataset:
             dataset = dataset_fn(context)
             if len(self.worker_devices) > 1:
                 dataset = with_open_batches(dataset)
@@ -830,7 +848,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return variable
 
     def _get_variable_creator_initial_value(
-        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+        self, replica_id: int, device: str, primary_var: Variable, **kwargs: Any
     ) -> Any:
         # The parent broadcasts here without a timeout and without looking at shapes.
         initial = kwargs["initial_value"]
@@ -942,5 +960,5 @@ def _identity(model: keras.Model) -> Any:
     return slots, [id(v) for v in model.trainable_variables]
 
 
-def _plain_variable(value: Any, name: str) -> tf.Variable:
+def _plain_variable(value: Nest, name: str) -> tf.Variable:
     return ResourceVariable(value, name=f"tfpara/{name}", trainable=False)

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfpara.sync.replicas import Buckets
 from tfpara.sync.state import Kind, Slot
+from tfpara.typing import Array
 
 # Of a flight's `state`.
 NONE, FLYING, LANDED = range(3)
@@ -68,12 +69,12 @@ class Flight:
 
     def __init__(
         self,
-        fly: Callable[[], Any],
+        fly: Callable[[], object],
         devices: Sequence[str],
         sizes: Sequence[int],
         columns: int,
         num_replicas: int,
-        make: Callable[[Any, str], tf.Variable],
+        make: Callable[[Array, str], tf.Variable],
     ) -> None:
         self._fly = fly
         self._thread: threading.Thread | None = None

@@ -15,8 +15,9 @@ from tfpara.sync.aggregation import Aggregation, Part, Sharded, cut
 from tfpara.sync.replicas import Buckets, Replicas
 from tfpara.sync.settings import Settings
 from tfpara.sync.state import Kind, Slot
+from tfpara.typing import Array, State
 
-MakeVariable = Callable[[Any, str], tf.Variable]
+MakeVariable = Callable[[Array, str], tf.Variable]
 
 
 class Cell(NamedTuple):
@@ -38,7 +39,7 @@ class Update(NamedTuple):
 
     buckets: slice
     broadcasts: list[list[tf.Tensor]]
-    states: dict[str, list[list[Any]]]
+    states: dict[str, list[list[State]]]
 
 
 class GlobalState:
@@ -67,7 +68,7 @@ class GlobalState:
         moments = replicas.moments(0) if replicas.variables.moments else None
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
         # "rule", "averages/LABEL" or "moments" to, for each holder and part, the variables.
-        self._states: dict[str, list[list[Any]]] = {}
+        self._states: dict[str, list[list[State]]] = {}
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):
                 parts = aggregation.parts(holder)
@@ -94,7 +95,7 @@ class GlobalState:
         steps: tf.Tensor,
         iterations: tf.Tensor,
         share: tf.Tensor,
-    ) -> list[list[Any]]:
+    ) -> list[list[State]]:
         """The moments for the next block, for each holder; nothing is written.
 
         Args:
@@ -124,7 +125,7 @@ class GlobalState:
                 updated.append(new)
         return updated
 
-    def commit_moments(self, updated: Sequence[Sequence[Any]]) -> None:
+    def commit_moments(self, updated: Sequence[Sequence[State]]) -> None:
         """Writes what `update_moments` returned."""
         for kept, new in zip(self._states["moments"], updated, strict=True):
             for variables, values in zip(kept, new, strict=True):
@@ -168,7 +169,7 @@ class GlobalState:
                     )
         return update
 
-    def _step(self, state: Any, mean: tf.Tensor, share: tf.Tensor) -> Any:
+    def _step(self, state: State, mean: tf.Tensor, share: tf.Tensor) -> State:
         """The rule's step; that of a whole block, as most are, needs fewer passes."""
         replicas = self._num_replicas
         return tf.cond(
@@ -335,7 +336,7 @@ class GlobalState:
                 yield holder, part
 
 
-def _variables(state: Any, name: str, make: MakeVariable) -> Any:
+def _variables(state: State, name: str, make: MakeVariable) -> State:
     """A NamedTuple of variables that holds the NamedTuple `state`."""
     return type(state)(
         *(
@@ -345,18 +346,18 @@ def _variables(state: Any, name: str, make: MakeVariable) -> Any:
     )
 
 
-def _read(variables: Any, after: tf.Tensor | None = None) -> Any:
+def _read(variables: State, after: tf.Tensor | None = None) -> State:
     """The values of a NamedTuple of variables; read once the tensor `after` is there."""
     with tf.control_dependencies([] if after is None else [after]):
         return type(variables)(*(v.read_value() for v in variables))
 
 
-def _assign(variables: Any, values: Any) -> None:
+def _assign(variables: State, values: State) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
 
 
-def _assign_at(variables: Any, values: Any, at: int) -> None:
+def _assign_at(variables: State, values: State, at: int) -> None:
     """Assigns to elements `at` … of the flat variables; scalars, which are of all, stay."""
     for variable, value in zip(variables, values, strict=True):
         if variable.shape.rank:

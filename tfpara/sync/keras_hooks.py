@@ -31,9 +31,9 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -60,8 +60,12 @@ from tfpara.keras_model import (
 from tfpara.sync import division, reading, scope
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
+from tfpara.typing import Data, Json, Nest, Variable
 
 _CALLBACKS = keras.callbacks
+# A function of Keras, or what is put in its place.
+Method: TypeAlias = Callable[..., Any]
+
 _PLACE = "tfpara_place"  # attribute of a list of callbacks
 # The callbacks that write, and the attribute that says where.
 _PATHS = {
@@ -69,10 +73,10 @@ _PATHS = {
     _CALLBACKS.CSVLogger: "filename",
     _CALLBACKS.TensorBoard: "log_dir",
 }
-_replaced: set[tuple[int, str, Callable[..., Any]]] = set()
+_replaced: set[tuple[int, str, Method]] = set()
 # While a step is traced to see them, the weights that optimizers without slots train, by their ids.
-_unbuilt: dict[int, Any] = {}
-_element_specs: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
+_unbuilt: dict[int, keras.optimizers.Optimizer] = {}
+_element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -112,7 +116,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         setattr(owner, name, make(getattr(owner, name)))
 
 
-def _strategy(model: Any) -> Any:
+def _strategy(model: keras.Model) -> Any:
     """The `PeriodicSyncStrategy` of a model; None if it has another or none."""
     strategy = strategy_of(model)
     return strategy if isinstance(strategy.extended, PeriodicSyncExtended) else None
@@ -121,11 +125,13 @@ def _strategy(model: Any) -> Any:
 # -- saving ----------------------------------------------------------------------------------------
 
 
-def _by_the_chief(write: Callable[..., Any]) -> Callable[..., Any]:
+def _by_the_chief(write: Method) -> Method:
     """What saves a model, made to write on the chief alone, and whole."""
 
     @functools.wraps(write)
-    def saving(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def saving(
+        model: keras.Model, filepath: str | os.PathLike[str], *args: object, **kwargs: object
+    ) -> object:
         strategy = _strategy(model)
         if strategy is None:
             return write(model, filepath, *args, **kwargs)
@@ -166,11 +172,11 @@ def _printing(former: str, path: str) -> Iterator[None]:
 # -- fit, predict, callbacks ----------------------------------------------------------------------
 
 
-def _watched(fit: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(fit: Method) -> Method:
     """`fit` of any model, made to tell callbacks of its end."""
 
     @functools.wraps(fit)
-    def fitting(*args: Any, **kwargs: Any) -> Any:
+    def fitting(*args: object, **kwargs: object) -> object:
         with fit_call.under_way():
             return fit(*args, **kwargs)
 
@@ -182,12 +188,12 @@ def _watched(fit: Callable[..., Any]) -> Callable[..., Any]:
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
-def _shown_by_the_chief(method: Callable[..., Any]) -> Callable[..., Any]:
+def _shown_by_the_chief(method: Method) -> Method:
     """A method of a model with a progress bar, which other workers show only where asked to."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
-    def showing(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def showing(model: keras.Model, *args: object, **kwargs: object) -> object:
         strategy = _strategy(model)
         given = signature.bind(model, *args, **kwargs)
         others = strategy is not None and not strategy.is_chief
@@ -203,13 +209,13 @@ def _shown_by_the_chief(method: Callable[..., Any]) -> Callable[..., Any]:
     return showing
 
 
-def _together(fit: Callable[..., Any]) -> Callable[..., Any]:
+def _together(fit: Method) -> Method:
     """`fit`, made to return when every worker has come to its end."""
 
     signature = inspect.signature(fit)
 
     @functools.wraps(fit)
-    def fitting(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def fitting(model: keras.Model, *args: object, **kwargs: object) -> object:
         _look(model)
         strategy = _strategy(model)
         if strategy is None:
@@ -237,11 +243,11 @@ def _with_data(name: str, strategy: Any) -> Iterator[None]:
         ) from None
 
 
-def _placed(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+def _placed(evaluate: Method) -> Method:
     """`evaluate`, whose reading of metrics all workers must come to."""
 
     @functools.wraps(evaluate)
-    def evaluating(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def evaluating(model: keras.Model, *args: object, **kwargs: object) -> object:
         strategy = _strategy(model)
         if strategy is None:
             return evaluate(model, *args, **kwargs)
@@ -251,11 +257,11 @@ def _placed(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     return evaluating
 
 
-def _looked_at(train: Callable[..., Any]) -> Callable[..., Any]:
+def _looked_at(train: Method) -> Method:
     """A method that trains a model, made to look first where that was made."""
 
     @functools.wraps(train)
-    def training(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def training(model: keras.Model, *args: object, **kwargs: object) -> object:
         _look(model)
         return train(model, *args, **kwargs)
 
@@ -274,7 +280,7 @@ def _look(model: keras.Model) -> None:
         )
 
 
-def _of_all_workers(read: Callable[..., Any]) -> Callable[..., Any]:
+def _of_all_workers(read: Method) -> Method:
     """What makes the log of an epoch, made to give all workers the same.
 
     Keras takes the metrics' values only if the last step returned these and no others; else all of
@@ -283,7 +289,7 @@ def _of_all_workers(read: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(read)
-    def reading(model: keras.Model, logs: Any) -> Any:
+    def reading(model: keras.Model, logs: dict[str, Nest]) -> dict[str, Nest]:
         strategy = _strategy(model)
         if strategy is None or not isinstance(logs, dict):
             return read(model, logs)
@@ -315,15 +321,15 @@ def _has_own_steps(model: keras.Model) -> bool:
     return any(one is not getattr(keras.Model, name) for one, name in zip(own, names, strict=True))
 
 
-def _plain(logs: dict[str, Any]) -> dict[str, Any]:
+def _plain(logs: dict[str, Json]) -> dict[str, Json]:
     """Logs as numbers and lists; what is under a name of its own within a dict comes out of it."""
-    found: dict[str, Any] = {}
+    found: dict[str, Json] = {}
     for name, value in logs.items():
         found |= _plain(value) if isinstance(value, dict) else {name: np.asarray(value).tolist()}
     return found
 
 
-def _mean(values: list[Any]) -> Any:
+def _mean(values: list[Nest]) -> Nest:
     """Of numbers and arrays the mean; of what has none the first worker's."""
     try:
         mean = np.mean(np.array(values, np.float64), 0)
@@ -332,7 +338,7 @@ def _mean(values: list[Any]) -> Any:
     return mean if mean.ndim else float(mean)
 
 
-def _counted_nothing(model: keras.Model, name: str, value: Any) -> bool:
+def _counted_nothing(model: keras.Model, name: str, value: Nest) -> bool:
     """Whether the step left out a metric of this name, as one that returns a loss of its own does.
 
     Keras makes a metric "loss" for each compiled model. The variables, whose reading is an exchange
@@ -344,17 +350,17 @@ def _counted_nothing(model: keras.Model, name: str, value: Any) -> bool:
     return not any(np.any(v) for metric in of_name for v in metric.variables)
 
 
-def _looking(build: Callable[..., Any]) -> Callable[..., Any]:
+def _looking(build: Method) -> Method:
     """What builds a model from a first batch, made to look at its shapes alone."""
 
     @functools.wraps(build)
-    def building(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def building(model: keras.Model, *args: object, **kwargs: object) -> object:
         strategy = _strategy(model)
         if strategy is None:
             return build(model, *args, **kwargs)
         with strategy.extended.looking():
             built = build(model, *args, **kwargs)
-        iterator = (*args, kwargs.get("iterator"))[0]
+        iterator: Any = (*args, kwargs.get("iterator"))[0]
         if iterator is not None:
             # What `fit` iterates over; it has no public name.
             _element_specs[model] = iterator._distributed_dataset.element_spec
@@ -363,11 +369,15 @@ def _looking(build: Callable[..., Any]) -> Callable[..., Any]:
     return building
 
 
-def _step_noted(apply: Callable[..., Any]) -> Callable[..., Any]:
+def _step_noted(apply: Method) -> Method:
     """An optimizer's step, made to be noticed by the strategy in whose replica it is taken."""
 
     @functools.wraps(apply)
-    def applying(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def applying(
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[tf.Tensor],
+        trainable_variables: Sequence[Variable] | None = None,
+    ) -> object:
         if id(optimizer) in _unbuilt:
             _unbuilt[id(optimizer)] = trainable_variables
             return None
@@ -411,11 +421,11 @@ def build_optimizers(model: keras.Model) -> None:
     check_optimizers_built(model)
 
 
-def _of_all_rows(predict: Callable[..., Any]) -> Callable[..., Any]:
+def _of_all_rows(predict: Method) -> Method:
     """`predict`, made to compute all rows on the worker that calls it."""
 
     @functools.wraps(predict)
-    def predicting(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def predicting(model: keras.Model, *args: object, **kwargs: object) -> object:
         strategy = _strategy(model)
         if strategy is None:
             return predict(model, *args, **kwargs)
@@ -430,7 +440,7 @@ def _with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(make)
 
     @functools.wraps(make)
-    def making(*args: Any, **kwargs: Any) -> None:
+    def making(*args: object, **kwargs: object) -> None:
         given = signature.bind(*args, **kwargs)
         model = given.arguments.get("model")
         strategy = None if model is None else _strategy(model)
@@ -445,12 +455,14 @@ def _with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
     return making
 
 
-def _in_place(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _in_place(name: str) -> Callable[[Method], Method]:
     """What makes a hook of `CallbackList` say where `fit` is, and that it is in callbacks."""
 
-    def make(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def make(hook: Method) -> Method:
         @functools.wraps(hook)
-        def calling(callbacks: Any, *args: Any, **kwargs: Any) -> Any:
+        def calling(
+            callbacks: keras.callbacks.CallbackList, *args: Any, **kwargs: object
+        ) -> object:
             place: Place | None = getattr(callbacks, _PLACE, None)
             if place is None:
                 return hook(callbacks, *args, **kwargs)
@@ -473,7 +485,7 @@ _HOOKS = {
 }
 
 
-def _prepared(callback: Any, strategy: Any) -> Any:
+def _prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
     """What runs in a callback's place on this worker; None if nothing does.
 
     Raises:
@@ -491,7 +503,7 @@ def _prepared(callback: Any, strategy: Any) -> Any:
     return callback
 
 
-def _refuse(callback: Any, strategy: Any) -> None:
+def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
     if isinstance(callback, _CALLBACKS.BackupAndRestore):
         raise ValueError(
             "BackupAndRestore keeps the weights of one replica, and neither the global model, its "
@@ -513,21 +525,21 @@ class _Elsewhere(keras.callbacks.Callback):
     The callback has its own path again whenever none of its methods runs.
     """
 
-    def __init__(self, callback: Any, attribute: str) -> None:
+    def __init__(self, callback: keras.callbacks.Callback, attribute: str) -> None:
         super().__init__()
         self._callback, self._attribute = callback, attribute
         self._folder = tempfile.mkdtemp(prefix="tfpara-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         self._call("set_model", model)
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: dict[str, Json]) -> None:
         self._callback.set_params(params)
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def _call(self, method: str, *args: object, **kwargs: object) -> None:
         path = os.fspath(getattr(self._callback, self._attribute))
-        meanwhile: dict[str, Any] = {
+        meanwhile: dict[str, Json] = {
             self._attribute: os.path.join(self._folder, os.path.basename(path) or "files")
         }
         if hasattr(self._callback, "verbose"):
@@ -556,7 +568,7 @@ for _name in dir(_CALLBACKS.Callback):
 # -- data ------------------------------------------------------------------------------------------
 
 
-def _with_divided_data(make: Any) -> Callable[..., Any]:
+def _with_divided_data(make: Any) -> Method:
     """The class of `fit`'s passes over data, made to look at the data first."""
 
     @functools.wraps(make, updated=())
@@ -591,7 +603,7 @@ def _with_divided_data(make: Any) -> Callable[..., Any]:
     return making
 
 
-def _check(adapter: Any, extended: Any, divided: bool) -> None:
+def _check(adapter: Any, extended: PeriodicSyncExtended, divided: bool) -> None:
     """Raises ValueError if data cannot be divided between the replicas."""
     if isinstance(adapter, _adapters.TFDatasetAdapter):
         dataset = adapter.get_tf_dataset()
@@ -606,7 +618,7 @@ def _check(adapter: Any, extended: Any, divided: bool) -> None:
         )
 
 
-def _facts(adapter: Any) -> dict[str, Any]:
+def _facts(adapter: Any) -> dict[str, Json]:
     """What tells this worker's data from another's: see `division.difference`."""
     if isinstance(adapter, _Steps):
         return adapter.facts()
@@ -623,7 +635,7 @@ def _facts(adapter: Any) -> dict[str, Any]:
     return division.facts_of_dataset(dataset)
 
 
-def _refuse_spent(given: dict[str, Any]) -> None:
+def _refuse_spent(given: dict[str, Json]) -> None:
     """Raises ValueError for a generator that would have to be read again in a second epoch."""
     if given.get("epochs", 1) - given.get("initial_epoch", 0) < 2:
         return
@@ -641,11 +653,11 @@ def _refuse_spent(given: dict[str, Any]) -> None:
             )
 
 
-def _without_reading(build: Callable[..., Any]) -> Callable[..., Any]:
+def _without_reading(build: Method) -> Method:
     """Keras' look at a first batch, made not to begin a pass over Python data for it."""
 
     @functools.wraps(build)
-    def building(model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+    def building(model: keras.Model, iterator: object = None, data_batch: Nest = None) -> object:
         if isinstance(iterator, _Epochs):
             return build(model, data_batch=iterator.data_adapter.first_minibatch())
         return build(model, iterator=iterator, data_batch=data_batch)
@@ -656,16 +668,16 @@ def _without_reading(build: Callable[..., Any]) -> Callable[..., Any]:
 class _Epochs(_trainer.TFEpochIterator):
     """Keras' passes over Python data, each begun where it is used first."""
 
-    _current_iterator: Any
+    _current_iterator: Iterator[Nest] | None
 
-    def _get_iterator(self) -> Any:
+    def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
             # Where a pass ends Keras makes the next one, before the dataset's on_epoch_end.
             return ()
         self.data_adapter.begin_pass()
         return super()._get_iterator()
 
-    def _enumerate_iterator(self) -> Iterator[Any]:
+    def _enumerate_iterator(self) -> Iterator[Nest]:
         if isinstance(self._current_iterator, type(iter(()))) or self.steps_per_epoch is None:
             self._current_iterator = None
         yield from super()._enumerate_iterator()
@@ -677,7 +689,7 @@ class _Steps(_adapters.data_adapter.DataAdapter):
     Subclasses yield batches, and which part of how many is a step.
     """
 
-    def __init__(self, batches: list[Any], extended: Any) -> None:
+    def __init__(self, batches: list[Data], extended: PeriodicSyncExtended) -> None:
         if not batches:
             raise ValueError("the data have no batch: their length is 0.")
         self._first = [_without_none(batch) for batch in batches]
@@ -688,25 +700,25 @@ class _Steps(_adapters.data_adapter.DataAdapter):
     def begin_pass(self) -> None:
         """The next pass over the data begins."""
 
-    def _batches(self) -> Iterator[tuple[Any, range, int]]:
+    def _batches(self) -> Iterator[tuple[Data, range, int]]:
         raise NotImplementedError
 
-    def _steps(self) -> Iterator[Any]:
+    def _steps(self) -> Iterator[Nest]:
         for batch, parts, of in self._batches():
             batch = _without_none(batch)
             for part in parts:
                 yield _part(batch, part, of)
 
-    def get_tf_dataset(self) -> Any:
+    def get_tf_dataset(self) -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_generator(self._steps, output_signature=self._signature)
         return self._extended.distribute_steps(dataset.prefetch(1))
 
-    def first_minibatch(self) -> Any:
+    def first_minibatch(self) -> Nest:
         """A minibatch of one replica, for its shapes."""
         replicas = self._workers * len(self._extended.worker_devices)
         return _part(self._first[0], 0, replicas, at_least=1)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Json]:
         """See `division.difference`."""
         # Of inputs a worker may have other ones, as where it draws noise; their order is in the
         # labels, if there are any.
@@ -725,7 +737,9 @@ class _Steps(_adapters.data_adapter.DataAdapter):
 class _PyDatasetSteps(_Steps):
     """A `keras.utils.PyDataset`, of which each worker reads other batches."""
 
-    def __init__(self, dataset: Any, adapter: Any, extended: Any) -> None:
+    def __init__(
+        self, dataset: keras.utils.PyDataset, adapter: Any, extended: PeriodicSyncExtended
+    ) -> None:
         self._dataset, self._adapter = dataset, adapter
         adapter.enqueuer = None  # whose queue would mix batches of one pass with those of another
         self._processes = bool(dataset.use_multiprocessing) and dataset.workers > 0
@@ -734,7 +748,7 @@ class _PyDatasetSteps(_Steps):
         count = adapter.num_batches
         numbers = range(2 if count is None else min(2, count))
         super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
-        self._order: Any = ()
+        self._order: Sequence[int] = ()
         self._hooks_called = 0
 
     def _refuse_fork(self) -> None:
@@ -745,7 +759,7 @@ class _PyDatasetSteps(_Steps):
                 'if __name__ == "__main__":, multiprocessing.set_start_method("spawn").'
             )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Json]:
         return {"kind": "PyDataset", "batches": self.num_batches, **super().facts()}
 
     def begin_pass(self) -> None:
@@ -754,7 +768,7 @@ class _PyDatasetSteps(_Steps):
             shuffle = self._adapter.shuffle
             self._order = self._extended.next_order(count) if shuffle else range(count)
 
-    def _batches(self) -> Iterator[tuple[Any, range, int]]:
+    def _batches(self) -> Iterator[tuple[Data, range, int]]:
         if self.num_batches is None:
             plan: Any = reading.endless_reads(self._worker, self._workers)
         else:
@@ -796,19 +810,19 @@ class _PyDatasetSteps(_Steps):
 class _GeneratorSteps(_Steps):
     """A Python generator, which every worker reads from its beginning to its end, once."""
 
-    def __init__(self, adapter: Any, extended: Any) -> None:
+    def __init__(self, adapter: Any, extended: PeriodicSyncExtended) -> None:
         super().__init__(adapter._first_batches, extended)
         self._rest = adapter.generator()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Json]:
         return {"kind": "generator", **super().facts()}
 
-    def _batches(self) -> Iterator[tuple[Any, range, int]]:
+    def _batches(self) -> Iterator[tuple[Data, range, int]]:
         for batch in self._rest:
             yield batch, range(self._worker, self._worker + 1), self._workers
 
 
-def _without_none(batch: Any) -> Any:
+def _without_none(batch: Nest) -> Nest:
     """`batch` without a last part that is None, which cannot be divided."""
     if isinstance(batch, list):
         batch = tuple(batch)
@@ -817,10 +831,10 @@ def _without_none(batch: Any) -> Any:
     return batch
 
 
-def _part(batch: Any, part: int, of: int, at_least: int = 0) -> Any:
+def _part(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
     """Some rows of a batch: `part` among `of`."""
 
-    def rows_of(leaf: Any) -> Any:
+    def rows_of(leaf: Nest) -> Nest:
         if _adapter_utils.is_scipy_sparse(leaf):
             leaf = _adapter_utils.scipy_sparse_to_tf_sparse(leaf)
         if leaf is None or of == 1:

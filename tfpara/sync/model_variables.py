@@ -10,11 +10,12 @@ import tensorflow as tf
 
 from tfpara.keras_model import optimizers
 from tfpara.sync.replicas import ReplicaVariables
+from tfpara.typing import Variable
 
 
 def replica_variables(
     model: keras.Model,
-    components_of: Callable[[Any], tuple[tf.Variable, ...]],
+    components_of: Callable[[Variable], tuple[tf.Variable, ...]],
     rule: Any = None,
     local_state: str = "keep",
 ) -> ReplicaVariables:
@@ -43,7 +44,7 @@ def replica_variables(
         if v.value.dtype.is_floating and not v.value.trainable
     ]
     slots = [slot for optimizer in optimizers(model) for slot in _slots(optimizer)]
-    moments: list[Any] = []
+    moments: list[keras.Variable] = []
     counting = _counting(optimizers(model), local_state)
     if hasattr(rule, "check_optimizer"):
         (optimizer,) = _only_optimizer(model)
@@ -70,11 +71,13 @@ def replica_variables(
     )
 
 
-def _rate_can_be_set(optimizer: Any) -> bool:
+def _rate_can_be_set(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable)
 
 
-def _counting(found: Sequence[Any], local_state: str) -> list[Any]:
+def _counting(
+    found: Sequence[keras.optimizers.Optimizer], local_state: str
+) -> list[keras.optimizers.Optimizer]:
     """The optimizers whose number of steps goes with their slots when a sync writes these.
 
     Adam and others divide their moments by what these have seen by that number: moments that are
@@ -115,7 +118,7 @@ def _counting(found: Sequence[Any], local_state: str) -> list[Any]:
 _WITHOUT_COUNT = {"SGD", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion"}
 
 
-def _only_optimizer(model: keras.Model) -> list[Any]:
+def _only_optimizer(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     found = optimizers(model)
     if len(found) != 1:
         raise ValueError(
@@ -125,7 +128,7 @@ def _only_optimizer(model: keras.Model) -> list[Any]:
     return found
 
 
-def _slots(optimizer: Any) -> list[tuple[keras.Variable, float]]:
+def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, float]]:
     """The optimizer's per-weight state, with the value each starts from.
 
     Without what an optimizer marks `of_one_replica`: a sync neither averages nor resets that.

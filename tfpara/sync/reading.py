@@ -12,9 +12,14 @@ import itertools
 import multiprocessing
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from tfpara.typing import Data, Json
+
+if TYPE_CHECKING:
+    import keras
 
 
 class Read(NamedTuple):
@@ -68,7 +73,7 @@ class Order:
         self.seed = state
 
 
-def random_states() -> dict[str, list[Any]]:
+def random_states() -> dict[str, list[Json]]:
     """The states of Python's and NumPy's common generators, as JSON carries them."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
@@ -77,7 +82,7 @@ def random_states() -> dict[str, list[Any]]:
     }
 
 
-def set_random_states(states: Mapping[str, list[Any]]) -> None:
+def set_random_states(states: Mapping[str, list[Json]]) -> None:
     """Goes back to what `random_states` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -103,8 +108,8 @@ def bounds(rows: int, part: int, of: int) -> slice:
 
 
 def ahead(
-    dataset: Any, numbers: Iterable[int], workers: int, processes: bool, size: int
-) -> Generator[Any, None, None]:
+    dataset: keras.utils.PyDataset, numbers: Iterable[int], workers: int, processes: bool, size: int
+) -> Generator[Data, None, None]:
     """`dataset[number]` of each number in turn, read ahead by threads or processes.
 
     Args:
@@ -121,7 +126,7 @@ def ahead(
         yield from (dataset[number] for number in numbers)
         return
     executor: concurrent.futures.Executor
-    read: Callable[[int], Any]
+    read: Callable[[int], Data]
     if processes:
         executor = concurrent.futures.ProcessPoolExecutor(
             max(1, workers), multiprocessing.get_context(), _keep, (dataset,)
@@ -151,10 +156,10 @@ def ahead(
 _dataset: Any = None  # of a process that reads
 
 
-def _keep(dataset: Any) -> None:
+def _keep(dataset: keras.utils.PyDataset) -> None:
     global _dataset
     _dataset = dataset
 
 
-def _kept(number: int) -> Any:
+def _kept(number: int) -> Data:
     return _dataset[number]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -13,6 +13,7 @@ from tfpara.collectives import Collectives, broadcast_to_devices
 from tfpara.sync.buffers import Layout
 from tfpara.sync.reports import first_nonfinite
 from tfpara.sync.settings import Settings
+from tfpara.typing import Array
 
 Buckets = Sequence[tf.Tensor]
 BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
@@ -35,7 +36,7 @@ class Site(NamedTuple):
     collectives: Collectives
     reports: Collectives
     place: Place
-    make: Callable[[Any, str], tf.Variable]
+    make: Callable[[Array, str], tf.Variable]
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -187,7 +187,7 @@ def _rates_problem(
     # The first in the table: by replica, then the other one, then the optimizer.
     where = tf.argmax(tf.reshape(tf.cast(differing, tf.int32), [-1]), output_type=tf.int32)
     pair, optimizer = where // optimizers, where % optimizers
-    parts: list[Any] = []
+    parts: list[tf.Tensor | str] = []
     for replica in (pair // count, pair % count):
         rate = reports[replica, columns.rates.start + optimizer]
         parts += [owner(replica), " ", tf.strings.as_string(rate, precision=6, shortest=True)]

@@ -9,20 +9,21 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfpara.typing import Variable
 
 _LINES = (
     "Write\n    with strategy.scope():\n        model = …  # or keras.models.load_model(…)\n"
     "        model.compile(…)"
 )
-_strategies: weakref.WeakSet[Any] = weakref.WeakSet()
+_strategies: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
-def watch(strategy: Any) -> None:
+def watch(strategy: tf.distribute.Strategy) -> None:
     """From now on `look` knows of a strategy.
 
     Args:
@@ -75,7 +76,7 @@ def _look_at_stranger(model: keras.Model) -> None:
         )
 
 
-def _parts(model: keras.Model) -> Iterator[tuple[str, list[Any]]]:
+def _parts(model: keras.Model) -> Iterator[tuple[str, list[Variable]]]:
     """What `fit` writes: the words for it, and its variables."""
     for weight in model.weights:
         yield f"its weight {weight.path!r}", [weight]
@@ -85,6 +86,6 @@ def _parts(model: keras.Model) -> Iterator[tuple[str, list[Any]]]:
         yield f"the metric {variable.path.split('/')[0]!r}", [variable]
 
 
-def _is_of(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+def _is_of(variable: Variable, strategy: tf.distribute.Strategy) -> bool:
     value = getattr(variable, "value", variable)
     return strategy.extended.variable_created_in_scope(value)

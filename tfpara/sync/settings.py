@@ -10,8 +10,10 @@ from typing import Any
 import keras
 
 from tfpara import algorithms
+from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import checked_averages, checked_seconds, versions
 from tfpara.collectives.choice import COLLECTIVES
+from tfpara.typing import Json
 from tfpara.whole_number import checked_whole
 
 LOCAL_STATE = ("keep", "reset", "average")
@@ -37,13 +39,13 @@ class Settings:
 
     rule: algorithms.Rule = dataclasses.field(metadata=_RUN)
     sync_period: int = dataclasses.field(metadata=_WORKERS)
-    averages: Mapping[str, Any] = dataclasses.field(metadata=_RUN)
+    averages: Mapping[str, Average] = dataclasses.field(metadata=_RUN)
     local_state: str = dataclasses.field(metadata=_RUN)
     aggregation: str = dataclasses.field(metadata=_WORKERS)
     timeout_seconds: float
     communication: str
     collectives: str = dataclasses.field(metadata=_WORKERS)
-    data_plan: Mapping[str, Any]
+    data_plan: Mapping[str, Json]
     overlap: bool | int = dataclasses.field(default=False, metadata=_RUN)
     fragments: int = dataclasses.field(default=1, metadata=_RUN)
     device_sync_period: int | None = dataclasses.field(default=None, metadata=_RUN)
@@ -74,13 +76,13 @@ class Settings:
             algorithms.check_average(average)
         return dataclasses.replace(self, rule=rule, asked_rule=asked)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Json]:
         """What has to be equal on all workers."""
         compared = [each.name for each in dataclasses.fields(self) if "workers" in each.metadata]
         told = {name: str(getattr(self, name)) for name in compared}
         return {**versions(), **told, **self._data()}
 
-    def of_a_run(self) -> dict[str, Any]:
+    def of_a_run(self) -> dict[str, Json]:
         """What has to be equal when a run is resumed, maybe on another number of replicas."""
         told = {}
         for each in dataclasses.fields(self):
@@ -89,7 +91,7 @@ class Settings:
                 told[each.name] = value if isinstance(value, int | str) else str(value)
         return {**told, "rule": self.asked_rule, **self._data()}
 
-    def _data(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Json]:
         return {f"data_plan.{key}": value for key, value in self.data_plan.items()}
 
     def _take_whole(self, name: str, of: str = "") -> int:
@@ -171,7 +173,7 @@ class Settings:
             )
 
 
-def warn_of_outlasting_momentum(settings: Settings, optimizer: Any) -> None:
+def warn_of_outlasting_momentum(settings: Settings, optimizer: keras.optimizers.Optimizer) -> None:
     """Classical block momentum and kept local momentum that remembers longer than a block."""
     rule = settings.rule
     if not isinstance(rule, algorithms.BMUF) or rule.nesterov or settings.local_state != "keep":
@@ -193,11 +195,11 @@ def warn_of_outlasting_momentum(settings: Settings, optimizer: Any) -> None:
         )
 
 
-def _is_of_a_user(given: Any) -> bool:
+def _is_of_a_user(given: object) -> bool:
     return type(given).__module__.partition(".")[0] != "tfpara"
 
 
-def checked_rule(rule: Any) -> Any:
+def checked_rule(rule: object) -> Rule:
     """Returns the rule if it is a rule object, else raises TypeError that says what to write."""
     names = [f"tfpara.{kind.__name__}(...)" for kind in algorithms.RULES]
     names += ["tfpara.DiLoCo(...)", "tfpara.SlowMo(...)", "one of your own (tfpara.Rule)"]

@@ -7,12 +7,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara import cluster
+from tfpara.algorithms.rule import Rule
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.threads import check_threads
 from tfpara.whole_number import checked_whole
 
 
-def simulate(num_replicas: int, rule: Any, *, sync_period: int, **options: Any) -> Any:
+def simulate(
+    num_replicas: int, rule: Rule, *, sync_period: int, **options: Any
+) -> PeriodicSyncStrategy:
     """A strategy of N replicas on logical CPU devices of this process.
 
     They take the same steps, with the same rule and the same division of the data, as N workers

@@ -13,13 +13,14 @@ import keras
 import tensorflow as tf
 
 from tfpara import cluster, program
+from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import checked_seconds
 from tfpara.cluster import quiet, startup
 from tfpara.cluster.place import Purpose, call
 from tfpara.collectives.choice import choose, of_horovod
 from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
-from tfpara.strategy import Strategy
+from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
@@ -27,6 +28,7 @@ from tfpara.sync.reports import Request
 from tfpara.sync.settings import Settings
 from tfpara.sync.statistics import SyncStatistics
 from tfpara.threads import check_threads
+from tfpara.typing import Json, Nest, Scalar
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +89,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     def __init__(
         self,
-        rule: Any,
+        rule: Rule,
         *,
         sync_period: int,
-        averages: Mapping[str, Any] | None = None,
+        averages: Mapping[str, Average] | None = None,
         local_state: str = "keep",
         aggregation: str = "auto",
         overlap: bool | int = False,
@@ -98,7 +100,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         compression: str = "none",
         device_sync_period: int | None = None,
         devices: Sequence[str] | None = None,
-        data_plan: Mapping[str, Any] | None = None,
+        data_plan: Mapping[str, Json] | None = None,
         timeout_seconds: float = 300.0,
         startup_timeout_seconds: float = 300.0,
         communication: str = "AUTO",
@@ -243,12 +245,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         self.extended.broadcast_replica(model, replica)
 
     @property
-    def rule(self) -> Any:
+    def rule(self) -> Rule:
         """The synchronisation rule, with defaults filled in for N replicas."""
         return self.extended.settings.rule
 
     @property
-    def averages(self) -> dict[str, Any]:
+    def averages(self) -> dict[str, Average]:
         """The averages of the global model, by name."""
         return dict(self.extended.settings.averages)
 
@@ -257,7 +259,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """What `weights` takes: "local", "global" and the averages' names."""
         return ["local", "global", *self.extended.settings.averages]
 
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self, fn: Callable[..., Nest], args: Nest = (), kwargs: Nest = None, options: object = None
+    ) -> Nest:
         """Runs `fn` on every local replica and, where it takes an optimizer step, counts it.
 
         A replica whose part of the batch is empty takes no step. Where `fn` updates the weights of
@@ -298,7 +302,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
                 )
             return outputs
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+    def reduce(
+        self, reduce_op: str | tf.distribute.ReduceOp, value: Nest, axis: int | None = None
+    ) -> Nest:
         """The sum or mean of a value over the replicas of all workers.
 
         Every worker must call it, as often as the others, and outside of a `tf.function` where
@@ -316,7 +322,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """
         return super().reduce(reduce_op, value, axis)
 
-    def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
+    def datasets_by_epoch(
+        self, dataset_fn: Callable[[int, int], tf.data.Dataset]
+    ) -> tf.distribute.DistributedDataset:
         """Training data for `fit` that are another dataset in every epoch, and can be resumed.
 
         Args:
@@ -335,7 +343,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             lambda context: dataset_fn(position.epoch, position.first)
         )
 
-    def keep_state(self, name: str, holder: Any) -> None:
+    def keep_state(self, name: str, holder: StateHolder) -> None:
         """Has the state of an object kept in checkpoints and restored from them.
 
         Args:
@@ -352,7 +360,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         for synchronizer in self.extended.synchronizers:
             synchronizer.graph.request(request)
 
-    def everyones(self, value: Any, purpose: Purpose) -> list[Any]:
+    def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
         """What each worker has, by rank; every worker must call it.
 
         Args:
@@ -371,7 +379,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         for synchronizer in self.extended.synchronizers:
             synchronizer.graph.answered()
 
-    def weigh_minibatches(self, weight: Callable[..., Any]) -> None:
+    def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
         """Says what a minibatch counts in the mean of the replicas, before the first step.
 
         By default that is the number by which Keras divides the compiled loss of a minibatch: its
@@ -394,7 +402,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             )
         self.extended.minibatch_weight = weight
 
-    def track(self, model: keras.Model | Sequence[keras.Model], optimizers: Any = ()) -> None:
+    def track(
+        self,
+        model: keras.Model | Sequence[keras.Model],
+        optimizers: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] = (),
+    ) -> None:
         """Names what a custom loop trains through `run`; Keras' `fit` needs no call.
 
         Several models are synchronised as one: a call of `run` that trains any of them is a step of
@@ -506,7 +518,9 @@ def _starting_first() -> Iterator[None]:
         ) from None
 
 
-def _is_step_of_keras(fn: Any, names: Sequence[str] = ("train_step", "test_step")) -> bool:
+def _is_step_of_keras(
+    fn: Callable[..., Nest], names: Sequence[str] = ("train_step", "test_step")
+) -> bool:
     """Whether `fn` is what `fit` or `evaluate` runs on a minibatch."""
     owner = getattr(fn, "__self__", None)
     return isinstance(owner, keras.Model) and getattr(fn, "__name__", "") in names

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -39,6 +38,7 @@ from tfpara.sync.reports import (
 from tfpara.sync.settings import Settings
 from tfpara.sync.state import Kind, Slot
 from tfpara.sync.statistics import SyncStatistics
+from tfpara.typing import Nest
 
 # The replicas' distance is measured at each of the first syncs, then at every such one: it needs a
 # pass over the weights.
@@ -438,7 +438,7 @@ class SyncGraph:
         ]
 
 
-def where(condition: tf.Tensor, function: Callable[[], Any]) -> tf.Tensor:
+def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
     """Calls `function` where the condition holds; returns it, to wait for."""
 
     def called() -> tf.Tensor:
@@ -448,7 +448,7 @@ def where(condition: tf.Tensor, function: Callable[[], Any]) -> tf.Tensor:
     return tf.cond(condition, called, lambda: tf.constant(False))
 
 
-def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Callable[..., Any]:
+def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callable[..., Nest]:
     """The operations of `function`, whose arguments are of these specs, as a function of their own.
 
     They are made once. A tf.function would make them again for the first call from Python, which

@@ -295,7 +295,7 @@ class Synchronizer:
         if self.graph.compressed is not None:
             self.graph.compressed.set_points(self.graph.replicas.layout.pack(weights))
 
-    def open_fragments(self, pending_samples: Sequence[Any]) -> list[bool]:
+    def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
         """Of each weight, whether its fragment has trained since its last sync.
 
         Args:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfpara.keras_model import optimizers
 from tfpara.sync.keras_hooks import build_optimizers
 from tfpara.sync.state import Kind, model_slots, slots_of
+from tfpara.typing import Array
 
 
 class TrainingState:
@@ -62,7 +63,7 @@ class TrainingState:
         )
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Array) -> bool:
     # A sum is finite only if every term is: one pass, no temporary of the size.
     return bool(tf.math.is_finite(tf.reduce_sum(tf.cast(value, tf.float32))))
 
