@@ -71,3 +71,63 @@ def test_every_file_of_a_synchronous_run_is_spoken_of():
     named = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in text.splitlines()))
     there = {path.stem for path in (PACKAGE / "sync").glob("*.py")} - {"__init__"}
     assert sorted(named) == sorted(there)
+
+
+def public_rows():
+    """The kinds of modules in "What is public", each with the names in its row."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    table = text.split("## What is public", 1)[1].split("|---|---|\n", 1)[1].split("\n\n")[0]
+    cells = [line.strip("|").split("|") for line in table.splitlines()]
+    return {kind.strip(): re.findall(r"`(\w+)`", names) for kind, names in cells}
+
+
+def names_of(module):
+    """What `__all__` of a module has."""
+    tree = ast.parse(MODULES[module].read_text())
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node.value
+    if module == "tfpara":  # made of the tables of where they are
+        places, modules = (ast.literal_eval(found[name]) for name in ("_LOCATION", "_MODULES"))
+        return ["__version__", *places, *modules]
+    return ast.literal_eval(found["__all__"])
+
+
+def test_every_module_is_public_or_named_as_internal():
+    listed = [name for names in public_rows().values() for name in names]
+    there = {place_of(module).removesuffix("/").removesuffix(".py") for module in MODULES}
+    assert sorted(listed) == sorted(there - {"__init__"})
+
+
+def test_public_modules_say_which_of_their_names_are():
+    for module in public_rows()["public"]:
+        names = names_of(f"tfpara.{module}")
+        assert len(set(names)) == len(names) > 0, module
+        tree = ast.parse(MODULES[f"tfpara.{module}"].read_text())
+        made = {
+            getattr(node, "name", None) or getattr(node, "id", None)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Name)
+        }
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        assert set(names) <= made | imported, module
+
+
+def test_pages_speak_of_public_names_alone():
+    rows = public_rows()
+    public = {"tfpara": names_of("tfpara") + rows["public"] + rows["public as programs"]}
+    public |= {f"tfpara.{module}": names_of(f"tfpara.{module}") for module in rows["public"]}
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        if page.name == "design.md":
+            continue
+        for name in re.findall(r"\btfpara(?:\.[A-Za-z_]\w*)+", page.read_text()):
+            owner, *rest = name.split(".")
+            while rest and owner in public:  # what is within a class or a function is the class's
+                assert rest[0] in public[owner], f"{page.name}: {name}"
+                owner, *rest = [f"{owner}.{rest[0]}", *rest[1:]]

@@ -2,6 +2,9 @@
 
 The names below load TensorFlow when they are first used, so that `tfpara.cluster` and
 `tfpara.launch` can check and start a cluster without it.
+
+Public are the names in `__all__` here, and in `__all__` of the modules that docs/design.md lists
+under "What is public". All other modules are internal, and may change without notice.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ import numbers
 
 from tfpara.whole_number import checked_whole
 
+__all__ = ["Costs", "Link", "calibrated_link"]
+
 # Above this no sync period is looked for.
 LONGEST_PERIOD = 10**6
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tfpara.typing import Array, Scalar, State
 
@@ -155,7 +156,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
         ValueError: what it returns has other shapes, is not finite, or mixes the weights.
     """
 
-    def run(part: slice) -> list[np.ndarray]:
+    def run(part: slice) -> list[NDArray[np.float32]]:
         weights = _WEIGHTS[part]
         state = _state(rule, "init", rule.init(weights), weights)
         if "global_model" not in state._fields:
@@ -187,7 +188,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
 def check_average(average: Average) -> None:
     """Tries an average out on three weights, together and one by one; raises as `check_rule`."""
 
-    def run(part: slice) -> list[np.ndarray]:
+    def run(part: slice) -> list[NDArray[np.float32]]:
         weights = _WEIGHTS[part]
         state = _state(average, "init", average.init(weights), weights)
         found = []
@@ -210,7 +211,7 @@ def _check_repr(given: Rule | Average) -> None:
 
 
 def _check_element_by_element(
-    given: Rule | Average, run: Callable[[slice], list[np.ndarray]]
+    given: Rule | Average, run: Callable[[slice], list[NDArray[np.float32]]]
 ) -> None:
     together = run(slice(None))
     each = [run(slice(k, k + 1)) for k in range(len(_WEIGHTS))]
@@ -224,7 +225,11 @@ def _check_element_by_element(
 
 
 def _state(
-    given: Rule | Average, method: str, state: State, weights: np.ndarray, former: State = None
+    given: Rule | Average,
+    method: str,
+    state: State,
+    weights: NDArray[np.float32],
+    former: State = None,
 ) -> State:
     """A state that a method returned, after a look at its form."""
     if not (isinstance(state, tuple) and hasattr(state, "_fields")):
@@ -244,7 +249,9 @@ def _state(
     return state
 
 
-def _array(given: Rule | Average, what: str, value: Any, weights: np.ndarray) -> np.ndarray:
+def _array(
+    given: Rule | Average, what: str, value: Any, weights: NDArray[np.float32]
+) -> NDArray[np.float32]:
     found = np.asarray(value)
     if found.shape != weights.shape:
         raise ValueError(

@@ -17,7 +17,7 @@ from tfpara import fit_call
 from tfpara.schedules import Piecewise
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
-from tfpara.typing import Json, Logs, Variable
+from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 
@@ -227,7 +227,7 @@ def check_rate(model: keras.Model) -> None:
         )
 
 
-def components(model: keras.Model, variables: Variable | Sequence[Variable]) -> list[tf.Variable]:
+def components(model: keras.Model, variables: Sequence[keras.Variable]) -> list[tf.Variable]:
     """Keras variables as the plain ones behind them, of every local replica."""
     first = model.distribute_strategy.experimental_local_results
     return [component for v in variables for component in first(v.value)]

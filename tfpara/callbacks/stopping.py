@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import keras
 
@@ -49,14 +48,14 @@ class Newbob(Schedule):
 
     def __init__(
         self,
-        validation: Data,
+        validation: str | Data,
         metric: str = "loss",
         *,
         rule: NewbobRule | None = None,
         which: str = "global",
         name: str = "validation",
         score_first: bool = True,
-        initial: Any = None,
+        initial: Data = None,
         verbose: int = 1,
     ) -> None:
         super().__init__("newbob", verbose, sets_rate=True)

@@ -52,7 +52,7 @@ class WarmStart(Schedule):
         self._alone = False  # while the replicas train on their own
         self._period: int | None = None  # the strategy's, for after that
 
-    def replicas(self, strategy: Strategy, epoch: int) -> tuple[int, list[int]]:
+    def replicas(self, strategy: Strategy | None, epoch: int) -> tuple[int, list[int]]:
         """How many replicas share the data of an epoch, and which of them this worker reads for.
 
         Args:
@@ -64,7 +64,7 @@ class WarmStart(Schedule):
         return strategy.num_replicas, strategy.local_replica_ids
 
     def to_every_replica(
-        self, strategy: Strategy, epoch: int, dataset: tf.data.Dataset
+        self, strategy: Strategy | None, epoch: int, dataset: tf.data.Dataset
     ) -> tf.data.Dataset:
         """`dataset` with each minibatch once for every replica of this worker, in warm epochs."""
         count = 1 if strategy is None else len(strategy.local_replica_ids)

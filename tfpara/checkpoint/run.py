@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
@@ -338,7 +339,7 @@ class Parts:
         key = f"replica-{replica}/{name}"
         return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
 
-    def _of_holder(self, slot: Slot) -> np.ndarray:
+    def _of_holder(self, slot: Slot) -> NDArray[Any]:
         """A piece of a field, from those of the former run, however that had cut the field."""
         field, start = slot.name.rsplit("/", 1)
         found = {

@@ -1,3 +1,5 @@
 """Starts the workers of a run on this machine: the program `tfpara-launch`."""
 
-from tfpara.launch.command import main as main
+from tfpara.launch.command import main
+
+__all__ = ["main"]

@@ -721,7 +721,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Training steps of this process, over all models."""
         return sum(s.graph.statistics().steps for s in self.synchronizers)
 
-    def datasets_by_epoch(self, dataset_fn: Callable[..., Nest]) -> Any:
+    def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
         self.position.move(0, self.steps_seen)
         dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
@@ -824,7 +824,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return distributed
 
     def _distribute_datasets_from_function(
-        self, dataset_fn: Callable[..., Nest], options: Any
+        self, dataset_fn: Callable[..., tf.data.Dataset], options: Any
     ) -> Any:
         def prepared(context: tf.distribute.InputContext) -> tf.data.Dataset:
             dataset = dataset_fn(context)
