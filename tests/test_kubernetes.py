@@ -5,11 +5,13 @@ sets in its pods is imitated.
 """
 
 import concurrent.futures
+import contextlib
 import copy
 import json
 import os
 import pathlib
 import socket
+import time
 
 import pytest
 
@@ -231,23 +233,55 @@ def late_names(monkeypatch, names, refusals):
     return refused
 
 
-@pytest.mark.parametrize("stem", ["job", "trainjob"])
-def test_pods_wait_for_the_name_of_the_first(stem, monkeypatch):
+def meet(environ):
+    found = startup.find_each_other(cluster.read(environ), 60.0)
+    startup.meet(found, 60.0)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_met(monkeypatch):
     monkeypatch.setattr(startup, "_found", {})
     monkeypatch.setattr(startup, "_met", set())
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.mark.parametrize("stem", ["job", "trainjob"])
+def test_pods_wait_for_the_name_of_the_first_and_for_its_start(stem, monkeypatch):
+    """As after a restart: the others are back, their questions lead nowhere, then the first is."""
     pods, host = environs(stem)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    (port,) = free_ports(1)
+    pods = [environ | {"TFPARA_COORDINATOR": f"{host}:{port}"} for environ in pods]
     refused = late_names(monkeypatch, {host}, 6)
-
-    def meet(environ):
-        environ = environ | {"TFPARA_COORDINATOR": f"{host}:{port}"}
-        found = startup.find_each_other(cluster.read(environ), 60.0)
-        startup.meet(found, 60.0)
-        return found
-
     with concurrent.futures.ThreadPoolExecutor(len(pods)) as pool:
-        found = list(pool.map(meet, pods))
-    assert len(refused) == 6
+        others = [pool.submit(meet, environ) for environ in pods[1:]]
+        while len(refused) < 6:
+            assert not any(other.done() for other in others)
+            time.sleep(0.01)
+        first = pool.submit(meet, pods[0])
+        found = [each.result() for each in (first, *others)]
     assert [each.rank for each in found] == [0, 1, 2, 3]
     assert len({each.addresses for each in found}) == 1
+
+
+def test_pods_of_a_tfjob_wait_for_all_names(monkeypatch):
+    """Each name is known later than its pod runs; here they have ports of their own, too."""
+    pods, _ = environs("tfjob")
+    names = [address.rpartition(":")[0] for address in cluster.read(pods[0]).addresses]
+    ports = dict(zip(names, free_ports(4), strict=True))
+    for name, port in ports.items():
+        for environ in pods:
+            environ["TF_CONFIG"] = environ["TF_CONFIG"].replace(f"{name}:2222", f"{name}:{port}")
+    refused = late_names(monkeypatch, set(names), 3)
+    with concurrent.futures.ThreadPoolExecutor(len(pods)) as pool:
+        found = list(pool.map(meet, pods))
+    assert sorted(refused) == sorted(names * 3)
+    assert [each.rank for each in found] == [0, 1, 2, 3]
+    assert found[0].addresses == tuple(f"{name}:{port}" for name, port in ports.items())

@@ -379,9 +379,10 @@ def _gather(
 def _astray(cluster: Cluster, deadline: float) -> str | None:
     """Which of the workers that have come cannot be reached, in a sentence; or None."""
     while True:
+        # A pod's name may be known later than the pod runs; asked first, for it may come meanwhile.
+        unknown = ports.unknown(cluster.addresses)
         astray = unreachable(cluster, _ANSWER_SECONDS)
-        # A pod's name may be known later than the pod runs.
-        if not astray or time.monotonic() >= deadline or not ports.unknown(cluster.addresses):
+        if not astray or not unknown or time.monotonic() >= deadline:
             break
         time.sleep(_RETRY_SECONDS)
     if astray:
