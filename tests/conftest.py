@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -129,7 +130,7 @@ def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _logical_devices() -> None:
-    """Four logical CPU devices in the test process, and few threads."""
+    """Four logical CPU devices in the test process, few threads, and few garbage collections."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -138,3 +139,7 @@ def _logical_devices() -> None:
     )
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
+    # Tracing makes many objects, few of them garbage; those of imported modules are none.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 5)

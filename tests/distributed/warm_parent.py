@@ -63,6 +63,7 @@ def run(request: dict) -> None:
 with socket.socket(fileno=int(sys.argv[1])) as tests:
     gc.collect()
     gc.freeze()  # so that collections do not write to, and so copy, what all forks share
+    gc.set_threshold(20_000, 10, 5)  # tracing makes many objects, few of them garbage
     wanted = program_to_run(tests)
 if wanted:
     run(wanted)
