@@ -1,6 +1,7 @@
 """The callbacks of the schedules, with and without a strategy, on tiny models."""
 
 import json
+import math
 
 import keras
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara import schedules
 from tfpara.callbacks import HeldOut
 from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod, learning_rate
@@ -291,6 +293,35 @@ def test_sync_period_by_epoch():
     assert log["sync_period"] == [1, 1, 4, 7]
     assert np.diff([0, *syncs]).tolist() == [12, 12, 3, 2]
     assert strategy.sync_period == 7
+
+
+def test_sync_period_by_the_rate_and_by_the_loss():
+    strategy = make_strategy(tfpara.BSP())
+    model = make_model(strategy)
+    by_rate = schedules.Quadratic(schedules.Exponential(0.4, 3, 0.1), alpha=0.8, first=5)
+    assert fit(model, [SyncPeriod(by_rate, verbose=0)], epochs=3)["sync_period"] == [5, 16, 64]
+    syncs = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: syncs.append(strategy.statistics().syncs)
+    )
+    before = strategy.statistics().syncs
+    log = fit(model, [SyncPeriod(schedules.AdaComm(6), verbose=0), look], epochs=4)
+    periods = [6, 6]
+    for loss in log["loss"][1:3]:
+        wanted = math.ceil(math.sqrt(loss / log["loss"][0]) * 6)
+        periods.append(wanted if wanted < periods[-1] else math.ceil(periods[-1] / 2))
+    assert log["sync_period"] == periods
+    assert len(set(periods)) > 1
+    assert np.diff([before, *syncs]).tolist() == [math.ceil(12 / period) for period in periods]
+
+
+def test_what_gives_no_sync_periods():
+    strategy = make_strategy(tfpara.BSP())
+    model = make_model(strategy)
+    with pytest.raises(ValueError, match="sync period of epoch 0=2.5 must be a whole number"):
+        fit(model, [SyncPeriod(lambda epoch: 2.5)])
+    with pytest.raises(TypeError, match="periods=20 must be periods by epochs"):
+        SyncPeriod(20)
 
 
 def warm_fit(strategy, model, warm, callbacks, epochs):

@@ -11,7 +11,7 @@ from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.warm_start import WarmStart
-from tfpara.schedules import Hand, NewbobRule
+from tfpara.schedules import AdaComm, Hand, NewbobRule
 from tfpara.steps import without_tuner
 
 RNG = np.random.default_rng(0)
@@ -39,6 +39,7 @@ def by_scores():
         SearchRate(plain(0, 16), (0.5, 1.0, 1.5), verbose=0),
         newbob,
         guard,
+        SyncPeriod(AdaComm(4), verbose=0),
     ]
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import tfpara.schedules
 from tfpara.schedules import (
+    AdaComm,
+    AdaCommState,
     Exponential,
     Hand,
     NewbobRule,
@@ -20,6 +22,7 @@ from tfpara.schedules import (
     OverfittingRule,
     OverfittingState,
     Piecewise,
+    Quadratic,
     best_rate,
     candidate_rates,
     linear_scaling,
@@ -297,3 +300,58 @@ def test_search_takes_the_lowest_loss_and_then_the_lowest_rate():
 def test_bad_values_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_quadratic_periods():
+    # Rates 0.1, 0.05, 0.025, 0.0125: (0.2 / rate)² is 4, 16, 64, 256.
+    halving = Exponential(0.1, epochs=4, last=0.0125)
+    assert [Quadratic(halving, 0.2, 10)(epoch) for epoch in range(4)] == [10, 16, 64, 256]
+    # α = √τ₀ · the first rate: they grow at once, from exactly τ₀.
+    assert Quadratic(halving, math.sqrt(7) * 0.1, 7)(0) == 7
+
+
+@given(st.floats(1e-4, 1.0), st.floats(0.01, 0.99), st.floats(1e-3, 10.0), st.integers(1, 100))
+def test_quadratic_periods_never_fall_where_the_rate_does(first, factor, alpha, period):
+    schedule = Quadratic(Exponential(first, 8, first * factor), alpha, period)
+    periods = [schedule(epoch) for epoch in range(10)]
+    assert min(periods) >= period
+    assert periods == sorted(periods)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Quadratic(0.1, 0.2, 5), TypeError, "rate=0.1 must be a function"),
+        (lambda: Quadratic(lambda p: 0.1, 0.0, 5), ValueError, "alpha=0.0 must be a positive"),
+        (lambda: Quadratic(lambda p: 0.1, 0.2, 0), ValueError, "first=0 must be"),
+        (lambda: Quadratic(lambda p: 0.0, 0.2, 5)(3), ValueError, "rate at epoch 3 is 0.0"),
+        (lambda: AdaComm(2.5), ValueError, "first=2.5 must be"),
+        (lambda: AdaComm(5).update(AdaCommState(5), -1.0), ValueError, "loss=-1.0: AdaComm"),
+        (lambda: AdaComm(5).update(AdaCommState(5), math.nan), ValueError, "loss=nan: AdaComm"),
+    ],
+)
+def test_periods_that_cannot_be(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_periods_by_loss():
+    rule, state, periods = AdaComm(20), AdaComm(20).init(), [20]
+    for loss in (4.0, 2.0, 1.9, 3.0, 1.0, 0.04, 5.0, 5.0):
+        state = rule.update(state, loss)
+        periods.append(state.period)
+    # √(2/4)·20 = 14.1; 13.8 is rounded up to 14, so half of 15; it rose: half of 8; √(1/4)·20 is
+    # not below 4; √(0.01)·20 = 2 is not below 2; then halves.
+    assert periods == [20, 20, 15, 14, 7, 4, 2, 1, 1]
+
+
+@given(st.integers(1, 200), losses)
+def test_periods_by_loss_only_fall_and_stay_whole(first, given_losses):
+    rule = AdaComm(first)
+    state, periods = rule.init(), [first]
+    for loss in given_losses:
+        state = rule.update(state, loss)
+        state = AdaCommState(**json.loads(json.dumps(state._asdict())))  # as checkpoints have it
+        periods.append(state.period)
+    assert periods == sorted(periods, reverse=True)
+    assert all(isinstance(period, int) and period >= 1 for period in periods)

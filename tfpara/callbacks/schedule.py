@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import fit_call
-from tfpara.schedules import Piecewise
+from tfpara.schedules import AdaComm, AdaCommState, Piecewise
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
@@ -153,34 +153,52 @@ class LearningRate(Schedule):
 
 
 class SyncPeriod(Schedule):
-    """Changes the strategy's sync period at given epochs: `SyncPeriod({0: 1, 2: 20, 4: 80})`.
+    """Changes the strategy's sync period where epochs begin: `SyncPeriod({0: 1, 2: 20, 4: 80})`.
 
     Frequent syncs first, while the replicas' models move fast, and rare ones later, is post-local
     SGD (Lin et al., "Don't use large mini-batches, use local SGD", 2020).
 
     Args:
-        periods: from each epoch on, τ ≥ 1 minibatches. Epoch 0 must be there.
+        periods: τ ≥ 1 minibatches from each epoch on, by epochs, of which 0 must be there; or a
+            function of the epoch, such as `tfpara.schedules.Quadratic`; or a
+            `tfpara.schedules.AdaComm`, which goes by the epochs' training losses.
         verbose: 1: the chief prints a line for each change; 0: none.
 
     The log gets "sync_period".
 
     Raises:
-        TypeError: the model's strategy has no sync period.
+        TypeError: the model's strategy has no sync period, or `periods` is none of these.
         ValueError: an epoch or period that is not a whole number in its range.
     """
 
     order = fit_call.Order.PERIOD
 
-    def __init__(self, periods: Mapping[int, int], verbose: int = 1) -> None:
-        super().__init__("", verbose, sets_rate=False)
-        self._periods = Piecewise(
-            {
-                checked_whole("the epoch", epoch, at_least=0): checked_whole(
-                    f"periods[{epoch}]", period, of="minibatches"
-                )
-                for epoch, period in periods.items()
-            }
-        )
+    def __init__(
+        self, periods: Mapping[int, int] | Callable[[int], int] | AdaComm, verbose: int = 1
+    ) -> None:
+        self._by_loss = periods if isinstance(periods, AdaComm) else None
+        super().__init__("sync_period" if self._by_loss else "", verbose, sets_rate=False)
+        self._state = AdaCommState(0)
+        self._periods: Callable[[int], int]
+        if isinstance(periods, AdaComm):
+            self._state = periods.init()
+            self._periods = lambda epoch: self._state.period
+        elif isinstance(periods, Mapping):
+            self._periods = Piecewise(
+                {
+                    checked_whole("the epoch", epoch, at_least=0): checked_whole(
+                        f"periods[{epoch}]", period, of="minibatches"
+                    )
+                    for epoch, period in periods.items()
+                }
+            )
+        elif callable(periods):
+            self._periods = periods
+        else:
+            raise TypeError(
+                f"periods={periods!r} must be periods by epochs, such as {{0: 1, 2: 20}}, a "
+                "function of the epoch, or a schedules.AdaComm."
+            )
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -195,14 +213,31 @@ class SyncPeriod(Schedule):
         close_block(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        strategy, period = self.model.distribute_strategy, self._periods(epoch)
+        strategy = self.model.distribute_strategy
+        self._period = period = checked_whole(
+            f"the sync period of epoch {epoch}", self._periods(epoch), of="minibatches"
+        )
         if period != strategy.sync_period:
             self.say(epoch, f"syncs every {period} minibatches.")
             strategy.set_sync_period(period)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is not None:
-            logs["sync_period"] = self._periods(epoch)
+            logs["sync_period"] = self._period
+        if self._by_loss is not None:
+            loss = (logs or {}).get("loss")
+            if loss is None:
+                raise ValueError(
+                    "SyncPeriod(AdaComm(...)) goes by the epoch's training loss, and its log has "
+                    'no "loss". Have train_step return it.'
+                )
+            self._state = self._by_loss.update(self._state, loss)
+
+    def get_state(self) -> dict[str, Json]:
+        return self._state._asdict()
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        self._state = AdaCommState(**state)
 
 
 def close_block(model: keras.Model) -> None:

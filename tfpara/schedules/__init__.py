@@ -9,6 +9,7 @@ callbacks of `tfpara.callbacks` carry the decisions out. `Adapt` is an optimizer
 from tfpara.schedules.adapt import Adapt
 from tfpara.schedules.newbob import NewbobRule, NewbobState
 from tfpara.schedules.overfitting import OverfittingRule, OverfittingState
+from tfpara.schedules.period import AdaComm, AdaCommState, Quadratic
 from tfpara.schedules.position import (
     Exponential,
     Hand,
@@ -20,6 +21,8 @@ from tfpara.schedules.position import (
 from tfpara.schedules.search import best_rate, candidate_rates
 
 __all__ = [
+    "AdaComm",
+    "AdaCommState",
     "Adapt",
     "Exponential",
     "Hand",
@@ -28,6 +31,7 @@ __all__ = [
     "OverfittingRule",
     "OverfittingState",
     "Piecewise",
+    "Quadratic",
     "Segment",
     "best_rate",
     "candidate_rates",

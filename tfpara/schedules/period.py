@@ -1,0 +1,131 @@
+"""Sync periods that follow the learning rate or the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tfpara.whole_number import checked_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Quadratic:
+    """Sync periods that grow as the learning rate falls: the quadratic synchronisation rule.
+
+        τ(p) = max(τ₀, ⌊(α / rate(p))²⌋)
+
+    at position p in epochs. Long periods late in training, where the rate is small, find solutions
+    that generalise better and send less; early ones keep the replicas together. A closed epoch
+    closes the block, too, so a period longer than an epoch is one sync for each.
+
+    Args:
+        rate: position in epochs → learning rate, such as `Exponential` or a cosine: the schedule
+            that `tfpara.callbacks.LearningRate` is given.
+        alpha: α > 0. With α = √τ₀ · (the highest rate) periods begin to grow at once, and a smaller
+            α waits until the rate has fallen so far.
+        first: τ₀ ≥ 1, minibatches.
+
+    Raises:
+        TypeError: `rate` is no function.
+        ValueError: a value outside its range; or, when it is asked for a period, a rate that is not
+            positive, for which the rule has none.
+
+    Source: Gu et al., "A quadratic synchronization rule for distributed deep learning" (ICLR 2024).
+
+    Example:
+        >>> period = Quadratic(lambda position: 0.1 / (1 + position), alpha=0.2, first=5)
+        >>> [period(epoch) for epoch in range(4)]
+        [5, 16, 36, 64]
+    """
+
+    rate: Callable[[float], float]
+    alpha: float
+    first: int
+
+    def __post_init__(self) -> None:
+        if not callable(self.rate):
+            raise TypeError(
+                f"rate={self.rate!r} must be a function of the position in epochs, such as "
+                "schedules.Exponential(0.1, epochs=15)."
+            )
+        if not 0.0 < self.alpha < math.inf:
+            raise ValueError(
+                f"alpha={self.alpha!r} must be a positive number; sqrt(first) times the highest "
+                "learning rate is where periods begin to grow."
+            )
+        object.__setattr__(self, "first", checked_whole("first", self.first, of="minibatches"))
+
+    def __call__(self, position: float) -> int:
+        """The sync period, in minibatches, at a position."""
+        rate = self.rate(position)
+        if not 0.0 < rate < math.inf:
+            raise ValueError(
+                f"the learning rate at epoch {position:g} is {rate!r}, and the period (alpha / "
+                "rate)^2 needs a positive one. Let the schedule end above 0."
+            )
+        return max(self.first, math.floor((self.alpha / rate) ** 2 * (1.0 + 1e-12)))
+
+
+class AdaCommState(NamedTuple):
+    """The period, in minibatches, and the loss F₀ of the first epoch (None before it has ended)."""
+
+    period: int
+    first_loss: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaComm:
+    """Sync periods that fall with the training loss: rare syncs first, for speed, then more.
+
+        τ ← ⌈√(F / F₀) τ₀⌉, or ⌈τ / 2⌉ where that is not below the last τ
+
+    after each epoch, with F its mean training loss and F₀ that of the first. The period ends at 1
+    minibatch.
+
+    Args:
+        first: τ₀ ≥ 1, minibatches, of the first two epochs.
+
+    Raises:
+        ValueError: `first` is not a whole number of at least 1.
+
+    Source: Wang & Joshi, "Adaptive communication strategies to achieve the best error-runtime
+    trade-off in local-update SGD" (MLSys 2019), with an epoch as the interval.
+
+    Example:
+        >>> rule = AdaComm(20)
+        >>> state = rule.update(rule.init(), loss=2.0)
+        >>> state = rule.update(state, loss=0.5)  # √(1/4) · 20
+        >>> state.period
+        10
+        >>> rule.update(state, loss=0.5).period  # the same loss again
+        5
+    """
+
+    first: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", checked_whole("first", self.first, of="minibatches"))
+
+    def init(self) -> AdaCommState:
+        """The state before the first epoch."""
+        return AdaCommState(self.first)
+
+    def update(self, state: AdaCommState, loss: float) -> AdaCommState:
+        """The state after an epoch with this mean training loss.
+
+        Raises:
+            ValueError: the loss is not a finite number above 0.
+        """
+        if not 0.0 < loss < math.inf:
+            raise ValueError(
+                f"loss={loss!r}: AdaComm takes the square root of its ratio to the first one, so "
+                "it must be a positive number. Use a loss that stays above 0, or fixed periods."
+            )
+        if state.first_loss is None:
+            return AdaCommState(self.first, loss)
+        period = math.ceil(math.sqrt(loss / state.first_loss) * self.first)
+        if period >= state.period:
+            period = math.ceil(state.period / 2)
+        return AdaCommState(max(period, 1), state.first_loss)
