@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import pytest
+from replicas_here import data_of, make, network
 
 import tfpara
 
@@ -107,6 +108,35 @@ def test_it_trains_as_the_rule_that_is_the_same(kind, options):
     expected = trained(ours, tfpara.MA(), **OPTIONS[options])
     for value, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+class Smoothed(NamedTuple):
+    smooth: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Smooth(tfpara.Average):
+    """An average that counts nothing."""
+
+    def init(self, weights):
+        return Smoothed(weights)
+
+    def update(self, state, global_model, share=1.0):
+        return Smoothed(state.smooth + 0.5 * share * (global_model - state.smooth))
+
+    def value(self, state):
+        return state.smooth
+
+
+def test_an_average_that_counts_nothing_starts_again_where_weights_are_set():
+    strategy = make(tfpara.BSP(), averages={"mine": Smooth()}, aggregation="sharded")
+    model = network(strategy)
+    model.fit(data_of(strategy, [[4] * 6] * 2), verbose=0)
+    wanted = [np.full(w.shape, 0.25, np.float32) for w in model.get_weights()]
+    model.set_weights(wanted)
+    with strategy.weights(model, "mine"):
+        for got, want in zip(model.get_weights(), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 def test_a_checkpoint_has_its_state_and_knows_it(tmp_path):

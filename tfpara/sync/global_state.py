@@ -231,8 +231,10 @@ class GlobalState:
                 _assign_at(own, self._rule.init(piece), start - part.start)
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
-                if not inside and float(state.count) == 0.0:
-                    continue  # Has been restarted, by the weight before this one.
+                # An average of a user's may count nothing: to restart it once more changes nothing.
+                restarted = "count" in state._fields and float(state.count) == 0.0
+                if not inside and restarted:
+                    continue  # by the weight before this one
                 value = average.value(_read(state))
                 if inside:
                     before, after = value[: start - part.start], value[end - part.start :]
