@@ -10,10 +10,14 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
 
+import hypothesis
 import pytest
 
 import tfpara
 
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("without deadline", deadline=None)
+hypothesis.settings.load_profile("without deadline")
 # Helpers that the tests of a directory share.
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
