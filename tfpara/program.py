@@ -62,8 +62,15 @@ def run(
 
     Raises:
         ValueError: an exit code outside its range.
-        SystemExit: always, where the process is the only one of its cluster.
+        RuntimeError: in another thread than the main one, which cannot end the process.
+        SystemExit: otherwise always, where the process is the only one of its cluster.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            f"tfpara.run ends the process, and is called in the thread "
+            f"{threading.current_thread().name!r} of a process that may have other work, as that of "
+            "an actor of Ray. Call it in the main thread, or call the program's main() itself."
+        )
     asynchronous = async_cluster.is_meant()
     lost_code = exit_codes.lost_worker(lost_worker_exit_code)
     code, orderly, sentence = _ran(main, name, explain)

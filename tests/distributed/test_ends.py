@@ -66,16 +66,21 @@ def test_an_exit_code_is_that_of_the_worker_also_where_another_does_not_exit():
 
 
 @pytest.mark.parametrize(
-    ("number", "codes", "says"),
+    ("number", "thread", "codes", "says"),
     [
-        (signal.SIGTERM, {-signal.SIGTERM}, ["waiting"]),
-        (signal.SIGINT, {-signal.SIGINT, 130}, ["waiting", "KeyboardInterrupt: interrupted"]),
+        (signal.SIGTERM, False, {-signal.SIGTERM}, ["waiting"]),
+        (signal.SIGTERM, True, {-signal.SIGTERM}, ["waiting"]),
+        (
+            signal.SIGINT,
+            False,
+            {-signal.SIGINT, 130},
+            ["waiting", "KeyboardInterrupt: interrupted"],
+        ),
     ],
 )
-def test_a_signal_ends_a_worker_as_it_does_any_program(number, codes, says):
-    with Workers(
-        "end.py", [{"how": "wait", "rank": 1, "run": False}] * 2, environ=QUIET
-    ) as workers:
+def test_a_signal_ends_a_worker_as_it_does_any_program(number, thread, codes, says):
+    options = [{"how": "wait", "rank": 1, "run": False, "thread": thread and rank} for rank in (0, 1)]
+    with Workers("end.py", options, environ=QUIET) as workers:
         chief, worker = workers.processes
         seen = ""
         while "waiting" not in seen:

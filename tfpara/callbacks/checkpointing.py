@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -24,7 +25,11 @@ _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers th
 
 
 class Preempted(SystemExit):
-    """The program was asked to end, and has written a checkpoint; its exit code, 75 or as set."""
+    """The program was asked to end, and has written a checkpoint; its exit code, 75 or as set.
+
+    Where the process is not the program's to end, as in a train function of Ray, catch it around
+    `fit` and return.
+    """
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -58,7 +63,7 @@ class Checkpoint(keras.callbacks.Callback):
         restart_exit_code: from 1 to 255, in place of 75. None: TFPARA_RESTART_EXIT_CODE, or 75.
         termination_watcher: called once a second on each worker, in a thread, while `fit` runs:
             returns whether this machine will go soon. It does what SIGTERM does, for clouds that
-            announce it otherwise.
+            announce it otherwise, and where `fit` runs in a thread, in which signals are not heard.
 
     Raises:
         ValueError: a value outside its range; at the start of `fit`, a model without a
@@ -257,9 +262,10 @@ class Checkpoint(keras.callbacks.Callback):
             self._asked = Request.NOTHING
         if request == Request.LEAVE:
             if self.model.distribute_strategy.is_chief:
+                ends = threading.current_thread() is threading.main_thread()
+                how = f"exit code {self._exit_code}" if ends else f"fit raises {Preempted.__name__}"
                 print(
-                    f"Asked to end: checkpoint written, exit code {self._exit_code}. "
-                    "Start the program again to go on.",
+                    f"Asked to end: checkpoint written, {how}. Start the program again to go on.",
                     flush=True,
                 )
             self._stand_down()

@@ -43,7 +43,7 @@ class Termination:
         self._stopped.set()
 
     def start(self, patience_seconds: float) -> None:
-        """Listens from here on; in the main thread, which alone is told of signals.
+        """Listens from here on; to signals in the main thread alone, which is told of them.
 
         Args:
             patience_seconds: how long one call of TensorFlow may last after SIGTERM.
@@ -55,6 +55,12 @@ class Termination:
                 target=self._ask, args=(self._watcher, self._unwatched), daemon=True
             ).start()
         if threading.current_thread() is not threading.main_thread():
+            if self._watcher is None:
+                _log.warning(
+                    "tfpara: fit runs in a thread, where SIGTERM is not heard: it does what it does "
+                    "without a Checkpoint. Give Checkpoint a termination_watcher, which is asked in "
+                    "any thread, or call fit in the main thread."
+                )
             return
         self._former = signal.signal(signal.SIGTERM, self._note)
         # What is told to the main thread waits until that is back from TensorFlow; a byte in a

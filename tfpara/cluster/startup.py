@@ -15,13 +15,13 @@ may listen, and all are told the addresses of all.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import faulthandler
 import logging
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -71,24 +71,28 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     # Python threads stand still in TensorFlow's start; this timer is a thread in C.
     faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=sys.__stderr__ or 2)
     try:
-        with quiet.starting():
+        with quiet.starting(), _sigterm_kept():
             yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        _take_back_sigterm()
     _met.add(cluster)
 
 
-def _take_back_sigterm() -> None:
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
     """Undoes that TensorFlow's server, in C++, takes SIGTERM and does nothing on it.
 
-    The processes that this one forks would ignore it, too, and their pool could not end them. Only
-    the main thread may do so.
+    The processes that this one forks would ignore it, too, and their pool could not end them.
+    Python sets signals in the main thread alone, and engines such as Ray train in another; the C
+    library's function is for any thread.
     """
-    if threading.current_thread() is threading.main_thread():
-        former = signal.getsignal(signal.SIGTERM)  # as Python knows it
-        if former is not None:
-            signal.signal(signal.SIGTERM, former)
+    libc = ctypes.CDLL(None)
+    former = ctypes.create_string_buffer(1024)  # for a struct sigaction, of which 152 bytes on Linux
+    libc.sigaction(signal.SIGTERM, None, former)
+    try:
+        yield
+    finally:
+        libc.sigaction(signal.SIGTERM, former, None)
 
 
 def meet(

@@ -1,13 +1,14 @@
 """A script of a user's that trains, and then ends in one of several ways.
 
 JSON options: `how` ("return", "raise", "exit", "leave", "wait"), and on which `rank`; `run`:
-whether `tfpara.run` calls it.
+whether `tfpara.run` calls it; `thread`: whether it runs in a thread.
 """
 
 import atexit
 import json
 import os
 import sys
+import threading
 import time
 
 import keras
@@ -43,5 +44,9 @@ def main():
 
 if options["run"]:
     tfpara.run(main)
+elif options.get("thread"):
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()
 else:
     main()
