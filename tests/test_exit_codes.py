@@ -61,6 +61,43 @@ raise Lost("a sync failed because worker 1 is gone.")
         assert done.returncode == code and b"worker 1 is gone." in done.stderr
 
 
+def in_a_thread(function):
+    """What a call in a thread returns, or the error that it raises."""
+    ends = []
+
+    def call():
+        try:
+            ends.append(function())
+        except BaseException as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=call, name="of an engine")
+    thread.start()
+    thread.join(60.0)
+    return ends[0]
+
+
+def test_run_is_refused_in_a_thread_which_cannot_end_the_process():
+    called = []
+    error = in_a_thread(lambda: program.run(lambda: called.append(1)))
+    assert isinstance(error, RuntimeError) and not called
+    assert "'of an engine'" in str(error) and "main() itself" in str(error)
+
+
+@pytest.mark.parametrize("watcher", [None, lambda: False])
+def test_in_a_thread_without_a_watcher_it_is_said_that_sigterm_is_not_heard(watcher, caplog):
+    from tfpara.callbacks import termination
+
+    listening = termination.Termination(75, watcher)
+    in_a_thread(lambda: listening.start(60.0))
+    listening.stop()
+    assert ("SIGTERM is not heard" in caplog.text) == (watcher is None)
+    caplog.clear()
+    listening.start(60.0)
+    listening.stop()
+    assert not caplog.text
+
+
 def test_a_watcher_asks_for_the_end_from_any_thread():
     from tfpara.callbacks import termination
 
@@ -88,7 +125,8 @@ def test_a_watcher_asks_for_the_end_from_any_thread():
     assert listening.asked and not answers and thread not in asked
 
 
-def test_fit_leaves_where_the_watcher_says_that_the_machine_goes(tmp_path, capsys):
+@pytest.mark.parametrize("call", [lambda fit: fit(), in_a_thread], ids=["main", "thread"])
+def test_fit_leaves_where_the_watcher_says_that_the_machine_goes(call, tmp_path, capsys):
     import keras
     import numpy as np
 
@@ -103,14 +141,19 @@ def test_fit_leaves_where_the_watcher_says_that_the_machine_goes(tmp_path, capsy
     checkpoint = tfpara.callbacks.Checkpoint(
         tmp_path, restart_exit_code=143, termination_watcher=lambda: len(steps) > 3
     )
-    with pytest.raises(tfpara.callbacks.Preempted) as leaving:
-        model.fit(
-            np.ones((8, 2)),
-            np.ones((8, 1)),
-            batch_size=4,
-            epochs=10**9,
-            verbose=0,
-            callbacks=[count, checkpoint],
-        )
-    assert leaving.value.code == 143 and list(tmp_path.glob("checkpoint-*"))
-    assert "checkpoint written, exit code 143" in capsys.readouterr().out
+
+    def fit():
+        with pytest.raises(tfpara.callbacks.Preempted) as leaving:
+            model.fit(
+                np.ones((8, 2)),
+                np.ones((8, 1)),
+                batch_size=4,
+                epochs=10**9,
+                verbose=0,
+                callbacks=[count, checkpoint],
+            )
+        return leaving.value.code
+
+    assert call(fit) == 143 and list(tmp_path.glob("checkpoint-*"))
+    how = "fit raises Preempted" if call is in_a_thread else "exit code 143"
+    assert f"checkpoint written, {how}. Start" in capsys.readouterr().out
