@@ -67,9 +67,9 @@ def run(
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            f"tfpara.run ends the process, and is called in the thread "
-            f"{threading.current_thread().name!r} of a process that may have other work, as that of "
-            "an actor of Ray. Call it in the main thread, or call the program's main() itself."
+            "tfpara.run ends the process, and is called in the thread "
+            f"{threading.current_thread().name!r} of one that may have other work, as an actor of "
+            "Ray has. Call it in the main thread, or call the program's main() itself."
         )
     asynchronous = async_cluster.is_meant()
     lost_code = exit_codes.lost_worker(lost_worker_exit_code)

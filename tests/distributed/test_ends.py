@@ -79,7 +79,9 @@ def test_an_exit_code_is_that_of_the_worker_also_where_another_does_not_exit():
     ],
 )
 def test_a_signal_ends_a_worker_as_it_does_any_program(number, thread, codes, says):
-    options = [{"how": "wait", "rank": 1, "run": False, "thread": thread and rank} for rank in (0, 1)]
+    options = [
+        {"how": "wait", "rank": 1, "run": False, "thread": thread and rank} for rank in (0, 1)
+    ]
     with Workers("end.py", options, environ=QUIET) as workers:
         chief, worker = workers.processes
         seen = ""

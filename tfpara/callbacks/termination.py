@@ -57,9 +57,9 @@ class Termination:
         if threading.current_thread() is not threading.main_thread():
             if self._watcher is None:
                 _log.warning(
-                    "tfpara: fit runs in a thread, where SIGTERM is not heard: it does what it does "
-                    "without a Checkpoint. Give Checkpoint a termination_watcher, which is asked in "
-                    "any thread, or call fit in the main thread."
+                    "tfpara: fit runs in a thread, where SIGTERM is not heard: it does what it "
+                    "does without a Checkpoint. Give Checkpoint a termination_watcher, which is "
+                    "asked in any thread, or call fit in the main thread."
                 )
             return
         self._former = signal.signal(signal.SIGTERM, self._note)

@@ -87,7 +87,7 @@ def _sigterm_kept() -> Iterator[None]:
     library's function is for any thread.
     """
     libc = ctypes.CDLL(None)
-    former = ctypes.create_string_buffer(1024)  # for a struct sigaction, of which 152 bytes on Linux
+    former = ctypes.create_string_buffer(1024)  # more than a struct sigaction
     libc.sigaction(signal.SIGTERM, None, former)
     try:
         yield
