@@ -1,8 +1,8 @@
-"""Who keeps the global model: every worker a whole one, or every replica its part.
+"""The two placements of the global model: whole on every worker, or one part on every replica.
 
 A *holder* is a device that keeps a part of each bucket. `gather` sums the replicas' buckets and
-hands each local holder its parts; `spread` is the way back, from the holders' parts to whole
-buckets on every device.
+gives each local holder its parts. `spread` makes whole buckets on every device from the holders'
+parts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import tensorflow as tf
 
 from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
 
-# Below this, in bytes of the model, the whole state of a worker is small beside its activations,
-# and the messages of a sync too short to be worth cutting.
+# The size of the model, in bytes, from which "auto" shards the global state. In a smaller model the
+# whole state is small beside the activations, and messages are too short to be worth cutting.
 SHARDED_FROM_BYTES = 16 << 20
-ALL = slice(None)  # buckets
+ALL = slice(None)  # all buckets
 
 
 class Part(NamedTuple):
-    """Elements `start` … `stop` of bucket number `bucket`, of which `stop` may pass the end."""
+    """Elements `start` … `stop` of bucket number `bucket`; `stop` may lie past the bucket's end."""
 
     bucket: int
     start: int
@@ -29,29 +29,29 @@ class Part(NamedTuple):
 
 
 def cut(bucket: tf.Tensor, part: Part) -> tf.Tensor:
-    """A part of a bucket, with zeros past its end."""
+    """Returns a part of a bucket, with zeros past the bucket's end."""
     values = tf.convert_to_tensor(bucket)[part.start : part.stop]
     missing = part.stop - part.start - int(values.shape[0])
     return tf.pad(values, [[0, missing]]) if missing else values
 
 
 class Aggregation(Protocol):
-    """Where the parts of the global state are, and how they travel."""
+    """The placement of the global state's parts, and the collectives that move them."""
 
     @property
     def holders(self) -> Sequence[str]:
         """The local devices that keep parts."""
 
     def parts(self, holder: int) -> list[Part]:
-        """What a local holder keeps: one part of each bucket, in order."""
+        """Returns the parts that a local holder keeps, one of each bucket, in order."""
 
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
-        """Sums over all replicas of each bucket: for each holder its parts."""
+        """Sums each bucket over all replicas; returns for each local holder its parts."""
 
     def spread(
         self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
     ) -> list[list[tf.Tensor]]:
-        """For each local device the whole buckets, of which the holders have the parts."""
+        """Returns for each local device the whole buckets, from the holders' parts."""
 
 
 class Replicated:
@@ -60,7 +60,7 @@ class Replicated:
     Args:
         bucket_sizes: lengths of the buckets, in elements.
         collectives: between the workers' lead devices.
-        devices: of this worker, the lead device first.
+        devices: this worker's devices, the lead device first.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Replicated:
         self._devices = list(devices)
 
     def parts(self, holder: int) -> list[Part]:
-        """The whole of each bucket."""
+        """Returns the whole of each bucket as a part."""
         del holder
         return [Part(k, 0, size) for k, size in enumerate(self._sizes)]
 
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
-        """All-reduce."""
+        """Sums over this worker's devices, then over the workers by an all-reduce."""
         sums = sum_on_first_device(per_device, self._devices)
         return [self._collectives.all_reduce(sums, name)]
 
     def spread(
         self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
     ) -> list[list[tf.Tensor]]:
-        """Copies to the worker's other devices."""
+        """Copies the buckets to all devices of this worker."""
         del name, buckets
         return broadcast_to_devices(per_holder[0], self._devices)
 
@@ -92,13 +92,13 @@ class Replicated:
 class Sharded:
     """Every replica keeps 1/N of each bucket, on its own device: paper 000, section 3.2.
 
-    A sync is reduce-scatter, the rule on the own parts, all-gather. Buckets are padded with zeros
-    to N equal parts.
+    A sync is a reduce-scatter, the rule applied to the local parts, and an all-gather. Buckets are
+    padded with zeros to N equal parts.
 
     Args:
         bucket_sizes: lengths of the buckets, in elements.
         collectives: between the workers' lead devices.
-        devices: of this worker, the lead device first; as many on every worker.
+        devices: this worker's devices, the lead device first; as many on every worker.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Sharded:
         self._lengths = [-(-size // self._replicas) for size in self._sizes]  # of one part
 
     def parts(self, holder: int) -> list[Part]:
-        """The part of each bucket that this worker's replica `holder` keeps."""
+        """Returns the part of each bucket that this worker's replica `holder` keeps."""
         replica = self._collectives.rank * len(self.holders) + holder
         return [
             Part(k, replica * length, (replica + 1) * length)
@@ -119,19 +119,22 @@ class Sharded:
         ]
 
     def padded(self, bucket: tf.Tensor) -> tf.Tensor:
-        """A bucket with zeros behind it, so that it has N equal parts."""
+        """Returns a bucket with zeros appended, so that it has N equal parts."""
         missing = -int(bucket.shape[0]) % self._replicas
         return tf.pad(bucket, [[0, missing]]) if missing else bucket
 
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
-        """Reduce-scatter: over this worker's devices, the workers, and to the devices again."""
+        """Sums over this worker's devices, then by a reduce-scatter over the workers.
+
+        The result is divided among this worker's devices.
+        """
         sums = sum_on_first_device(per_device, self.holders)
         with tf.device(self.holders[0]):
             sums = [self.padded(s) for s in sums]
         return self.to_holders(self._collectives.reduce_scatter(sums, name))
 
     def to_holders(self, parts: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-        """This worker's parts of the buckets, cut into those of its devices."""
+        """Divides this worker's parts of the buckets among its devices."""
         if len(self.holders) == 1:
             return [list(parts)]
         with tf.device(self.holders[0]):
@@ -145,7 +148,7 @@ class Sharded:
     def spread(
         self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
     ) -> list[list[tf.Tensor]]:
-        """All-gather."""
+        """Joins the parts of all workers by an all-gather; copies the buckets to all devices."""
         mine = self.of_worker(per_holder)
         with tf.device(self.holders[0]):
             whole = []
@@ -155,7 +158,7 @@ class Sharded:
         return broadcast_to_devices(whole, self.holders)
 
     def of_worker(self, per_holder: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """This worker's part of each bucket, of which its devices have the pieces."""
+        """Returns this worker's part of each bucket, joined from those of its devices."""
         with tf.device(self.holders[0]):
             return [
                 tf.concat(parts, 0) if len(parts) > 1 else parts[0]
@@ -166,15 +169,15 @@ class Sharded:
 def choose(
     aggregation: str, bucket_sizes: Sequence[int], collectives: Collectives, devices: Sequence[str]
 ) -> Aggregation:
-    """The aggregation that is asked for.
+    """Returns the aggregation of this name: "replicated", "sharded" or "auto".
 
-    "auto" shards where there are several replicas and the model has `SHARDED_FROM_BYTES` or more,
-    unless their link would carry one direction after the other.
+    "auto" shards if there are several replicas and the model has `SHARDED_FROM_BYTES` or more. It
+    does not shard between two workers whose backend sends in one direction at a time.
     """
     if aggregation == "auto":
         several = collectives.size * len(devices) > 1
         large = 4 * sum(bucket_sizes) >= SHARDED_FROM_BYTES
-        by_turns = collectives.size == 2 and not collectives.full_duplex
-        aggregation = "sharded" if several and large and not by_turns else "replicated"
+        half_duplex = collectives.size == 2 and not collectives.full_duplex
+        aggregation = "sharded" if several and large and not half_duplex else "replicated"
     kind = Sharded if aggregation == "sharded" else Replicated
     return kind(bucket_sizes, collectives, devices)

@@ -1,10 +1,11 @@
-"""TensorFlow's functions for losses of custom loops, in replicas that take steps of their own.
+"""Replacements of TensorFlow's loss functions for custom loops, in replicas with local steps.
 
-Under tf.distribute the loss of a loop's replica is its share of that of the global batch: shares,
-and their gradients, are added up over the replicas. `tf.nn.compute_average_loss` and
-`tf.nn.scale_regularization_loss` compute shares, ℓ/N of a replica's own loss ℓ. Here no gradients
-are added up, and a replica descends ℓ. So in a replica of ours both give ℓ/N, which
-`strategy.reduce` adds up as ever, with the gradient of ℓ.
+Under tf.distribute a replica's loss is its share of the global batch's loss: the shares, and their
+gradients, are added up over the replicas. `tf.nn.compute_average_loss` and
+`tf.nn.scale_regularization_loss` compute such shares: ℓ/N, for a replica's own loss ℓ. With local
+steps no gradients are added up, and a replica needs the gradient of ℓ. So in a replica of a
+`PeriodicSyncStrategy` both functions return ℓ/N, which `strategy.reduce` adds up as usual, with
+the gradient of ℓ.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _averaging(average: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
                 "steps of its own: its loss is the mean over its own samples, not over those of "
                 "all replicas. Leave out global_batch_size=; strategy.reduce gives the same sum."
             )
-        # A replica's strategy says that it is alone, so this is the mean over its samples.
+        # In a replica `num_replicas_in_sync` is 1, so this is the mean over its own samples.
         return _share(average(per_example_loss, sample_weight), replicas)
 
     return averaging
@@ -67,14 +68,14 @@ def _scaling(scale: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
 
 
 def _replicas() -> int | None:
-    """N inside a replica of ours, else None."""
+    """Returns N inside a replica of a `PeriodicSyncStrategy`, else None."""
     extended = tf.distribute.get_strategy().extended
     ours = isinstance(extended, PeriodicSyncExtended) and in_replica()
     return extended._num_replicas_in_sync if ours else None
 
 
 def _share(loss: tf.Tensor, replicas: int) -> tf.Tensor:
-    """ℓ/N, with the gradient of ℓ."""
+    """Returns ℓ/N, with the gradient of ℓ."""
 
     @tf.custom_gradient
     def shared(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:

@@ -1,6 +1,7 @@
-"""The second phase of a sync: weights travel, the rule and the averages are applied.
+"""The second phase of a sync: workers exchange weights and apply the rule and the averages.
 
-Nothing is written before everything has arrived: `exchange` gives an `Arrival`, `commit` writes it.
+Nothing is written before everything has arrived: `exchange` returns an `Arrival`, `commit` writes
+it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from tfpara.sync.replicas import Buckets, Replicas
 from tfpara.sync.state import Kind, Slot
 from tfpara.typing import State
 
-# What a wire keeps for the next sync: variables, and the values that they get on commit.
+# Variables of a wire, each with the value that it gets on commit.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
 
 class Shares(NamedTuple):
-    """Of the local replicas in a mean over all.
+    """The shares of the local replicas in a mean over the replicas of all workers.
 
-    portions: n_i / Σ_j n_j, shape [local replicas]. divisor: N where all replicas, of all workers,
-    have equal shares, so that a sum need only be divided; else 1. of_block: the part of a whole
-    block that this one was, 0 < f ≤ 1.
+    portions: n_i / Σ_j n_j for n_i samples, shape [local replicas].
+    divisor: N if all replicas have equal shares, so that the plain sum is divided once; else 1.
+    of_block: length of this block as a fraction of a whole one, 0 < f ≤ 1.
     """
 
     portions: tf.Tensor
@@ -36,27 +37,29 @@ class Shares(NamedTuple):
 
 
 class Wire(Protocol):
-    """How the weights of a fragment travel, for each device or holder a list of buckets."""
+    """The transport of a fragment's weights between devices and holders, as lists of buckets."""
 
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """For each holder its parts of the mean Σ_i share_i w_i over all replicas."""
+        """Returns for each holder its parts of the mean Σ_i share_i w_i over all replicas."""
 
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """For each device what the holders, of whom each has its parts, broadcast."""
+        """Returns for each device the whole buckets that the holders broadcast in parts."""
 
     def bytes_sent(self, fragment: int) -> int:
-        """Bytes that this worker sends in both."""
+        """Returns the number of bytes that this worker sends in `gather` and `spread` together."""
 
 
 class Arrival(NamedTuple):
-    """What an exchange has brought.
+    """The result of an exchange, not written yet.
 
-    update: of the rule's state and the averages. received: for each device what the rule
-    broadcasts. means: for each holder its parts of the mean. writes: of the wire.
+    update: the step of the rule and the averages.
+    received: for each device the buckets that the rule broadcast.
+    means: for each holder its parts of the mean.
+    writes: the wire's variables and their new values.
     """
 
     update: Update
@@ -66,7 +69,10 @@ class Arrival(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """New moments of the local optimizer: for each holder; and, by field, for each device."""
+    """New moments of the local optimizers.
+
+    kept: for each holder the states of its parts. spread: by field, for each device the buckets.
+    """
 
     kept: list[list[State]]
     spread: dict[str, list[list[tf.Tensor]]]
@@ -76,9 +82,12 @@ class Averaging:
     """The exchanges of one model.
 
     Args:
-        replicas: the local ones.
-        wire: how weights travel.
-        global_state: of the rule and the averages; everything else travels as that is divided.
+        replicas: the local replicas.
+        wire: the transport of the weights.
+        global_state: the state of the rule and the averages. Moments are aggregated as it is.
+
+    Attributes:
+        anchors: buckets of the replicas' state as the last sync wrote it.
     """
 
     def __init__(self, replicas: Replicas, wire: Wire, global_state: GlobalState) -> None:
@@ -92,7 +101,7 @@ class Averaging:
         self.anchors = [make(a, f"anchor_{k}") for k, a in enumerate(anchors)]
 
     def slots(self) -> Iterator[Slot]:
-        """From what the replicas' state is measured."""
+        """Yields the anchors, from which the movement of the replicas' state is measured."""
         for k, anchor in enumerate(self.anchors):
             yield Slot(f"counter/anchor/{k}", Kind.SHARED, anchor)
 
@@ -100,9 +109,9 @@ class Averaging:
         """Averages a fragment and takes the global step; nothing is written.
 
         Args:
-            fragment: its number.
+            fragment: number of the fragment.
             local: for each local replica the buckets of its weights.
-            shares: of the local replicas in the mean.
+            shares: shares of the local replicas in the mean.
         """
         buckets = self._replicas.layout.buckets[fragment]
         with phase("reduce"):
@@ -114,13 +123,17 @@ class Averaging:
         return Arrival(update, received, means, writes + more)
 
     def commit(self, arrival: Arrival) -> None:
-        """Writes what has to be kept of what `exchange` gave; not the replicas' weights."""
+        """Writes the global state and the wire's variables, but not the replicas' weights."""
         self._global.commit(arrival.update)
         for variable, value in arrival.writes:
             variable.assign(value)
 
     def exchange_others(self, shares: Shares) -> list[tf.Tensor]:
-        """Means of what else is averaged: state, as moved from the anchors; then slots."""
+        """Averages what the rule does not update; nothing is written.
+
+        Returns:
+            The buckets of the mean state minus the anchors, then those of the mean slots.
+        """
         with phase("pack"):
             weighted = []
             for replica, device in enumerate(self._replicas.devices):
@@ -132,7 +145,7 @@ class Averaging:
             return self._collectives.all_reduce(sums, f"{self._name}/others")
 
     def commit_others(self, means: Sequence[tf.Tensor]) -> None:
-        """Writes what `exchange_others` gave, on every device."""
+        """Writes the means that `exchange_others` returned, on every device."""
         moved, slots = means[: len(self.anchors)], means[len(self.anchors) :]
         with tf.device(self._replicas.devices[0]):
             state = [a + s for a, s in zip(self.anchors, moved, strict=True)]
@@ -141,12 +154,12 @@ class Averaging:
         self._replicas.write_others(state, slots)
 
     def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
-        """The local optimizer's moments for the next block; nothing is written.
+        """Computes the local optimizers' moments for the next block; nothing is written.
 
         Args:
-            shares: of the local replicas.
-            steps: minibatches of the block, at least 1: a block of none has no mean gradient.
-            iterations: steps that the local optimizer has counted.
+            shares: shares of the local replicas in the means.
+            steps: minibatches of the block, at least 1: an empty block has no mean gradient.
+            iterations: step count of the local optimizer.
         """
         first, second = self.mean_moments(shares.portions)
         kept = self._global.update_moments(
@@ -165,13 +178,13 @@ class Averaging:
         return Moments(kept, spread)
 
     def commit_moments(self, moments: Moments) -> None:
-        """Writes what `exchange_moments` gave."""
+        """Writes the moments that `exchange_moments` returned."""
         self._global.commit_moments(moments.kept)
         for field, spread in moments.spread.items():
             self._replicas.write_moments(field, spread)
 
     def mean_moments(self, portions: tf.Tensor) -> list[list[list[tf.Tensor]]]:
-        """For each of the two moments, and each holder, its parts of the replicas' mean."""
+        """Returns, for each of the two moments and each holder, its parts of the replicas' mean."""
         weighted: list[list[list[tf.Tensor]]] = [[], []]
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
@@ -183,8 +196,7 @@ class Averaging:
         ]
 
     def restart_moments(self) -> None:
-        """All replicas go on from the mean of their moments."""
-        # A block begins with equal moments on all replicas.
+        """Sets the moments of all replicas to their mean, as they must be equal in a new block."""
         site = self._replicas.site
         means = self.mean_moments(tf.fill([len(site.devices)], 1.0 / site.num_replicas))
         for field, parts in zip(("momentum", "velocity"), means, strict=True):
@@ -194,10 +206,10 @@ class Averaging:
         self._global.set_field("moments/equivalent_steps", tf.constant(0.0))
 
     def distance(self, fragment: int, local: Sequence[Buckets], arrival: Arrival) -> tf.Tensor:
-        """Relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square.
+        """Returns the relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square.
 
-        Where the state is sharded, on the part of the weights that each replica holds, so that
-        nothing has to travel for it.
+        Where the global state is sharded, a replica's distance is taken on the part that it holds,
+        so that nothing more has to be sent.
         """
         buckets = self._replicas.layout.buckets[fragment]
         squares, norms = [], []
@@ -211,19 +223,19 @@ class Averaging:
         return tf.sqrt(tf.add_n(squares) / tf.maximum(tf.add_n(norms), 1e-30))
 
     def bytes_sent(self, fragment: int) -> int:
-        """Bytes that this worker sends to others in a fragment's exchange."""
+        """Returns the number of bytes that this worker sends to others in a fragment's exchange."""
         return self._wire.bytes_sent(fragment)
 
     @property
     def bytes_sent_of_others(self) -> int:
-        """Bytes that this worker sends to others for state and slots."""
+        """The number of bytes that this worker sends to others for state and slots."""
         replicas, size = self._replicas, self._collectives.size
         elements = replicas.state_layout.num_elements + replicas.slot_layout.num_elements
         return round(4 * elements * 2 * (size - 1) / size)
 
 
 class PlainWire:
-    """Weights travel as they are, in float32."""
+    """The transport of weights as they are, in float32."""
 
     def __init__(self, aggregation: Aggregation, replicas: Replicas) -> None:
         self._aggregation = aggregation
@@ -234,7 +246,7 @@ class PlainWire:
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """For each holder its parts of the mean."""
+        """Returns for each holder its parts of the mean."""
         weighted = []
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
@@ -249,20 +261,23 @@ class PlainWire:
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """For each device the whole buckets."""
+        """Returns for each device the whole buckets."""
         buckets = self._replicas.layout.buckets[fragment]
         name = f"{self._name}/broadcast/{fragment}"
         return self._aggregation.spread(broadcasts, name, buckets), []
 
     def bytes_sent(self, fragment: int) -> int:
-        """Of an all-reduce, or of a reduce-scatter and an all-gather, which send the same."""
+        """Returns the bytes of an all-reduce; a reduce-scatter and an all-gather send as many."""
         elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
         return round(4 * elements * 2 * (self._workers - 1) / self._workers)
 
 
 def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
-    """A replica's terms of the mean. Equal shares are divided by in the sum, which is a part of the
-    weights and not a pass over all."""
+    """Returns a replica's terms of the mean.
+
+    Where all shares are equal the buckets stay as they are. Each holder then divides its part of
+    the sum by N, which is cheaper than a pass over all weights.
+    """
     return tf.cond(
         shares.divisor > 1.0,
         lambda: list(buckets),
@@ -271,5 +286,5 @@ def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
-    """Names the operations made inside after a phase of the sync, for a profiler."""
+    """Returns a name scope for a phase of the sync, by which profilers show its operations."""
     return tf.name_scope(f"sync/{name}")

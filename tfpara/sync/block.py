@@ -1,7 +1,8 @@
-"""What the local replicas have trained since the last sync, and which part is synced next.
+"""The open block: what the local replicas have trained since the last sync, counted by parts.
 
-A *part* is averaged at times of its own: each fragment, and behind them, where they take turns or
-syncs run beside the training, all state that no rule works on.
+A *part* of the model is what one exchange averages. Without fragments and without overlap there is
+one part: the whole model. Otherwise each fragment of the weights is a part, and the last part is
+the state that no rule updates (such as batch-norm statistics).
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ class Block:
     """The counters of an open block.
 
     Args:
-        settings: of the strategy.
-        whole: whether a sync is of everything, so that there is one part.
-        site: this worker's.
+        settings: the strategy's settings.
+        whole: whether each sync is of the whole model, so that there is one part.
+        site: this worker's place and links.
 
     Attributes:
-        parts: their number.
+        parts: number of parts.
         period: τ, or `NEVER`.
         steps: minibatches of each replica since the last sync point.
-        part_steps: since the last sync of each part. samples: the same of each local replica.
-        turn: the fragment that is next.
+        part_steps: minibatches of each replica since the last sync of each part, shape [parts].
+        samples: for each local replica the sum of its minibatches' weights since the last sync of
+            each part, shape [parts]. A minibatch weighs its samples unless the user says otherwise.
+        turn: number of the fragment that is synced next.
     """
 
     def __init__(self, settings: Settings, whole: bool, site: Site) -> None:
@@ -49,14 +52,19 @@ class Block:
         self.turn = make(tf.zeros([], tf.int32), "turn")
 
     def count(self, weights: tf.Tensor) -> tf.Tensor:
-        """Counts a minibatch of each local replica, of these weights; returns `steps`."""
+        """Counts a minibatch of each local replica by its weight; returns `steps`."""
         for replica, pending in enumerate(self.samples):
             pending.assign_add(tf.fill(pending.shape, weights[replica]))
         self.part_steps.assign_add(tf.ones_like(self.part_steps))
         return self.steps.assign_add(1)
 
     def close(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
-        """After a sync of the fragment `done`, or of all."""
+        """Resets the counters after a sync.
+
+        Args:
+            done: number of the fragment that was synced.
+            is_last: whether all parts were synced, as at the end of the data.
+        """
         self.turn.assign(tf.where(is_last, 0, (done + 1) % self._fragments))
         self.steps.assign(0)
         kept = 1.0 - tf.one_hot(done, self.parts, dtype=tf.float64)
@@ -64,28 +72,28 @@ class Block:
             pending.assign(tf.where(is_last | self._whole, tf.zeros_like(pending), kept * pending))
 
     def reopen(self, fragment: tf.Tensor, steps: tf.Tensor, samples: tf.Tensor) -> None:
-        """The fragment with which a sync started has not been synced.
+        """Restores the counters of a fragment whose sync was started and has failed.
 
         Args:
-            fragment: its number.
+            fragment: number of the fragment.
             steps: `part_steps` when the sync started.
-            samples: `samples` then, [local replicas, parts].
+            samples: `samples` when the sync started, shape [local replicas, parts].
         """
         carried = tf.one_hot(fragment, self.parts, dtype=tf.float64)
         self.turn.assign(fragment)
-        # The part that was synced last has the steps since the last sync point.
+        # The part that was synced last has counted the steps since the last sync point alone.
         self.steps.assign_add(tf.cast(tf.reduce_min(steps), tf.int64))
         self.part_steps.assign_add(carried * steps)
         for replica, pending in enumerate(self.samples):
             pending.assign_add(carried * samples[replica])
 
     def give_up(self) -> None:
-        """What was trained since the last sync counts no more."""
+        """Sets all counters to 0: a checkpoint replaces what was trained since the last sync."""
         for counter in (self.steps, self.part_steps, *self.samples, self.turn):
             counter.assign(tf.zeros_like(counter))
 
     def slots(self) -> Iterator[Slot]:
-        """What is open after a sync of a part."""
+        """Yields the counters that are not 0 after a sync of one of several parts."""
         if not self._whole:
             yield Slot("open/turn", Kind.BLOCK, self.turn)
             yield Slot("open/block_steps", Kind.BLOCK, self.part_steps, absent=0.0)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# A variable of this part of the largest bucket has buckets of its own.
+# A variable with at least 1/4 of the largest bucket's elements has buckets of its own.
 _OWN_BUCKET = 4
-# Large variables are cut at multiples of so many elements: where buckets are cut again, for the
-# replicas that hold parts, memory is aligned for the usual numbers, and a part is not a copy.
+# Large variables are cut at multiples of this many elements. When buckets are cut again, into the
+# parts that replicas hold, those parts stay aligned in memory and need no copy.
 _ALIGNED = 4096
 
 
@@ -25,21 +25,21 @@ class Piece:
 
 
 class Layout:
-    """How a list of variables is laid out in buckets.
+    """The layout of a list of variables in buckets.
 
-    A large variable, flattened, has buckets of its own, so that it is sent, and what has arrived
-    becomes its value, without copies if it fits one; the small ones share buckets. Fragments divide
-    the list of variables into runs of about equal size; no bucket belongs to two.
+    A large variable, flattened, has buckets of its own. If it fits one, it is sent and received
+    without a copy. Small variables share buckets. Fragments divide the list of variables into runs
+    of about equal size; no bucket belongs to two fragments.
 
     Args:
         shapes: static shapes of the variables.
         bucket_bytes: largest bucket, in bytes of float32.
-        fragments: how many, at most as many as variables.
+        fragments: number of fragments, at most that of the variables.
 
     Attributes:
-        sizes: elements of each variable.
-        variables: of each fragment, the slice of the list of variables.
-        buckets: of each fragment, the slice of the list of buckets.
+        sizes: number of elements of each variable.
+        variables: for each fragment its slice of the list of variables.
+        buckets: for each fragment its slice of the list of buckets.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
-        """Of all variables together."""
+        """The number of elements of all variables together."""
         return sum(self.sizes)
 
     @property
@@ -66,7 +66,7 @@ class Layout:
         return [sum(p.stop - p.start for p in bucket) for bucket in self._buckets]
 
     def places(self, variable: int) -> list[tuple[int, int, Piece]]:
-        """Where a variable's pieces lie: (bucket, first element in it, piece)."""
+        """Returns where a variable's pieces lie: (bucket, first element in it, piece)."""
         found = []
         for number, bucket in enumerate(self._buckets):
             at = 0
@@ -77,11 +77,12 @@ class Layout:
         return found
 
     def pack(self, tensors: Sequence[tf.Tensor], fragment: int | None = None) -> list[tf.Tensor]:
-        """Flat float32 buckets of the tensors (each of its variable's shape, any float type).
+        """Packs tensors into flat float32 buckets.
 
         Args:
-            tensors: one for each variable, or for each of the fragment's.
-            fragment: the number of one; None: of all.
+            tensors: one for each variable, or for each of the fragment's; each of its variable's
+                shape and any float type.
+            fragment: the number of the fragment; None for all variables.
         """
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
         first = self.variables[fragment].start if fragment is not None else 0
@@ -114,7 +115,7 @@ class Layout:
 
 
 def _divide(sizes: Sequence[int], count: int) -> list[slice]:
-    """Runs of variables of about equal size, each of one at least."""
+    """Divides the variables into runs of about equal size, of one variable at least."""
     if count > max(1, len(sizes)):
         raise ValueError(
             f"fragments={count}: the model has {len(sizes)} trainable variables, and a fragment is "
@@ -136,7 +137,7 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
 
 
 def _fill(sizes: Sequence[int], part: slice, capacity: int) -> list[list[Piece]]:
-    """Lays a run of variables out in buckets of at most `capacity` elements."""
+    """Divides a run of variables into buckets of at most `capacity` elements."""
     numbers = list(range(len(sizes)))[part]
     threshold = max(1, capacity // _OWN_BUCKET)
     large = [[number] for number in numbers if sizes[number] >= threshold]
@@ -148,7 +149,7 @@ def _fill(sizes: Sequence[int], part: slice, capacity: int) -> list[list[Piece]]
 
 
 def _cut_evenly(pieces: Sequence[Piece], capacity: int) -> list[list[Piece]]:
-    """Pieces, one after the other, in as few buckets as can be, of nearly equal size."""
+    """Puts pieces, in order, into as few buckets as possible, of nearly equal size."""
     total = sum(piece.stop - piece.start for piece in pieces)
     target = math.ceil(total / math.ceil(total / capacity)) if total else capacity
     if target > 16 * _ALIGNED:

@@ -1,6 +1,6 @@
-"""Weights in fewer bytes on the wire, with what rounding leaves out sent at the next sync.
+"""Compressed exchange of weights: rounded differences, with error feedback.
 
-Never the weights themselves are rounded, but differences. With B̂ the point that all replicas have
+Differences are rounded, never the weights themselves. With B̂ the point that all replicas have
 received, w_i the local models, n_i their shares, and Q the rounding of a format:
 
     x = Σ n_i (w_i − B̂) + e;  q = Q(x);  e ← x − q        on each worker, i over its replicas
@@ -8,11 +8,12 @@ received, w_i the local models, n_i their shares, and Q the rounding of a format
     B̂ ← B̂ + Q(B' − B̂)                                    everywhere, from the owner of each part
 
 where B is the point that the rule broadcast at the last sync, exact at its owner, and B' the new
-one. EASGD does not overwrite the replicas: their mean itself is what its equation takes, so there
-w̄ = B̂ + Σ q (`measured_from` of the rules). The sums are of decoded numbers, in float32. What the
-second leg leaves out is part of the next difference B' − B̂; what the first leaves out is e, the
-*error feedback* of Seide et al., "1-bit stochastic gradient descent" (2014), and Karimireddy et
-al., "Error feedback fixes SignSGD" (2019).
+one. EASGD does not overwrite the replicas, and its equation needs their true mean, so there
+w̄ = B̂ + Σ q (`measured_from` of the rules). The sums are of decoded numbers, in float32.
+
+Both rounding errors are sent later. That of the first line is e, the *error feedback* of Seide et
+al., "1-bit stochastic gradient descent" (2014), and Karimireddy et al., "Error feedback fixes
+SignSGD" (2019). That of the third line is part of the next difference B' − B̂.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tfpara.sync.global_state import GlobalState
 from tfpara.sync.replicas import Buckets, Replicas
 from tfpara.sync.state import Kind, Slot
 
-# Numbers of int8 that share a scale, max|x| / 127.
+# This many numbers of int8 share a scale, max|x| / 127.
 CHUNK = 256
 _HALVES = {"bf16": tf.bfloat16, "fp16": tf.float16}
 
 
 def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
-    """Rows of float32 as rows of int32 words, which every backend can send.
+    """Encodes rows of float32 as rows of int32 words, which every backend can send.
 
     Args:
         rows: shape [count, length], of a static length.
@@ -42,7 +43,7 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     """
     count, length = rows.shape
     if kind in _HALVES:
-        # Beyond float16's range the rest is sent at the next sync.
+        # What exceeds float16's range becomes part of the error, and is sent at the next sync.
         clipped = tf.clip_by_value(rows, -65504.0, 65504.0) if kind == "fp16" else rows
         halves = tf.cast(tf.pad(clipped, [[0, 0], [0, length % 2]]), _HALVES[kind])
         return tf.bitcast(tf.reshape(halves, [count, -1, 2]), tf.int32)
@@ -55,7 +56,7 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
 
 
 def decode(words: tf.Tensor, length: int, kind: str) -> tf.Tensor:
-    """The rows of float32, of this length, that `encode` has made these words of."""
+    """Decodes the words of `encode` to rows of float32 of this length."""
     count = words.shape[0]
     if kind in _HALVES:
         halves = tf.reshape(tf.bitcast(words, _HALVES[kind]), [count, -1])
@@ -69,7 +70,7 @@ def decode(words: tf.Tensor, length: int, kind: str) -> tf.Tensor:
 
 
 def words_of(length: int, kind: str) -> int:
-    """Words of a row of this length."""
+    """Returns the number of words of an encoded row of this length."""
     if kind in _HALVES:
         return -(-length // 2)
     chunks = -(-length // CHUNK)
@@ -77,15 +78,18 @@ def words_of(length: int, kind: str) -> int:
 
 
 class CompressedWire:
-    """Weights travel as rounded differences: all-to-all, a local sum, and an all-gather.
+    """The transport of weights as rounded differences: all-to-all, a local sum, and an all-gather.
 
-    In one process nothing travels; the numbers are then those of workers of one device each.
+    In one process nothing is sent. The results are then those of workers with one device each.
 
     Args:
         kind: "bf16", "fp16" or "int8".
         aggregation: the owners of the parts.
-        replicas: the local ones.
-        global_state: of the rule.
+        replicas: the local replicas.
+        global_state: the state of the rule.
+
+    Attributes:
+        points: the buckets of B̂.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class CompressedWire:
         self._name, make = replicas.site.name, replicas.site.make
         alone = self._collectives.size == 1
         self._sources = replicas.devices if alone else replicas.devices[:1]
-        self._rows = len(self._sources)  # of each worker, in a message
+        self._rows = len(self._sources)  # rows of each worker in a message
         buckets = replicas.weights(0)
         with tf.device(replicas.devices[0]):
             self.points = [make(b, f"point_{k}") for k, b in enumerate(buckets)]
@@ -112,7 +116,7 @@ class CompressedWire:
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
-        """For each holder its parts of the mean; and the errors that are kept on commit."""
+        """Returns for each holder its parts of the mean; and the errors e to write on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         sent, kept = [], []
         for device, errors, moved in zip(
@@ -151,7 +155,7 @@ class CompressedWire:
         return means, kept
 
     def _received(self, buckets: slice) -> list[list[tf.Tensor]]:
-        """For each holder its parts of the point that all replicas have received."""
+        """Returns for each holder its parts of B̂."""
         per_holder = []
         for holder, device in enumerate(self._aggregation.holders):
             parts = self._aggregation.parts(holder)[buckets]
@@ -162,7 +166,7 @@ class CompressedWire:
     def _moved(
         self, local: Sequence[Buckets], shares: Shares, buckets: slice
     ) -> list[list[tf.Tensor]]:
-        """For each source Σ n_i (w_i − B̂) over its replicas."""
+        """Returns for each source Σ n_i (w_i − B̂) over its replicas."""
         weighted = []
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
@@ -181,7 +185,7 @@ class CompressedWire:
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
     ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
-        """For each device the points that all receive; and these, which are kept on commit."""
+        """Returns for each device the new B̂; and the points to write on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         size, rank, kept = self._collectives.size, self._collectives.rank, []
         with tf.device(self._replicas.devices[0]):
@@ -198,14 +202,14 @@ class CompressedWire:
         return received, kept
 
     def bytes_sent(self, fragment: int) -> int:
-        """Words to each other worker, in both legs."""
+        """Returns the bytes of the words to all other workers, in both directions."""
         size = self._collectives.size
         lengths = [e.shape[0] for e in self._errors[0][self._replicas.layout.buckets[fragment]]]
         words = sum(words_of(length // (size * self._rows), self._kind) for length in lengths)
         return 4 * 2 * (size - 1) * words
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
-        """Weights were set, on all workers alike."""
+        """Sets elements `at` … of B̂, which Python code has set to equal values on all workers."""
         stop = at + int(values.shape[0])
         self.points[bucket][at:stop].assign(values)
         for errors in self._errors:
@@ -216,12 +220,12 @@ class CompressedWire:
         former: CompressedWire,
         of_weights: Callable[[Buckets, Buckets], list[tf.Tensor]],
     ) -> None:
-        """Goes on from the points and the errors of the wire that the same model had before.
+        """Takes over the points and the errors of the wire that the same model had before.
 
         Args:
-            former: that one.
-            of_weights: given the former buckets and the present ones, those with the former values
-                of the weights that both have.
+            former: the former wire.
+            of_weights: takes the former and the present buckets; returns the present ones with the
+                former values of all weights that both have.
         """
         self.set_points(of_weights(former.points, self.points))
         sizes = [int(point.shape[0]) for point in self.points]
@@ -233,12 +237,12 @@ class CompressedWire:
                 error.assign(self._aggregation.padded(value))
 
     def set_points(self, buckets: Buckets) -> None:
-        """All replicas have these weights."""
+        """Sets B̂ to weights that all replicas have."""
         for point, value in zip(self.points, buckets, strict=True):
             point.assign(value)
 
     def slots(self) -> Iterator[Slot]:
-        """What all have received, and what rounding has left out."""
+        """Yields the points B̂ and the errors e."""
         for k, point in enumerate(self.points):
             yield Slot(f"counter/point/{k}", Kind.SHARED, point)
         for source, errors in enumerate(self._errors):

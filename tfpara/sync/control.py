@@ -1,4 +1,4 @@
-"""Where the workers meet from Python: exchanges that all must come to, for the same purpose."""
+"""Exchanges that are called from Python, to which all workers must come for the same purpose."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tensorflow as tf
 from tfpara.cluster.place import Place, Purpose, sentence
 from tfpara.collectives import Collectives
 
-# Before a worker fails: by then the others have what says why.
+# A worker waits this long before it fails, so that the others receive the reason first.
 _GRACE_SECONDS = 1.0
 
 
 class MismatchError(RuntimeError):
-    """Workers have come to different exchanges. The message says who is where."""
+    """Workers have come to different exchanges. The message says where each worker is."""
 
 
 class Control:
@@ -24,11 +24,13 @@ class Control:
 
     Args:
         collectives: between the workers' hosts, with a timeout.
-        place: where this process is.
-        synchronizers: gives those of the models that were trained, in the same order everywhere.
+        place: the place of this process in its script.
+        synchronizers: returns those of the models that were trained, in the same order everywhere.
 
     Attributes:
-        collectives: for what follows `together`, of which all workers know by it.
+        collectives: for operations that follow `together`, which all workers then run.
+        size: number of workers.
+        rank: this worker, 0 … size − 1.
     """
 
     def __init__(
@@ -40,13 +42,13 @@ class Control:
         self._synchronizers = synchronizers
 
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:
-        """Returns once every worker has called it for this purpose.
+        """Waits until every worker has called it for this purpose.
 
-        Syncs that are in the air are waited for.
+        It waits for overlapped syncs in flight, too.
 
         Args:
-            purpose: the same on every worker.
-            number: below 2^53, to tell the others.
+            purpose: the purpose, the same on every worker.
+            number: a number below 2^53 to send to the others.
 
         Returns:
             Each worker's number, by rank.
@@ -66,7 +68,7 @@ class Control:
             return self._meet(number)
 
     def _meet(self, number: int) -> list[int]:
-        """As a synchronizer's, where there is none."""
+        """Exchanges the numbers as `Synchronizer.meet` does, where no model was trained yet."""
         met, purpose, _ = self._place.mark()
         mine = tf.constant([met, purpose, number], tf.float64)
         with self._place.waiting():

@@ -1,8 +1,7 @@
-"""Whether the workers' data are the same, so that what one leaves out another takes.
+"""The check that all workers have the same data, which `fit` divides among them.
 
-`fit` divides its data among the workers: each takes its part of what all have been given. Workers
-that were given different data would leave rows out. So each says what it has in a few facts and
-numbers, before the first step.
+Each worker takes its part of the data that all were given, so rows would be left out if the data
+differed. Before the first step the workers compare a few facts and numbers of their data.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import tensorflow as tf
 from tfpara.sync.fingerprint import differences
 from tfpara.typing import Json, Nest
 
-_ROWS = 16  # of each array that are compared
+_ROWS = 16  # number of rows of each array that are compared
 OWN = "each worker its own"  # the "kind" of data that are not divided
 
 _REMEDY = (
@@ -30,29 +29,29 @@ _REMEDY = (
 
 
 def difference(facts: Sequence[Mapping[str, Json]]) -> str:
-    """What differs between the workers' data, and what to do; "" if nothing.
+    """Returns a text on what differs between the workers' data, and the fix; "" if nothing does.
 
     Args:
-        facts: of each worker, by rank. Numbers in lists are compared by 1e-3 of their size, for
-            machines may compute the last digits differently.
+        facts: facts about each worker's data, by rank. The floats in "values" may differ by 1e-3 of
+            their size, since machines may compute the last digits differently.
     """
     if all(one.get("kind") == OWN for one in facts):
         return ""
     texts = [{k: v for k, v in one.items() if k != "values"} for one in facts]
-    found = differences({f"worker {rank}": one for rank, one in enumerate(texts)})
-    if not found:
+    differing = differences({f"worker {rank}": one for rank, one in enumerate(texts)})
+    if not differing:
         values = [one.get("values") or [] for one in facts]
         odd = [rank for rank, v in enumerate(values) if not _close(v, values[0])]
-        found = f"rows: those of worker {odd[0]} are not those of worker 0" if odd else ""
-    if not found:
+        differing = f"rows: those of worker {odd[0]} are not those of worker 0" if odd else ""
+    if not differing:
         return ""
-    if found.startswith("shuffle"):
+    if differing.startswith("shuffle"):
         return (
-            f"the workers shuffle their data in different orders ({found}). Write "
+            f"the workers shuffle their data in different orders ({differing}). Write "
             "keras.utils.set_random_seed(1) on every worker, after the strategy is made, or "
             "dataset.shuffle(…, seed=1)."
         )
-    return f"the workers have different data ({found}). {_REMEDY}"
+    return f"the workers have different data ({differing}). {_REMEDY}"
 
 
 def _close(a: Sequence[Json], b: Sequence[Json]) -> bool:
@@ -67,45 +66,48 @@ def _close(a: Sequence[Json], b: Sequence[Json]) -> bool:
 
 
 def values_of(structure: Nest) -> list[Json]:
-    """Some numbers that tell the rows of arrays, and their order, from those of others."""
-    found: list[Json] = []
+    """Returns some values by which the rows of arrays, and their order, can be compared."""
+    values: list[Json] = []
     for leaf in keras.tree.flatten(structure):
         rows = getattr(leaf, "shape", None)
         if rows is None or not len(rows) or not rows[0]:
             continue
-        found.append(int(rows[0]))
+        values.append(int(rows[0]))
         for row in np.unique(np.linspace(0, rows[0] - 1, _ROWS).astype(int)):
-            found.append(_value(leaf, int(row)))
-    return found
+            values.append(_value(leaf, int(row)))
+    return values
 
 
 def _value(leaf: Nest, row: int) -> Json:
     try:
         array = np.asarray(leaf.iloc[row] if hasattr(leaf, "iloc") else leaf[row])
         if array.dtype.kind in "biuf":
-            weights = np.linspace(1.0, 2.0, array.size)  # so that the order of columns counts
+            weights = np.linspace(1.0, 2.0, array.size)  # columns in another order differ then
             return float((array.astype(np.float64).ravel() * weights).mean())
         if array.dtype.kind in "SUO":
             return hashlib.blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest()
     except (TypeError, ValueError, IndexError, NotImplementedError):
         pass
-    return None  # sparse and ragged ones, and those that Python cannot index
+    return None  # sparse and ragged arrays, and those that Python cannot index
 
 
 def divided_between_workers(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset is to be divided; its options may say that each worker has its part."""
+    """Returns whether a dataset is to be divided among the workers.
+
+    It is not if its options turn auto-sharding off, since each worker has its own part then.
+    """
     policy = dataset.options().experimental_distribute.auto_shard_policy
     return policy != tf.data.experimental.AutoShardPolicy.OFF
 
 
 def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
-    """What tells a dataset from another worker's, without reading it."""
+    """Returns facts by which a dataset is compared with another worker's, without reading it."""
     if not divided_between_workers(dataset):
         return {"kind": OWN}
     shards, values, seeds = [], [], []
     for part in _parts(dataset):
-        # Names of tf.data's classes and attributes, which have no public form. Of one that another
-        # version lacks nothing is compared.
+        # Private: the names of tf.data's classes and attributes say what a dataset is made of, and
+        # nothing public does. A TensorFlow version that lacks a name has one fact less.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -128,7 +130,7 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     while waiting:
         part = waiting.pop()
         yield part
-        # Private: what a dataset is made from; of files also the one that it wraps.
+        # Private: the input datasets. Datasets of files wrap one in `_dataset` or `_filenames`.
         wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 

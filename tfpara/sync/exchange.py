@@ -1,4 +1,4 @@
-"""Texts and tensors that all workers tell each other."""
+"""Exchanges of JSON values and tensors between all workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfpara.cluster.place import Purpose
 from tfpara.sync.control import Control
 from tfpara.typing import Json
 
-# What the collectives carry, and in what they carry other dtypes without loss.
+# Dtypes that the collectives carry, and those in which they carry others without loss.
 _CARRIED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
     (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
@@ -19,16 +19,16 @@ _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
 
 
 def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
-    """What each worker has, by rank.
+    """Sends this worker's value to all; returns the workers' values by rank.
 
     Args:
-        value: anything that JSON can carry; what it cannot is sent as its `repr`.
+        value: anything that JSON can carry; other objects are sent as their `repr`.
         control: between the workers; every worker must call this for the same purpose.
-        purpose: of the exchange.
+        purpose: the purpose of the exchange.
     """
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = control.together(purpose, len(text))
-    # Of few lengths, for TensorFlow keeps something for every shape that was sent.
+    # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
     padded = np.zeros(1 << max(lengths).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     table = control.collectives.all_gather(tf.constant(padded), "text").numpy()
@@ -39,13 +39,14 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 
 
 def joined(tensor: tf.Tensor, axis: int, control: Control, purpose: Purpose) -> tf.Tensor:
-    """The workers' tensors, one after the other along an axis, by rank.
+    """Concatenates the workers' tensors along an axis, by rank.
 
     Args:
-        tensor: this worker's; of all but its size along `axis` the same on each worker.
-        axis: along which they are joined.
+        tensor: this worker's tensor. Dtype and shape, except the size along `axis`, must be the
+            same on every worker.
+        axis: the axis along which they are joined.
         control: between the workers; every worker must call this for the same purpose.
-        purpose: of the exchange.
+        purpose: the purpose of the exchange.
 
     Raises:
         ValueError: on every worker, if they cannot be joined or sent.

@@ -1,7 +1,7 @@
 """The strategy's side towards TensorFlow: replicas, variables, data and reductions.
 
-This is the only file of the strategy that touches private names, of TensorFlow and of Keras' fit.
-Each use says why.
+This is the only file of the strategy that imports TensorFlow's private modules, and each import
+says why. `division` reads private attributes of datasets; `keras_hooks` has Keras' private names.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-# The variable behind tf.Variable: a plain one can be created where a strategy is in scope, which
-# would otherwise mirror it.
+# The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfpara import cluster
@@ -40,12 +39,12 @@ from tfpara.sync.fingerprint import agree
 from tfpara.sync.model_variables import replica_variables
 from tfpara.sync.reading import Order, random_states, set_random_states, shuffled
 from tfpara.sync.replicas import Site
-from tfpara.sync.settings import Settings, check_sendable, warn_of_outlasting_momentum
+from tfpara.sync.settings import Settings, warn_of_outlasting_momentum
 from tfpara.sync.synchronizer import Synchronizer
 from tfpara.sync.watchdog import Watchdog
 from tfpara.typing import Json, Nest, Scalar, Variable
 
-# Ends collectives that wait for a silent worker.
+# The context, whose private method ends collectives that wait for a silent worker.
 from tensorflow.python.eager import context as _context  # isort: skip
 
 # The extended class that MultiWorkerMirroredStrategy builds, and the value types that its
@@ -53,16 +52,16 @@ from tensorflow.python.eager import context as _context  # isort: skip
 from tensorflow.python.distribute import collective_all_reduce_strategy as _mwms  # isort: skip
 from tensorflow.python.distribute import values as _values  # isort: skip
 
-# The classes of distributed datasets: Keras takes theirs alone, and their passes begin in __iter__.
+# The classes of distributed datasets. Keras accepts no others, and calls __iter__ for each pass.
 from tensorflow.python.distribute import input_lib as _input_lib  # isort: skip
 
-# The size of batches by which a dataset is divided between replicas.
+# TensorFlow's finding of a dataset's batch size, by which it divides batches between replicas.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
 
-# Makes the datasets of single devices.
+# The module whose function makes the datasets of single devices, which is replaced for a while.
 from tensorflow.python.data.ops import multi_device_iterator_ops as _multi_device  # isort: skip
 
-# What tf.train.Checkpoint hands to a variable that is created after its restore.
+# The initial value that tf.train.Checkpoint gives to a variable created after the restore.
 from tensorflow.python.trackable.base import CheckpointInitialValue as _CheckpointInitialValue  # isort: skip
 
 _LATER_SECONDS = 10.0
@@ -76,11 +75,10 @@ _TRAIN = Purpose("beginning to train a model", "train the same models on every w
 
 @contextlib.contextmanager
 def _own_iterators() -> Iterator[None]:
-    """Iterators over devices are made that own their dataset, and without tf.data's tuner.
+    """Has iterators over devices made that own their dataset and do not use tf.data's tuner.
 
-    Each device's part is a dataset of its own, whose options nothing public reaches; see
-    `without_tuner` for why. Where an iterator is deleted its tuner's thread is waited for, by every
-    device in turn.
+    TensorFlow makes a dataset for each device, and no public name reaches its options. When such an
+    iterator is deleted, every device in turn waits for its tuner's thread; see `without_tuner`.
     """
     make, iterator = _multi_device._create_device_dataset, _multi_device.OwnedMultiDeviceIterator
     _multi_device._create_device_dataset = lambda *args: without_tuner(make(*args))
@@ -93,20 +91,21 @@ def _own_iterators() -> Iterator[None]:
 
 
 class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
-    """An iterator over devices that keeps the dataset which it reads.
+    """An iterator over devices that keeps the dataset it reads alive.
 
-    TensorFlow's makes that dataset itself, and gives it up. Its thread that reads ahead has a bare
-    pointer to it; since 2.21 it asks there for each element's types, and may find freed memory.
+    TensorFlow's own class makes that dataset and drops it, but its thread that reads ahead has a
+    bare pointer to it. Since 2.21 the thread reads each element's types there, which may be freed
+    memory.
     """
 
     def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
         made = None if dataset is None else _Remembering(dataset)
         super().__init__(made, *args, **kwargs)
-        self._kept = made  # the last attribute, so it goes after the iterator
+        self._kept = made  # set last, so that it is deleted after the iterator
 
 
 class _Remembering:
-    """Stands for a dataset where an iterator asks for one that has options of its own."""
+    """A stand-in for a dataset that keeps the copy which an iterator makes by `with_options`."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset
@@ -117,7 +116,7 @@ class _Remembering:
 
 
 def _resumed(begin: Callable[[], Iterator[Nest]], extended: PeriodicSyncExtended) -> Iterator[Nest]:
-    """A pass over a dataset, behind the minibatches trained before the run was resumed."""
+    """Begins a pass over a dataset; skips minibatches trained before the run was resumed."""
     for synchronizer in extended.synchronizers:
         synchronizer.step_is_over()
     with _own_iterators():
@@ -128,7 +127,7 @@ def _resumed(begin: Callable[[], Iterator[Nest]], extended: PeriodicSyncExtended
 
 
 class _UndividedDataset(_input_lib.DistributedDataset):
-    """A dataset that this worker reads alone, and that is not trained on."""
+    """A dataset that this worker reads whole, as for `predict`; it is not trained on."""
 
     def __iter__(self) -> Iterator[Nest]:
         with _own_iterators():
@@ -136,7 +135,7 @@ class _UndividedDataset(_input_lib.DistributedDataset):
 
 
 class _Datasets(_input_lib.DistributedDatasetsFromFunction):
-    """Datasets that a function has made for this worker."""
+    """The datasets that a user's function has made for this worker."""
 
     extended: PeriodicSyncExtended
 
@@ -145,19 +144,20 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
 
 
 class _EpochDatasets(_Datasets):
-    """Makes its datasets anew where a pass over another epoch begins."""
+    """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
 
     built_for: tuple[int, int]
 
     @property
     def cardinality(self) -> int:
-        # Each epoch has its own.
+        # Epochs may have different lengths.
         return tf.data.UNKNOWN_CARDINALITY
 
     def __iter__(self) -> Iterator[Nest]:
         _forget_length(sys._getframe(1).f_locals.get("self"))
         position = self.extended.position.begin(self.extended.steps_seen)
-        self.extended.position.take_steps()  # `first` says the same.
+        # `dataset_fn` leaves out minibatches by `first`, so `_resumed` must not skip them again.
+        self.extended.position.take_steps()
         if position != self.built_for:
             self._built = False
             self.build()
@@ -168,9 +168,9 @@ class _EpochDatasets(_Datasets):
 def _forget_length(epoch_iterator: Any) -> None:
     """Keeps Keras from cutting epochs to the length of the first one.
 
-    Keras' EpochIterator takes the number of batches of the first pass that ends for that of all
-    later ones in `_num_batches`. It has no public way to be told otherwise; all that it gives us is
-    the call of our `__iter__`.
+    Keras' EpochIterator stores the number of batches of the first complete pass in `_num_batches`,
+    and takes it for the length of all later ones. No public option prevents this. The iterator is
+    found as the caller of our `__iter__`.
     """
     kind = type(epoch_iterator)
     if hasattr(epoch_iterator, "_enumerate_iterator") and kind.__name__ != "_OfAnyLength":
@@ -179,7 +179,7 @@ def _forget_length(epoch_iterator: Any) -> None:
 
 
 class _Dataset(_input_lib.DistributedDataset):
-    """A dataset that all workers share."""
+    """A dataset that is divided among all workers."""
 
     extended: PeriodicSyncExtended
 
@@ -188,7 +188,7 @@ class _Dataset(_input_lib.DistributedDataset):
 
 
 class _Metric(_values.SyncOnReadVariable):
-    """A variable of a metric, of which each replica has its part."""
+    """A metric's variable, of which each replica has a component; a read adds them up."""
 
     def assign(
         self,
@@ -197,8 +197,9 @@ class _Metric(_values.SyncOnReadVariable):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        # Set from Python, the parent's reads after it has written: the sum over all workers. Keras
-        # sets all metrics where an epoch begins, and has no use for it.
+        # Called from Python, the parent's method reads the variable after it has written it, which
+        # is an exchange of all workers. Keras resets all metrics at the begin of an epoch, and does
+        # not use the value.
         if not tf.executing_eagerly() or in_replica():
             return super().assign(value, use_locking, name, read_value)
         super().assign(value, use_locking, name, read_value=False)
@@ -206,12 +207,12 @@ class _Metric(_values.SyncOnReadVariable):
 
 
 def in_replica() -> bool:
-    """Whether this is part of a replica's step."""
+    """Returns whether the calling code is part of a replica's step."""
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 class _Trained(NamedTuple):
-    """A model that was trained, what its synchronizer was made for, and that."""
+    """A trained model, the `_identity` that it had then, and its synchronizer."""
 
     model: keras.Model
     identity: Any
@@ -219,12 +220,12 @@ class _Trained(NamedTuple):
 
 
 class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
-    """Replicas that keep to themselves between syncs.
+    """The extended strategy, with replicas that are independent between syncs.
 
-    Overrides the places in which the parent makes replicas agree at every step or every read.
+    It overrides the methods in which the parent makes replicas agree at every step or read.
     """
 
-    # The parent's thread that probes peers; the collectives' own errors and timeouts serve us.
+    # Turns off the parent's thread that probes peers: collectives have errors and timeouts here.
     _enable_check_health = False
 
     def __init__(
@@ -237,27 +238,26 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._wanted_devices = devices
         self.optimizer_stepped = False
         self.tracked: keras.Model | None = None
-        self.shown: str | None = None  # of which weights the models have the values for a while
-        self.minibatch_weight: Callable[..., Scalar] | None = None  # None: by the compiled loss
+        self.shown: str | None = None  # the name given to strategy.weights(), inside its context
+        self.minibatch_weight: Callable[..., Scalar] | None = None  # None: from the compiled loss
         self.sync_period: int | None = settings.sync_period
         self.position = Position()
         self.order = Order()
         self.place = Place()
         self._found = found
         self._whereabouts: whereabouts.Whereabouts | None = None
-        self.blocks_closed = 0  # by Python code, on all workers alike
-        self.written: list[Variable] = []  # variables that optimizers write, while run() is traced
-        self.used: list[keras.optimizers.Optimizer] = []  # optimizers, since run() has begun
+        self.blocks_closed = 0  # how often Python code closed the blocks, on all workers alike
+        self.written: list[Variable] = []  # variables that optimizers wrote while run() was traced
+        self.used: list[keras.optimizers.Optimizer] = []  # optimizers that stepped in this run()
         self.states: dict[str, StateHolder] = {"order of data": self.order}
-        self._trained: dict[int, _Trained] = {}  # by the model's id
-        self.recent: keras.Model | None = None  # of these, the one that was trained last
+        self._trained: dict[int, _Trained] = {}  # trained models, by id
+        self.recent: keras.Model | None = None  # the trained model that was trained last
         self._synchronizers_made = 0
-        self._creates_alone = False  # whether other workers create no variables now
-        self._undivided = False  # whether each worker gets all of the data that are distributed
-        self.stepping: dict[
-            int, keras.optimizers.Optimizer
-        ] = {}  # optimizers that take steps in run(), by id
-        self._looking = False  # whether what is reduced is a batch that Keras looks at
+        self._creates_alone = False  # whether this worker creates variables that others do not
+        self._undivided = False  # whether each worker gets the whole of distributed data
+        # All optimizers that have taken steps in run(), by id.
+        self.stepping: dict[int, keras.optimizers.Optimizer] = {}
+        self._looking = False  # whether Keras is reducing a first batch, to see its shapes
         self._created = 0
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         super().__init__(
@@ -266,17 +266,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
         if horovod:
-            # To TensorFlow this process is alone; what divides the data asks these.
+            # TensorFlow sees one process. The parent divides the data by these attributes.
             self._num_workers, self._id_in_cluster = found.num_workers, found.rank
             self._is_chief = found.is_chief
         self.settings = settings.resolved(self._num_replicas_in_sync)
         # Weights travel between the lead devices, everything small between the hosts.
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
-        check_sendable(settings.compression, self.collectives)
         self.reports = self._collectives(1, host, "RING")
         self.control = Control(
-            # The watchdog is before it, and knows who is silent.
+            # The watchdog ends a wait earlier than this timeout, and names the silent worker.
             self._collectives(2, host, "RING", settings.timeout_seconds + _LATER_SECONDS),
             self.place,
             self._in_turn,
@@ -288,7 +287,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
 
     def connect(self, found: cluster.Cluster) -> None:
-        """From here on workers know of each other where they are; every one must call it."""
+        """Connects the workers' whereabouts, for messages on waits; every worker must call it."""
         self._found = found
         self._whereabouts = whereabouts.begin(
             found,
@@ -305,21 +304,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return f"{text} [{line}]" if line else text
 
     def _exchanges(self) -> list[str]:
-        """The exchanges in which this process waits."""
+        """Returns the names of the exchanges in which this process waits."""
         names = [s.name for s in self.synchronizers if s.graph.waiting_since()]
         return [*names, "meeting"] if self.place.began else names
 
     def part(self) -> None:
         """Waits for all workers at the end of the program.
 
-        One that has heard here from all others knows that they have finished what came before.
-        Whether they hear from it does not matter any more.
+        When it returns without an error, all others have finished what came before. An error is
+        ignored, since nothing follows.
         """
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self.control.together(END)
 
     def _table(self) -> list[whereabouts.Row] | None:
-        """Where all workers are; None if it is not known."""
+        """Returns where all workers are in their scripts; None if it is not known."""
         return self._whereabouts.table() if self._whereabouts else None
 
     def _tell_waiting(self, seconds: float) -> None:
@@ -327,7 +326,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if table is None or not self._waiting_since():
             return
         _log.warning("%s", whereabouts.waiting_line(table, self._id_in_cluster, seconds))
-        # Beside a sync in the air another exchange may still begin.
+        # Workers with a sync in flight may be in different exchanges without being apart.
         apart = "" if self.settings.overlap else whereabouts.apart(table)
         if apart:
             self._abort(failures.note_apart(apart))
@@ -349,7 +348,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return TensorFlowCollectives(*place, communication, group)
 
     def start(self) -> None:
-        """Compares the workers' settings, and gives all the chief's random states."""
+        """Compares the workers' settings, and gives all workers the chief's random states."""
         agree(
             {
                 **self.settings.fingerprint(),
@@ -360,38 +359,42 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             _START,
         )
         if self._num_workers > 1:
-            # Keras shuffles arrays on every worker by itself: each would have an order of its own,
-            # and the workers' parts would overlap. A seed that the user sets comes after this one.
+            # Every worker's Keras shuffles arrays for itself. With different seeds the orders would
+            # differ, and the workers' parts would overlap. A seed that the user sets later replaces
+            # this one.
             seed = tf.constant([random.SystemRandom().randrange(2**31)])
             seed = self.control.collectives.broadcast(seed, "start/seed")
             if _context.global_seed() is None:
                 tf.random.set_seed(int(seed[0]))
-            # What a script draws from here on, or a PyDataset shuffles by itself, as well.
+            # Python's and NumPy's states too, for what scripts draw or a PyDataset shuffles.
             chiefs = everyones(random_states(), self.control, _START)[0]
             set_random_states(chiefs)
 
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
-        """A call of a model's `fit`."""
+        """Notes that a model's `fit` runs inside."""
         former = self.recent
         if self.trained(model):
             self.recent = model
         with self.place.in_fit():
             yield
-        if self.place.fits:  # this one was called in another's callback
+        if self.place.fits:  # this fit was called in a callback of another fit
             self.recent = former
 
     # -- synchronizers -----------------------------------------------------------------------
 
     def synchronizer_for(self, fn: Callable[..., Nest]) -> Synchronizer | None:
-        """The synchronizer of the model whose step `fn` is, if there is one that still fits it."""
+        """Returns the synchronizer of the model whose step `fn` is.
+
+        None if there is none, or if the model was compiled anew or changed since.
+        """
         trained = self._trained.get(id(self.model_of(fn)))
         if trained is None or trained.identity != _identity(trained.model):
             return None
         return trained.synchronizer
 
     def synchronizer_of(self, model: keras.Model) -> Synchronizer:
-        """The synchronizer of a model that is built and compiled; made if there is none."""
+        """Returns the synchronizer of a built and compiled model; makes one if there is none."""
         model = self._owner(model)
         trained = self._trained.get(id(model))
         if trained is None or trained.identity != _identity(model):
@@ -401,7 +404,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def track(
         self, models: Sequence[keras.Model], given: Sequence[keras.optimizers.Optimizer]
     ) -> None:
-        """Makes these models, and the optimizers that are given, what `run` trains."""
+        """Notes that `run` trains these models, with these optimizers beside the compiled ones."""
         if len(models) == 1 and not given and isinstance(models[0], keras.Model):
             self.tracked = models[0]
             return
@@ -414,11 +417,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return [model for model in known if isinstance(model, Group)]
 
     def _owner(self, model: keras.Model) -> keras.Model:
-        """The models that are synchronised with a model; itself if that is alone."""
+        """Returns the group of models that are synchronised with a model, else the model."""
         if id(model) in self._trained:
             return model
-        of = (g for g in self._groups() if any(member is model for member in g.members))
-        return next(of, model)
+        groups = (g for g in self._groups() if any(member is model for member in g.members))
+        return next(groups, model)
 
     def model_of(self, fn: Callable[..., Nest]) -> keras.Model | None:
         # Keras hands its bound train_step or test_step to run().
@@ -426,13 +429,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return owner if isinstance(owner, keras.Model) else self.tracked
 
     def weight_of(self, fn: Callable[..., Nest], args: Nest, kwargs: Nest) -> Scalar:
-        """What a replica's minibatch counts in the mean of the replicas."""
+        """Returns the weight of a replica's minibatch in the mean of the replicas."""
         samples = batch_size((args, kwargs))
         if self.minibatch_weight is not None:
             weight = self.minibatch_weight(*args, **kwargs)
             if samples is None:
                 return weight
-            # A replica without samples takes no step, whatever the function says of none.
+            # A replica without samples takes no step, whatever the user's function returns.
             weight = tf.cast(weight, tf.float64)
             return tf.where(samples > 0, weight, tf.zeros_like(weight))
         model = getattr(fn, "__self__", None)
@@ -456,7 +459,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         settings = self.settings
         local_results = self._container_strategy().experimental_local_results
         variables = replica_variables(model, local_results, settings.rule, settings.local_state)
-        # Without the layers' names, whose numbers count every model that a process has made.
+        # Layers' names are left out: their numbers count every model that a process has made.
         shapes = [
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
@@ -490,13 +493,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return synchronizer
 
     def of_those_that_stepped(self, outputs: Nest, samples: Sequence[Scalar]) -> Nest:
-        """What a step of Keras returned, without the zeros of replicas that had no samples.
+        """Replaces the outputs of replicas that had no samples by the mean of the others'.
 
-        Keras averages it over the replicas; those without samples are given the mean of the others.
+        Such replicas took no step and returned zeros, and Keras averages over all replicas.
 
         Args:
-            outputs: of `run`.
-            samples: of each local replica, as `batch_size` gives it.
+            outputs: what a step of Keras returned through `run`.
+            samples: for each local replica its samples, as from `batch_size`.
         """
         if len(samples) == 1 or not any(tf.is_tensor(number) or number == 0 for number in samples):
             return outputs
@@ -509,7 +512,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             weights = tf.cast(stepped, parts[0].dtype)
             total = tf.tensordot(weights, tf.stack(parts), 1)
             mean = tf.math.divide_no_nan(total, tf.reduce_sum(weights))
-            # The type in which Keras finds the values of replicas.
+            # Keras recognizes the values of replicas by this type.
             return _values.PerReplica(
                 [tf.where(stepped[k], part, mean) for k, part in enumerate(parts)]
             )
@@ -517,8 +520,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return tf.nest.map_structure(filled, outputs)
 
     def step_counts(self) -> list[int]:
-        """How many steps each optimizer that `run` has seen has taken here, over the replicas."""
-        # The public number does not change while gradients are accumulated.
+        """Returns for each optimizer in `stepping` its steps, summed over the local replicas."""
+        # `_iterations`, since the public `iterations` stands still while gradients accumulate.
         counts = [optimizer._iterations.value for optimizer in self.stepping.values()]
         local_results = self._container_strategy().experimental_local_results
         return [sum(int(part) for part in local_results(count)) for count in counts]
@@ -534,7 +537,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         setting = (
             "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
         )
-        # Not the rule as it prints: an outer one reads its optimizer, which no graph can.
+        # The class name alone: an outer rule's repr reads its optimizer, which no graph can do.
         check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")
 
     def check_written(self, synchronizer: Synchronizer) -> None:
@@ -553,21 +556,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
-        """Of all models that were trained, in the order in which they were made."""
+        """The synchronizers of all trained models, in the order in which they were made."""
         return [trained.synchronizer for trained in list(self._trained.values())]
 
     def _in_turn(self) -> list[Synchronizer]:
-        """All of them, first that of the model which others may still train."""
+        """Returns all synchronizers, first that of `recent`, which others may still train."""
         trained = sorted(self._trained.values(), key=lambda each: each.model is not self.recent)
         return [each.synchronizer for each in trained]
 
     def trained(self, model: keras.Model) -> Synchronizer | None:
-        """The synchronizer of a model, if it was trained."""
-        found = self._trained.get(id(self._owner(model)))
-        return found.synchronizer if found else None
+        """Returns the synchronizer of a model if it was trained, else None."""
+        trained = self._trained.get(id(self._owner(model)))
+        return trained.synchronizer if trained else None
 
     def is_stranger(self, model: keras.Model) -> bool:
-        """Whether a model is another strategy's, or has weights that a trained model has."""
+        """Returns whether a model is another strategy's, or shares weights with a trained model."""
         if model.distribute_strategy is not self._container_strategy():
             return True
         first = self._container_strategy().experimental_local_results
@@ -575,7 +578,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return any(s.has_any_of(own) for s in self.synchronizers)
 
     def set_sync_period(self, sync_period: int | None) -> None:
-        """τ from here on, in whatever block the models are."""
+        """Sets τ for all models, also within a block."""
         self.sync_period = sync_period
         for synchronizer in self.synchronizers:
             synchronizer.set_sync_period(sync_period)
@@ -595,7 +598,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 f"replica={replica} is not one of 0 … {self._num_replicas_in_sync - 1}."
             )
         synchronizer = self.synchronizer_of(model)
-        # First this: at the end of a block the rule changes the weights.
+        # The block is closed first, since the rule changes the weights then.
         self.finish_blocks(call("strategy.broadcast_replica()"))
         worker, device = divmod(replica, len(self.worker_devices))
         weights, state = synchronizer.replica_values(device)
@@ -612,37 +615,37 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     # -- local steps -------------------------------------------------------------------------
 
     def _use_merge_call(self) -> bool:
-        # No step waits for other replicas.
+        # False: no step waits for other replicas.
         return False
 
     def _in_multi_worker_mode(self) -> bool:
-        # True makes Keras and the input library run a collective at every step.
+        # False: otherwise Keras and the input library would run a collective at every step.
         return False
 
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: Any = None
     ) -> Any:
-        # Optimizers sum gradients over replicas here: a local step has its own alone.
+        # Optimizers would sum gradients over the replicas here. A local step uses its own alone.
         del reduce_op, options
         return value
 
     def _replica_ctx_update(
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
-        # Optimizers write weights and slots through this: noticed while run() is traced.
+        # Optimizers write weights and slots through this method, while run() is traced.
         self.optimizer_stepped = True
         self.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     def note_step(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """An optimizer takes a step in a replica."""
+        """Notes that an optimizer takes a step in a replica."""
         self.used.append(optimizer)
         self.stepping[id(optimizer)] = optimizer
 
     def _update(
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
-        # Python code that sets a weight (load_weights, set_weights, assign) comes through here.
+        # Python code sets a weight (load_weights, set_weights, assign) through this method.
         result = super()._update(var, fn, args, kwargs, group)
         if tf.executing_eagerly():
             for synchronizer in self.synchronizers:
@@ -664,7 +667,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         )
 
     def _reduced(self, local: Sequence[Nest], mean: bool) -> tf.Tensor:
-        """The sum or mean over the replicas of all workers, of what those of this worker have."""
+        """Returns the sum or mean over all replicas, from the values of this worker's."""
         if self._num_workers > 1 and not tf.executing_eagerly():
             raise ValueError(
                 "strategy.reduce inside a tf.function would have the workers wait for each other "
@@ -679,7 +682,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 f"strategy.reduce: the replicas' values have the shapes {shapes}. Give the axis of "
                 "the samples too, as in strategy.reduce(op, value, axis=0)."
             )
-        # What is no value of replicas is the same on each.
+        # A value that is not one of replicas is the same on each, and counts once for each.
         total = tf.add_n(parts) * (len(self.worker_devices) // len(parts))
         if self._num_workers > 1:
             total = tf.reduce_sum(joined(total[tf.newaxis], 0, self.control, _REDUCE), 0)
@@ -688,7 +691,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _gather_to_implementation(
         self, value: Nest, destinations: object, axis: int, options: object
     ) -> tf.Tensor:
-        # The parent's waits without end for a silent worker, and knows no workers of Horovod.
+        # The parent's method has no timeout, and does not know Horovod's workers.
         if not tf.executing_eagerly():
             if self.settings.collectives == "horovod" and self._num_workers > 1:
                 raise NotImplementedError(
@@ -718,7 +721,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @property
     def steps_seen(self) -> int:
-        """Training steps of this process, over all models."""
+        """The training steps of this process, over all models."""
         return sum(s.graph.statistics().steps for s in self.synchronizers)
 
     def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
@@ -729,11 +732,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return dataset
 
     def check_data(self, facts: dict[str, Json], shuffled: bool) -> None:
-        """Compares what the workers have handed to `fit` or `evaluate`; all must call it.
+        """Compares the data that the workers gave to `fit` or `evaluate`; all must call it.
 
         Args:
-            facts: see `division.difference`.
-            shuffled: whether Keras shuffles them by TensorFlow's seed.
+            facts: facts about this worker's data; see `division.difference`.
+            shuffled: whether Keras shuffles the data by TensorFlow's seed.
 
         Raises:
             ValueError: on every worker, if they have different data.
@@ -747,29 +750,29 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         )
         everyone = everyones({"facts": facts, "seed": drawn}, self.control, self.place.of_data())
         self.order.seed = everyone[0]["seed"]
-        found = difference([one["facts"] for one in everyone])
-        if found:
-            raise ValueError(found)
+        problem = difference([one["facts"] for one in everyone])
+        if problem:
+            raise ValueError(problem)
 
     def next_order(self, count: int) -> list[int]:
-        """The batches 0 … count − 1 in the order of the epoch that begins, the same everywhere."""
+        """Returns 0 … count − 1 in the order of the epoch that begins, equal on all workers."""
         if self.order.seed is None:
             self.order.seed = random.getrandbits(48)
         return shuffled(count, self.order.seed, self.position.begin(self.steps_seen)[0])
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which part of the data that are distributed now is this worker's, and of how many."""
+        """The number of this worker's part of the data, from 0, and the number of parts."""
         return (0, 1) if self._undivided else (self._id_in_cluster, self._num_workers)
 
     def distribute_steps(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
-        """A dataset whose elements are this worker's steps, divided between its devices alone."""
+        """Distributes a dataset of this worker's steps over its own devices alone."""
         with self._alone():
             return self._experimental_distribute_dataset(dataset, None)
 
     @contextlib.contextmanager
     def creating_alone(self) -> Iterator[None]:
-        """Variables that are created meanwhile are this worker's own, unknown to the others."""
+        """Lets this worker create variables inside that other workers do not create."""
         former, self._creates_alone = self._creates_alone, True
         try:
             yield
@@ -778,7 +781,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
-        """Datasets that are distributed meanwhile go whole to this worker's replicas."""
+        """Gives datasets that are distributed inside whole to this worker's replicas."""
         self._undivided = True
         try:
             yield
@@ -787,7 +790,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """What is reduced meanwhile is a batch of which Keras wants the shapes alone."""
+        """Lets Keras look at a first batch inside: reductions take the first replica's values."""
         former, self._looking = self._looking, True
         try:
             yield
@@ -796,7 +799,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Divides data as if there were no other workers."""
+        """Divides data inside as if there were no other workers."""
         place = self._num_workers, self._id_in_cluster
         self._num_workers, self._id_in_cluster = 1, 0
         try:
@@ -819,7 +822,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             distributed.__class__ = _Dataset
             distributed.extended = self
             if not divided_between_workers(dataset) and distributed._cardinality > 0:
-                # A worker takes each of its global batches in as many steps as there are workers.
+                # Each worker gives its devices 1/W of a batch per step, so its own data take W
+                # times as many steps, for W workers.
                 distributed._cardinality *= self._num_workers
         return distributed
 
@@ -850,7 +854,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Variable, **kwargs: Any
     ) -> Any:
-        # The parent broadcasts here without a timeout and without looking at shapes.
+        # The parent's method broadcasts without a timeout and does not compare shapes.
         initial = kwargs["initial_value"]
         seed = "seed_generator_state" in (kwargs.get("name") or "")
         number = self._id_in_cluster * len(self.worker_devices) + replica_id
@@ -867,7 +871,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             else:
                 first = tf.identity(primary_var.read_value())
             if seed and (primary_var is None or replica_id > 0):
-                # Every replica draws masks of its own: dropout is independent noise.
+                # Every replica gets a seed of its own, since dropout must be independent noise.
                 step = number if primary_var is None else replica_id
                 offset = tf.cast(step * 1_000_003, first.dtype)
                 first = first + tf.one_hot(
@@ -878,11 +882,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return value
 
     def _chiefs_value(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """The chief's initial value, after making sure that all create the same variable."""
+        """Returns the chief's initial value, once all have agreed that the variable is the same."""
         self._created += 1
         if self._num_workers == 1:
             return value
-        # Without the numbers in Keras' names, which count all that a process has made.
+        # Numbers in Keras' names are removed: they count everything that a process has made.
         name = re.sub(r"_\d+(?=[/_]|$)", "", name)
         description = f"{name} {tuple(value.shape)} {value.dtype.name}"
         number = f"variable {self._created}"
@@ -895,7 +899,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return self.control.collectives.broadcast(value, "variable/value")
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
-        # The parent takes one CPU device at most.
+        # The parent's method takes one CPU device at most.
         wanted = self._wanted_devices
         if wanted is None:
             gpus = tf.config.list_logical_devices("GPU")
@@ -912,17 +916,17 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
 
 def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset`, whose batches can be divided without harm to the memory that they come from.
+    """Returns the dataset with batches that own their memory, so that they may be divided.
 
-    What has been through `batch` is a copy already, and a step behind it would hide the size of its
-    batches from TensorFlow.
+    Batches made by `batch` are copies already. There a further copy would hide the batch size from
+    TensorFlow, so the dataset stays as it is.
     """
     copies = with_own_memory(dataset)
     return copies if compute_batch_size(copies) == compute_batch_size(dataset) else dataset
 
 
 def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """TensorFlow's form of our cluster, which has been validated; TF_CONFIG is not read again."""
+    """Returns a resolver for the cluster, which is validated; TF_CONFIG is not read again."""
     if found.num_workers == 1:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     jobs = json.loads(found.tf_config())["cluster"]
@@ -935,12 +939,12 @@ def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterR
 
 
 def _abort(message: str) -> None:
-    # The way in which the parent's own health check ends collectives.
+    # This is how the parent's own health check ends collectives.
     _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
 def _refuse(model: keras.Model) -> None:
-    """Raises ValueError for what Keras would do behind the strategy's back."""
+    """Raises ValueError for options of a model that do not work with syncs."""
     if any(getattr(optimizer, "use_ema", False) for optimizer in optimizers(model)):
         raise ValueError(
             "the optimizer has use_ema=True, with which Keras overwrites each replica's weights by "
@@ -954,8 +958,8 @@ def _refuse(model: keras.Model) -> None:
 
 
 def _identity(model: keras.Model) -> Any:
-    """What a synchronizer was made for; compiling anew or freezing layers changes it."""
-    # What has no slots yet gets them in its first step.
+    """Returns what a synchronizer depends on; compiling anew or freezing layers changes it."""
+    # The number of slots is part of it, since an optimizer may get them in its first step.
     slots = [(optimizer, len(optimizer.variables)) for optimizer in optimizers(model)]
     return slots, [id(v) for v in model.trainable_variables]
 

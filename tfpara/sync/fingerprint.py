@@ -1,4 +1,4 @@
-"""What all workers must agree on before they train together."""
+"""The comparison of settings between workers before they train together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
     """Compares settings between workers.
 
     Args:
-        settings: what has to be equal everywhere, by a key that the message can name. Values are
+        settings: values that must be equal everywhere, by the key that the message names. They are
             compared by their JSON text.
         control: between the workers; every worker must call this for the same purpose.
-        purpose: of the exchange.
+        purpose: the purpose of the exchange.
 
     Raises:
         FingerprintError: on every worker, naming the keys that differ, and who has which value.
@@ -35,10 +35,12 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
 
 
 def differences(settings: Mapping[str, Mapping[str, object]]) -> str:
-    """The keys whose values differ, and who has which: "tau: worker 0 has 1, worker 1 has 2; ...".
+    """Returns the keys whose values differ, and the values; "" if none differ.
+
+    For example "tau: worker 0 has 1, worker 1 has 2; ...".
 
     Args:
-        settings: of each owner, by the name that the text gives it.
+        settings: the settings of each owner, by the owner's name in the text.
     """
     first = next(iter(settings.values()))
     return "; ".join(

@@ -1,14 +1,14 @@
-"""A sync that runs in a thread of its own while training goes on.
+"""A flight: a sync that runs in a thread of its own while training goes on.
 
 A flight *starts* at a sync point: the replicas' weights and reports are copied (by TensorFlow, when
-the next step writes to them), and a thread takes part in the exchange with these copies. It *lands*
-when its results are there; training waits for it, where it has to, in a TensorFlow queue, which
-blocks no thread that the flight may need. Only then does the training thread look at what the
-flight has written.
+the next step writes to them), and a thread exchanges these copies. A flight *lands* when its
+results are there. Where training has to wait for that, it waits in a TensorFlow queue, which blocks
+no thread that the flight may need. The training thread reads the results only after that.
 
-How a flight has ended stays known until the next one starts. The queue only wakes who waits, and
-whoever comes to wait puts the end into it again: where the training failed while it was told of the
-end, or because of it, the next one who asks is told the same, and does not wait for ever.
+The end of a flight stays known until the next one starts. The queue only wakes the waiting thread,
+and everyone who begins to wait puts the known end into it again. So if a training step fails while
+it takes the end out of the queue, the next one that waits is still told, and does not wait for
+ever.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from tfpara.sync.replicas import Buckets
 from tfpara.sync.state import Kind, Slot
 from tfpara.typing import Array
 
-# Of a flight's `state`.
+# Values of `Flight.state`.
 NONE, FLYING, LANDED = range(3)
-# At the end of the program: a peer that is gone ends a flight at once.
+# The longest wait for a flight's thread when the program ends. A worker that is gone ends a flight
+# at once.
 _PATIENCE_SECONDS = 5.0
-# What a failed collective of any backend raises, and says: others of its group then fail alike.
+# The errors of a failed collective of any backend, and words in their messages (`_WORDS`). After
+# one of them, further collectives of the group fail too.
 _OF_COLLECTIVES = (
     tf.errors.UnavailableError,
     tf.errors.DeadlineExceededError,
@@ -40,29 +42,30 @@ _OF_COLLECTIVES = (
     tf.errors.UnknownError,
 )
 _WORDS = re.compile("ollective|RecvBuf|Horovod has")
-# The error that ended a flight, "" if none did; and whether a collective raised it.
+# Ends of a flight: the error, "" if none; and whether a collective raised it.
 _WELL = ("", False)
 _NOT_STARTED = ("a sync was to run beside the training, and the step failed that starts it", False)
 
 
 class Flight:
-    """Variables that a flight starts from and lands in, and its thread.
+    """The thread of an overlapped sync, with the variables that it reads and writes.
 
     Args:
-        fly: does the exchange, from `rows` and `snapshots`, and writes `table`, `arrived` and
-            `committed`; called in the thread.
-        devices: of this worker's replicas.
-        sizes: of the buckets of all fragments.
-        columns: numbers in a replica's report.
-        num_replicas: N.
+        fly: does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`,
+            and writes `table`, `apart`, `arrived` and `committed`.
+        devices: devices of this worker's replicas.
+        sizes: lengths of the buckets of all fragments.
+        columns: number of columns of a report.
+        num_replicas: N, over all workers.
         make: creates a plain variable, `make(initial_value, name)`.
 
     Attributes:
         state: NONE, FLYING or LANDED.
-        fragment: the one that it carries.
-        rows, table: this worker's reports, [replicas, columns], and those of all.
-        apart: who is where, if the workers have come to different exchanges; else "".
-        committed: 1 if the table allowed an exchange, else 0.
+        fragment: number of the fragment that is exchanged.
+        rows: this worker's reports, [local replicas, columns].
+        table: the reports of all replicas, [N, columns].
+        apart: the sentence for workers that have come to different exchanges; else "".
+        committed: 1 if the sync was committed, else 0.
         snapshots: for each local replica its buckets at the start.
         arrived: for each local device the buckets that the rule broadcast.
     """
@@ -79,7 +82,7 @@ class Flight:
         self._fly = fly
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._end: tuple[str, bool] | None = _NOT_STARTED  # None while the thread is in the air
+        self._end: tuple[str, bool] | None = _NOT_STARTED  # None while the thread runs
         with tf.device("CPU:0"), tf.init_scope():
             self._ends = tf.queue.FIFOQueue(1, [tf.string, tf.bool], [[], []])
         with tf.device("CPU:0"):
@@ -101,27 +104,27 @@ class Flight:
 
     @property
     def in_the_air(self) -> bool:
-        """Whether a sync has begun and its results are not known yet."""
+        """Whether a sync has begun and has not landed."""
         return int(self.state) == FLYING
 
     @property
     def is_open(self) -> bool:
-        """Whether a sync has begun and is not merged yet."""
+        """Whether a sync has begun and has not been merged."""
         return int(self.state) != NONE
 
     def start(
         self, rows: tf.Tensor, fragment: tf.Tensor, local: Sequence[Buckets], buckets: slice
     ) -> tf.Tensor:
-        """Copies what the exchange needs, and lets the thread begin.
+        """Copies what the exchange needs, and starts the thread.
 
         Args:
             rows: this worker's reports.
-            fragment: the one to carry.
+            fragment: number of the fragment to exchange.
             local: for each local replica the fragment's buckets.
-            buckets: which these are.
+            buckets: the fragment's slice of the list of buckets.
 
         Returns:
-            A tensor that is there once the flight has started.
+            A tensor that is computed once the thread has started.
         """
         with tf.control_dependencies([tf.numpy_function(self._prepare, [], tf.int64)]):
             copies = [self.state.assign(FLYING), self.rows.assign(rows)]
@@ -135,24 +138,31 @@ class Flight:
             return tf.numpy_function(self._launch, [], tf.int64)
 
     def landing(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The error that ended the flight, "" if none; and whether a collective raised it."""
+        """Waits for the end of the flight.
+
+        Returns:
+            The error that ended it, "" if none; and whether a collective raised it.
+        """
         with tf.control_dependencies([tf.numpy_function(self._remind, [], tf.int64)]):
             message, of_collective = self._ends.dequeue()
         return message, of_collective
 
     def give_up(self) -> None:
-        """Waits for the end of a flight under way; neither it nor what it brought counts."""
+        """Waits for the end of a flight and drops its results."""
         if self._thread is not None:
             self._thread.join()
         self.state.assign(NONE)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
-        """Weights were set since the flight began: they are to stay what they are."""
+        """Overwrites elements `at` … of a bucket in all copies, after Python code set the weights.
+
+        So the merge does not change them.
+        """
         for buckets in (*self.snapshots, *self.arrived):
             buckets[bucket][at : at + int(values.shape[0])].assign(values)
 
     def slots(self) -> Iterator[Slot]:
-        """What a flight that has landed leaves for the merge."""
+        """Yields the results of a flight that has landed and is not merged yet."""
         options: dict[str, Any] = {"empty": int(self.state) != LANDED, "absent": NONE}
         yield Slot("open/state", Kind.BLOCK, self.state, **options)
         yield Slot("open/fragment", Kind.BLOCK, self.fragment, **options)
@@ -162,7 +172,7 @@ class Flight:
             for k, (snapshot, value) in enumerate(zip(snapshots, arrived, strict=True)):
                 name = f"sync/flight/snapshot/{k}"
                 yield Slot(name, Kind.BLOCK, snapshot, replica, **options)
-                # The same on all devices.
+                # The value is the same on all devices.
                 yield Slot(f"open/arrived/{k}", Kind.BLOCK, value, **options)
 
     def _prepare(self) -> int:
@@ -199,7 +209,7 @@ class Flight:
             self._ends.enqueue(self._end)
 
     def wait_a_little(self) -> None:
-        """Waits for the thread, if there is one."""
+        """Waits at most 5 s for the thread, if there is one."""
         if self._thread is not None:
             self._thread.join(_PATIENCE_SECONDS)
 
@@ -209,6 +219,6 @@ _flights: weakref.WeakSet[Flight] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_flights() -> None:
-    """No thread must be in TensorFlow while the interpreter is taken down."""
+    """Waits at exit, since no thread may be in TensorFlow while the interpreter is taken down."""
     for flight in list(_flights):
         flight.wait_a_little()

@@ -1,7 +1,8 @@
-"""The global side of a sync: the rule's state and the averages, in the parts kept here.
+"""The global state: the state of the rule and of the averages, in the parts that this worker keeps.
 
-Variables are created here and nowhere else. A *field* is one array of the state, such as
-"rule/global_model", "rule/delta" or "averages/ema/average"; scalars are kept once for each part.
+Its variables are created here and nowhere else. A *field* is one array of the state, such as
+"rule/global_model", "rule/delta" or "averages/ema/average". A scalar field has one variable for
+each part.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ class Cell(NamedTuple):
 
     @property
     def is_scalar(self) -> bool:
-        """Whether the field is a number and not one for each weight."""
+        """Whether the field is one number, rather than one for each weight."""
         return self.variable.shape.rank == 0
 
 
 class Update(NamedTuple):
-    """A global step that is not written yet: for each holder, states and what to broadcast."""
+    """A global step that is not written yet.
+
+    buckets: the buckets that it updates. broadcasts: for each holder the tensors that the rule
+    broadcasts, one for each bucket. states: the new states, by label, holder and bucket.
+    """
 
     buckets: slice
     broadcasts: list[list[tf.Tensor]]
@@ -43,13 +48,13 @@ class Update(NamedTuple):
 
 
 class GlobalState:
-    """State of the rule and of the averages.
+    """The state of the rule and of the averages.
 
     Args:
-        aggregation: says which parts are kept here, and where.
-        settings: of the strategy, with the rule resolved for all replicas.
-        replicas: the local ones, with weights (and moments, where the rule filters these) equal on
-            all workers.
+        aggregation: the placement of the parts.
+        settings: the strategy's settings, with the rule resolved for all replicas.
+        replicas: the local replicas. Their weights, and their moments if the rule filters these,
+            must be equal on all workers.
 
     Attributes:
         is_new: whether the rule has taken no step since its state was made.
@@ -67,7 +72,7 @@ class GlobalState:
         buckets = replicas.weights(0)
         moments = replicas.moments(0) if replicas.variables.moments else None
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
-        # "rule", "averages/LABEL" or "moments" to, for each holder and part, the variables.
+        # The variables of "rule", "averages/LABEL" or "moments": for each holder, for each part.
         self._states: dict[str, list[list[State]]] = {}
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):
@@ -96,13 +101,14 @@ class GlobalState:
         iterations: tf.Tensor,
         share: tf.Tensor,
     ) -> list[list[State]]:
-        """The moments for the next block, for each holder; nothing is written.
+        """Returns the moments for the next block, for each holder; nothing is written.
 
         Args:
-            first, second: for each holder its parts of the mean of the local moments.
+            first: for each holder its parts of the mean of the replicas' first moments.
+            second: for each holder its parts of the mean of the replicas' second moments.
             steps: minibatches of the block, a float.
-            iterations: steps that the local optimizer has counted, a float.
-            share: the part of a whole block that this one was.
+            iterations: step count of the local optimizer, a float.
+            share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
         """
         updated = []
         for holder, device in enumerate(self.aggregation.holders):
@@ -126,7 +132,7 @@ class GlobalState:
         return updated
 
     def commit_moments(self, updated: Sequence[Sequence[State]]) -> None:
-        """Writes what `update_moments` returned."""
+        """Writes the moments that `update_moments` returned."""
         for kept, new in zip(self._states["moments"], updated, strict=True):
             for variables, values in zip(kept, new, strict=True):
                 _assign(variables, values)
@@ -134,18 +140,19 @@ class GlobalState:
     def update(
         self, means: Sequence[Sequence[tf.Tensor]], buckets: slice, share: tf.Tensor
     ) -> Update:
-        """The global step and the averages' on every holder; nothing is written.
+        """Takes the rule's and the averages' steps on every local holder; nothing is written.
 
         Args:
-            means: for each holder its parts of the mean of the local models.
-            buckets: those that the means are of.
-            share: the part of a whole block that this one was.
+            means: for each holder its parts of the mean of the replicas' models.
+            buckets: the buckets of these means.
+            share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
         """
         averages = {f"averages/{label}": average for label, average in self._averages.items()}
         update = Update(buckets, [], {label: [] for label in ("rule", *averages)})
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
-                # What has not arrived takes no time from sending: read when it has.
+                # The state of a bucket is read once its mean has arrived. Reading it earlier would
+                # take time from the sending.
                 before = [
                     _read(state, after=mean)
                     for state, mean in zip(
@@ -170,7 +177,7 @@ class GlobalState:
         return update
 
     def _step(self, state: State, mean: tf.Tensor, share: tf.Tensor) -> State:
-        """The rule's step; that of a whole block, as most are, needs fewer passes."""
+        """Takes the rule's step. Most blocks are whole, and need fewer passes over the weights."""
         replicas = self._num_replicas
         return tf.cond(
             share < 1.0,
@@ -179,7 +186,7 @@ class GlobalState:
         )
 
     def commit(self, update: Update) -> None:
-        """Writes what `update` returned."""
+        """Writes the step that `update` returned."""
         self.is_new.assign(False)
         for label, new in update.states.items():
             for variables, values in zip(self._states[label], new, strict=True):
@@ -187,7 +194,7 @@ class GlobalState:
                     _assign(variable, value)
 
     def whole(self, field: str) -> list[tf.Tensor]:
-        """The buckets of a field; every worker must call it."""
+        """Returns the whole buckets of a field; every worker must call it."""
         per_holder: list[list[tf.Tensor]] = [[] for _ in self.aggregation.holders]
         for cell in self.cells():
             if cell.field == field:
@@ -195,7 +202,10 @@ class GlobalState:
         return self.aggregation.spread(per_holder, f"{self._name}/{field}")[0]
 
     def value(self, which: str) -> list[tf.Tensor]:
-        """The buckets of the "global" model or of an average; every worker must call it."""
+        """Returns the buckets of the "global" model or of a named average.
+
+        Every worker must call it.
+        """
         if which == "global":
             return self.whole("rule/global_model")
         average = self._averages[which]
@@ -207,17 +217,21 @@ class GlobalState:
         return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
 
     def share_of_start(self, which: str) -> float:
-        """The weight, 0 … 1, that the model before the first sync has in an average; else 0."""
+        """Returns the weight, 0 … 1, of the model before the first sync in a named average.
+
+        It is 0 for everything else.
+        """
         if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
             return 0.0
         states = [s for of_holder in self._states[f"averages/{which}"] for s in of_holder]
         return max((float(getattr(state, "bias", 0.0)) for state in states), default=0.0)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
-        """Elements `at` … of a bucket start anew from `values`: no momentum, averages restarted.
+        """Sets elements `at` … of a bucket: they lose their momentum, and averages restart there.
 
-        A rule that counts (an outer optimizer its steps, BMUFAdam those that Δ is worth) cannot
-        start anew in some elements alone: it does in all, from where the replicas go on.
+        Some rules count: an outer optimizer its steps, BMUFAdam the steps that Δ is worth. Such a
+        rule cannot restart in some elements alone. It restarts in all elements, from the weights
+        that it would broadcast.
         """
         if self._counts and not bool(self.is_new):
             self._start_anew()
@@ -231,10 +245,10 @@ class GlobalState:
                 _assign_at(own, self._rule.init(piece), start - part.start)
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
-                # An average of a user's may count nothing: to restart it once more changes nothing.
+                # A user's average may have no count. To restart it twice does no harm.
                 restarted = "count" in state._fields and float(state.count) == 0.0
                 if not inside and restarted:
-                    continue  # by the weight before this one
+                    continue  # restarted already, when another weight was set
                 value = average.value(_read(state))
                 if inside:
                     before, after = value[: start - part.start], value[end - part.start :]
@@ -252,7 +266,7 @@ class GlobalState:
         self.is_new.assign(True)
 
     def cells(self) -> Iterator[Cell]:
-        """Every variable of the state that is kept here."""
+        """Yields every variable of the state that this worker keeps."""
         for holder, part in self._held():
             for label, states in self._states.items():
                 state = states[holder][part.bucket]
@@ -260,14 +274,14 @@ class GlobalState:
                     yield Cell(f"{label}/{name}", holder, part, variable)
 
     def slots(self) -> Iterator[Slot]:
-        """All cells, and whether the rule has taken a step."""
+        """Yields all cells, and `is_new`."""
         for cell in self.cells():
             name = f"global/{cell.field}/{cell.part.bucket}/{cell.part.start}"
             yield Slot(name, Kind.HOLDER, cell.variable)
         yield Slot("counter/is_new", Kind.SHARED, self.is_new, absent=False)
 
     def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
-        """Gives a field its value: the buckets; for a scalar field a number, or one per bucket."""
+        """Sets a field from whole buckets; a scalar field from one number, or one per bucket."""
         self.is_new.assign(False)
         for cell in self.cells():
             if cell.field != field:
@@ -279,11 +293,11 @@ class GlobalState:
     def measured_from(
         self, received: Sequence[Sequence[tf.Tensor]], buckets: slice
     ) -> list[list[tf.Tensor]]:
-        """For each holder its parts of the point that the replicas' differences are added to.
+        """Returns for each holder its parts of the point to which the mean difference is added.
 
         Args:
-            received: for each holder its parts of the point that the differences are from.
-            buckets: those that the parts are of.
+            received: for each holder its parts of the point from which replicas take differences.
+            buckets: the buckets of these parts.
         """
         per_holder = []
         for holder, device in enumerate(self.aggregation.holders):
@@ -293,22 +307,22 @@ class GlobalState:
         return per_holder
 
     def restart(self, *of_devices: Sequence[Buckets]) -> list[list[tf.Tensor]]:
-        """For each device the buckets that its replica goes on from after a sync.
+        """Returns for each device the buckets from which its replica continues after a sync.
 
         Args:
-            *of_devices: for each device the buckets that its replica has and those that the rule
-                has broadcast; between them, if it has trained since, those with which the sync
-                began.
+            *of_devices: two or three lists of buckets for each device: the replica's present ones;
+                those with which the sync began, if the replica has trained since; and those that
+                the rule broadcast.
         """
         rule = self._rule.restart if len(of_devices) == 2 else self._rule.restart_delayed
-        found = []
+        restarted = []
         for device, *buckets in zip(self._devices, *of_devices, strict=True):
             with tf.device(device):
-                found.append([rule(*each) for each in zip(*buckets, strict=True)])
-        return found
+                restarted.append([rule(*each) for each in zip(*buckets, strict=True)])
+        return restarted
 
     def broadcast_point(self) -> list[tf.Tensor]:
-        """The buckets from which replicas go on that had no part in the last sync.
+        """Returns the buckets from which a replica continues that took no part in the last sync.
 
         Every worker must call it.
         """
@@ -321,7 +335,7 @@ class GlobalState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the replicas keep different parts."""
+        """Whether each replica keeps its own part, rather than every worker the whole."""
         return isinstance(self.aggregation, Sharded)
 
     @property
@@ -339,7 +353,7 @@ class GlobalState:
 
 
 def _variables(state: State, name: str, make: MakeVariable) -> State:
-    """A NamedTuple of variables that holds the NamedTuple `state`."""
+    """Returns a NamedTuple of variables with the values of the NamedTuple `state`."""
     return type(state)(
         *(
             make(tf.convert_to_tensor(value), f"{name}_{field}")
@@ -349,7 +363,7 @@ def _variables(state: State, name: str, make: MakeVariable) -> State:
 
 
 def _read(variables: State, after: tf.Tensor | None = None) -> State:
-    """The values of a NamedTuple of variables; read once the tensor `after` is there."""
+    """Reads a NamedTuple of variables, once the tensor `after` is computed."""
     with tf.control_dependencies([] if after is None else [after]):
         return type(variables)(*(v.read_value() for v in variables))
 
@@ -360,7 +374,7 @@ def _assign(variables: State, values: State) -> None:
 
 
 def _assign_at(variables: State, values: State, at: int) -> None:
-    """Assigns to elements `at` … of the flat variables; scalars, which are of all, stay."""
+    """Assigns to elements `at` … of the flat variables. Scalars, common to all elements, stay."""
     for variable, value in zip(variables, values, strict=True):
         if variable.shape.rank:
             variable[at : at + value.shape[0]].assign(value)

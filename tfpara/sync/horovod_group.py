@@ -1,7 +1,7 @@
-"""Joining the group of processes that Horovod connects, and leaving it.
+"""Joining and leaving the group of processes that Horovod connects.
 
-Every process keeps a port open for as long as it takes part. Horovod's own errors do not say whose
-connection broke; whose port is closed does.
+Every process keeps a port open while it is in the group. Horovod's own errors do not say which
+process is gone; its closed port does.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from tfpara.sync.control import Control
 from tfpara.sync.exchange import everyones
 
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-# How often Horovod's thread asks the other processes for work, in milliseconds. Asking takes some
-# percent of a core at Horovod's own 1, all through the training; a large sync does not notice 5.
+# The period, in milliseconds, in which Horovod's thread asks the other processes for work. At
+# Horovod's default of 1 it takes some percent of a core all the time. A large sync is no slower
+# with 5.
 _CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
-# Fused, the buckets of a sync would arrive together, and the rule would wait for the last one.
+# No fusion: fused buckets arrive together, so that the rule would wait for the last one.
 _FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
-# Where Gloo listens; by itself it takes what the machine's name leads to.
+# The network interface on which Gloo listens, by default that of the host name's address.
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 _LEAVING_SECONDS = 2.0
 _REACH_SECONDS = 5.0
 
 
 class _Joined(NamedTuple):
-    """What this process keeps while it is in the group."""
+    """The cluster and the open port of this process while it is in the group."""
 
     cluster: Cluster
     port: rendezvous.Server | ports.OpenPort
@@ -58,8 +59,8 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
     Raises:
         ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
             mpirun needs; its elastic mode is asked for; or it sees other processes than these.
-        startup.StartupError: processes that did not come.
-        secret.SecretError: the secret of the environment is none.
+        startup.StartupError: some processes did not come.
+        secret.SecretError: the environment's secret is not valid.
     """
     global _joined
     hvd = load()
@@ -72,7 +73,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             "tfpara-launch --max_restarts."
         )
     port = _meet(hvd, found, startup_timeout_seconds, secret.read())
-    # Once it has begun, Horovod's own wait for a process that is stopped has this limit alone.
+    # After the start this is the only limit to Horovod's own wait for a stopped process.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
     os.environ.setdefault(_CYCLE, _CYCLE_MS)
     os.environ.setdefault(_FUSION, _FUSION_BYTES)
@@ -92,7 +93,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
         listener.listen(128)
         port = ports.OpenPort(listener)
     _joined = _Joined(found, port)
-    # Where an exception ends the program, the others are elsewhere.
+    # If an exception ends the program, the others are not leaving, so there is nothing to wait for.
     program.on_leaving(leave)
     atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
 
@@ -149,23 +150,25 @@ def _meet(
 
 
 def _own_name(hvd: Any) -> str:
-    """The host of this process, as the others can find it."""
+    """Returns the host of this process, by a name or address that the others can reach."""
     if hvd.local_size() == hvd.size():
         return "127.0.0.1"
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
 def with_addresses(found: Cluster, control: Control) -> Cluster:
-    """The cluster with the addresses at which its processes can be probed, if they can.
+    """Returns the cluster with the addresses at which its processes can be probed.
+
+    If a process cannot be reached, the cluster stays without addresses.
 
     Args:
-        found: what was joined.
-        control: between its processes; every one must call this.
+        found: the cluster that was joined.
+        control: between the processes; every one must call this.
     """
     if _joined is None or (found.addresses and not found.rank_variable):
         return found
     own = f"{_own_name(load())}:{_joined.port.port}"
     addresses = everyones(own, control, Purpose("telling its address"))
     whole = found._replace(addresses=tuple(addresses))
-    # Behind a firewall nobody can be told from the dead.
+    # Behind a firewall a living process looks like a dead one, so addresses are of no use.
     return found if unreachable(whole, _REACH_SECONDS) else whole

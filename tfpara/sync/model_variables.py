@@ -19,14 +19,13 @@ def replica_variables(
     rule: Any = None,
     local_state: str = "keep",
 ) -> ReplicaVariables:
-    """The model's weights, averaged state and optimizer slots, by device.
+    """Returns the model's weights, averaged state and optimizer slots, by device.
 
     Args:
-        model: built; its optimizer, if it has one, too.
-        components_of: gives a distributed variable's component on each local device.
-        rule: one that filters the moments of the local optimizer names its slots by
-            `check_optimizer`.
-        local_state: "keep", "reset" or "average": what a sync makes of the slots.
+        model: a built model, whose optimizer, if it has one, is built too.
+        components_of: returns a distributed variable's component on each local device.
+        rule: the rule. One with a method `check_optimizer` filters the optimizer's moments.
+        local_state: "keep", "reset" or "average", what a sync does to the slots.
 
     Raises:
         ValueError: the rule, or the choice of `local_state`, does not work with the model's
@@ -40,7 +39,7 @@ def replica_variables(
     state = [
         v
         for v in model.non_trainable_variables
-        # A frozen weight is not state: it is trainable to TensorFlow, and does not move.
+        # A frozen weight (trainable to TensorFlow, not to Keras) does not move: it is not state.
         if v.value.dtype.is_floating and not v.value.trainable
     ]
     slots = [slot for optimizer in optimizers(model) for slot in _slots(optimizer)]
@@ -49,7 +48,7 @@ def replica_variables(
     if hasattr(rule, "check_optimizer"):
         (optimizer,) = _only_optimizer(model)
         rule.check_optimizer(optimizer)
-        # Keras' own lists, by its own index: the optimizer may have slots of frozen weights too.
+        # The optimizer may have moments of frozen weights too, so Keras' own index finds them.
         indices = [optimizer._get_variable_index(v) for v in weights]
         moments = [
             components([of_all[i] for i in indices])
@@ -76,12 +75,13 @@ def _rate_can_be_set(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def _counting(
-    found: Sequence[keras.optimizers.Optimizer], local_state: str
+    model_optimizers: Sequence[keras.optimizers.Optimizer], local_state: str
 ) -> list[keras.optimizers.Optimizer]:
-    """The optimizers whose number of steps goes with their slots when a sync writes these.
+    """Returns the optimizers whose step count a sync writes together with their slots.
 
-    Adam and others divide their moments by what these have seen by that number: moments that are
-    set to 0 without it would be taken for old ones, and steps be several times the learning rate.
+    Adam and others correct the bias of their moments by the step count. If moments were reset
+    without the count, the correction would be missing, and steps would be several times the
+    learning rate.
 
     Raises:
         ValueError: a reset would also set a learning-rate schedule back, or an optimizer has slots
@@ -90,9 +90,9 @@ def _counting(
     if local_state == "keep":
         return []
     if local_state == "average":
-        return list(found)
+        return list(model_optimizers)
     counting = []
-    for optimizer in found:
+    for optimizer in model_optimizers:
         name = type(optimizer).__name__
         kinds = {kind.__name__ for kind in type(optimizer).__mro__}
         if "ScheduleFreeAdamW" in kinds:
@@ -129,12 +129,12 @@ def _only_optimizer(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, float]]:
-    """The optimizer's per-weight state, with the value each starts from.
+    """Returns the optimizer's slots, each with its initial value.
 
-    Without what an optimizer marks `of_one_replica`: a sync neither averages nor resets that.
+    Variables with a true attribute `of_one_replica` are left out: a sync does not change them.
     """
     start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
-    # Nadam's product of its momenta so far: the only scalar that goes with the moments.
+    # Nadam's product of its momenta so far is the only scalar that belongs to the moments.
     product = getattr(optimizer, "_u_product", None)
     return [
         (v, 1.0 if v is product else start if v.path.endswith("accumulator") else 0.0)

@@ -1,9 +1,9 @@
-"""Syncs that run beside the training: started, waited for and merged as operations of a graph.
+"""Overlapped syncs, as graph operations: start beside the training, wait, and merge.
 
 Both phases of such a sync run in a thread (see `tfpara.sync.flight`), with copies of weights and
-reports; its results are merged a fixed number of steps later. Where a block is closed (an epoch
-ends, weights are looked at) a sync in the air is merged first, and the last sync is one of all
-fragments, in the training thread.
+reports. Its results are merged a fixed number of steps later. When a block is closed (an epoch
+ends, or weights are read), a sync in flight is merged first. Then a last sync, of all fragments,
+runs in the training thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tfpara.sync.sync_graph import SyncGraph, not_inlined, now, where
 
 
 class Overlap:
-    """The syncs at sync points, of which each is merged later.
+    """The overlapped syncs of one model.
 
     Args:
-        graph: of the model.
-        overlap: True: a sync is merged where the next one begins; or after how many steps it is.
-        site: this worker's.
+        graph: the model's sync.
+        overlap: number of steps after which a sync is merged; True: where the next one begins.
+        site: this worker's place and links.
 
     Attributes:
-        flight: the one that is in the air, if one is.
+        flight: the thread of these syncs, and its variables.
     """
 
     def __init__(self, graph: SyncGraph, overlap: bool | int, site: Site) -> None:
@@ -42,22 +42,26 @@ class Overlap:
         self._start = not_inlined(self._start_step)
 
     def after_step(self, steps: tf.Tensor) -> None:
-        """Merges and starts syncs where they are due, after so many steps of the block."""
+        """Merges and starts syncs where they are due.
+
+        Args:
+            steps: minibatches of each replica since the last sync point.
+        """
         period = self._graph.block.period
         delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
         where((self.flight.state != NONE) & (steps >= delay), self.merge)
         where(steps >= period, self._start)
 
     def await_landing(self) -> None:
-        """Waits until the flight has landed, if there is one, and takes what all know alike."""
+        """Waits until the flight has landed, if there is one, and notes what all agreed on."""
         self._stop_if(*self._land())
 
     def merge(self) -> None:
-        """Replicas take in what the flight brought, if there is one."""
+        """Waits for the flight, if there is one, and merges its results into the weights."""
         self._stop_if(*self._merge())
 
     def _start_step(self) -> None:
-        """Lets the sync of the block that ends here begin."""
+        """Starts the sync of the block that ends here, and opens the next block."""
         graph, flight = self._graph, self.flight
         began, rows = graph.report(True)
         turn = graph.block.turn.read_value()
@@ -74,7 +78,7 @@ class Overlap:
             graph.stood_still(began)
 
     def _fly(self) -> None:
-        """The exchange of a flight; called in its thread."""
+        """Runs the sync of a flight; called in its thread."""
         try:
             self._flight_in_graph()
         except BaseException:
@@ -82,7 +86,7 @@ class Overlap:
             raise
 
     def _fly_step(self) -> tf.Tensor:
-        """Both phases, from the flight's copies."""
+        """Exchanges reports and, if they allow it, weights, from the flight's copies."""
         graph, flight = self._graph, self.flight
         reports = graph.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
@@ -90,7 +94,7 @@ class Overlap:
             flight.apart.assign(graph.apart(reports))
         committed = tf.cond(
             is_bad(reports, graph.columns),
-            lambda: tf.constant(0, tf.int64),  # `_touch_down` says why
+            lambda: tf.constant(0, tf.int64),  # `_touch_down` tells the training why
             lambda: graph.of_fragment(
                 flight.fragment,
                 lambda f: graph.if_any(f, reports, lambda: self._exchange(f, reports)),
@@ -113,9 +117,10 @@ class Overlap:
         return tf.constant(1, tf.int64)
 
     def _stop_if(self, problem: tf.Tensor, of_collective: tf.Tensor) -> None:
-        """Raises in the training thread what ended the flight.
+        """Raises in the training thread the error that ended the flight.
 
-        After a failed collective all others fail as it did: one more raises the same error here.
+        If a collective has failed, every further one fails with the same error. So one more is run
+        here, which raises that error with its own type.
         """
 
         def again() -> None:
@@ -125,10 +130,13 @@ class Overlap:
             stop_if(problem)
 
     def _land_step(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """What ended the flight before it landed, "" if nothing; and whether a collective did.
+        """Waits for the flight, if one is in the air.
 
-        A flight that has failed does not land: whoever asks again is told the same. But where the
-        reports forbade the sync, on all workers alike, the flight is over and its block open.
+        A flight that failed never lands, so a second call returns the same error. If the reports
+        forbid the sync, which they do on all workers, the flight is over and its block open again.
+
+        Returns:
+            The error that ended the flight, "" if none; and whether a collective raised it.
         """
         return tf.cond(
             self.flight.state == FLYING,

@@ -1,6 +1,6 @@
-"""Python data read ahead, and who reads what.
+"""The division of Python data among the workers, and reading ahead in threads or processes.
 
-Without TensorFlow, for other processes import this to read.
+TensorFlow is not imported, since the processes that read import this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """A batch that a worker reads, and which parts of it, among `of`, are its steps."""
+    """A batch that a worker reads. It is cut into `of` parts, and each of `parts` is one step."""
 
     batch: int
     parts: range
@@ -31,16 +31,16 @@ class Read(NamedTuple):
 
 
 def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
-    """What a worker reads in one pass over `order`, so that each part of each batch has one reader.
+    """Returns what a worker reads in one pass, so that each part of each batch has one reader.
 
-    Batches are read by one worker each, in turn, and are `workers` steps of it. Those that are left
-    over at the end are read by all, and are one step of each. So every worker takes as many steps
-    as there are batches.
+    The workers read the batches in turn, and a batch is `workers` steps of its reader. If the
+    number of batches is no multiple of `workers`, all workers read each of the last ones, and take
+    one step on a part of it. So every worker takes as many steps as there are batches.
 
     Args:
-        order: the numbers of the batches of this pass.
-        worker: 0 … workers − 1, the one that reads.
-        workers: that share the data.
+        order: the numbers of the batches in this pass.
+        worker: the worker that reads, 0 … workers − 1.
+        workers: number of workers that share the data.
     """
     order = list(order)
     whole = len(order) // workers * workers
@@ -49,20 +49,20 @@ def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
 
 
 def endless_reads(worker: int, workers: int) -> Iterator[Read]:
-    """`reads` of data without an end, in their own order."""
+    """Yields what a worker reads of data without an end, in their own order; see `reads`."""
     for batch in itertools.count(worker, workers):
         yield Read(batch, range(workers), workers)
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:
-    """The numbers 0 … count − 1 in the order of an epoch, which all who have the seed agree on."""
+    """Returns 0 … count − 1 in the order of an epoch, the same for the same seed."""
     order = list(range(count))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
 class Order:
-    """What the orders of shuffled Python data come from; kept in checkpoints."""
+    """The seed of the orders of shuffled Python data; kept in checkpoints."""
 
     seed: int | None = None
 
@@ -74,7 +74,7 @@ class Order:
 
 
 def random_states() -> dict[str, list[Json]]:
-    """The states of Python's and NumPy's common generators, as JSON carries them."""
+    """Returns the states of Python's and NumPy's global random generators, for JSON."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": list(random.getstate()),
@@ -83,7 +83,7 @@ def random_states() -> dict[str, list[Json]]:
 
 
 def set_random_states(states: Mapping[str, list[Json]]) -> None:
-    """Goes back to what `random_states` returned."""
+    """Sets the generators to the states that `random_states` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]
@@ -92,7 +92,7 @@ def set_random_states(states: Mapping[str, list[Json]]) -> None:
 
 @contextlib.contextmanager
 def common_randomness(seed: str) -> Iterator[None]:
-    """Python's and NumPy's common generators draw by a seed meanwhile, and then as before."""
+    """Seeds Python's and NumPy's global random generators inside; then restores their states."""
     states = random_states()
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
@@ -103,21 +103,21 @@ def common_randomness(seed: str) -> Iterator[None]:
 
 
 def bounds(rows: int, part: int, of: int) -> slice:
-    """The rows of a batch that are one of its parts; these differ by one row at most."""
+    """Returns the rows of one part of a batch; the parts differ by one row at most."""
     return slice(rows * part // of, rows * (part + 1) // of)
 
 
 def ahead(
     dataset: keras.utils.PyDataset, numbers: Iterable[int], workers: int, processes: bool, size: int
 ) -> Generator[Data, None, None]:
-    """`dataset[number]` of each number in turn, read ahead by threads or processes.
+    """Yields `dataset[number]` for each number in turn, read ahead by threads or processes.
 
     Args:
-        dataset: what is read; with `processes` a copy of it, as it is now.
-        numbers: what is read of it.
-        workers: threads, or processes; with fewer than 2 threads nothing is read ahead.
-        processes: whether to read in processes, of Python's chosen start method.
-        size: how many are read ahead at most.
+        dataset: the dataset; with `processes` a copy is read, made when reading begins.
+        numbers: the numbers of the batches.
+        workers: number of threads or processes; with fewer than 2 threads nothing is read ahead.
+        processes: whether to read in processes, started by Python's chosen start method.
+        size: number of batches that are read ahead at most.
 
     Raises:
         RuntimeError: a process ended.
@@ -153,7 +153,7 @@ def ahead(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-_dataset: Any = None  # of a process that reads
+_dataset: Any = None  # the dataset, in a process that reads
 
 
 def _keep(dataset: keras.utils.PyDataset) -> None:

@@ -1,4 +1,4 @@
-"""The local replicas' variables: as flat buckets for a sync, and back."""
+"""The local replicas' variables, packed into flat buckets for a sync and written back from them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
 
 
 class Site(NamedTuple):
-    """Where this worker is among all that train a model, and how it reaches them.
+    """The place of this worker among all that train a model, and its links to them.
 
-    name: of the model's exchanges; unique in a run, the same on every worker. num_replicas: N, over
-    all workers. first_replica: the number of this worker's first. devices: of its replicas, one
-    each, the lead device first. collectives: between the workers' lead devices, for the weights.
-    reports: between their hosts, for the reports. place: where this process is, kept up to date by
-    its owner. make: creates a plain variable, `make(initial_value, name)`.
+    name: prefix of the names of the model's exchanges; unique in a run, the same on every worker.
+    num_replicas: N, over all workers.
+    first_replica: global number of this worker's first replica.
+    devices: one for each local replica, the lead device first.
+    collectives: between the workers' lead devices, for the weights.
+    reports: collectives between the workers' hosts, for the reports.
+    place: where in its script this process is; its owner keeps it up to date.
+    make: creates a plain variable, `make(initial_value, name)`.
     """
 
     name: str
@@ -43,12 +46,14 @@ class Site(NamedTuple):
 class ReplicaVariables:
     """The variables that a sync reads and writes: for each, its component on each local device.
 
-    weights: trainable; the rule works on them. state: averaged as it is (batch-norm statistics).
-    slots: of the optimizer; kept, reset or averaged. slot_resets: their values after a reset.
-    moments: of a rule that filters them, the first and the second. counts: the numbers of steps,
-    one for each optimizer, that go with slots or moments which a sync writes. cycles: how many
-    steps each of these optimizers accumulates gradients for. rates: the optimizers' learning rates
-    that Python code can set, which must be alike on all replicas.
+    weights: trainable variables, to which the rule is applied.
+    state: other float variables, such as batch-norm statistics, which are averaged without a rule.
+    slots: the optimizers' slots, which a sync keeps, resets or averages.
+    slot_resets: values of the slots after a reset.
+    moments: the first and the second moments, if the rule filters them.
+    counts: step counts of the optimizers whose slots or moments a sync writes.
+    cycles: for each of `counts`, the number of steps over which gradients are accumulated.
+    rates: learning rates that Python code can set. They must be equal on all replicas.
     """
 
     weights: Sequence[Sequence[tf.Variable]]
@@ -65,12 +70,12 @@ class ReplicaVariables:
 
 
 class Replicas:
-    """Packs and writes the variables of a worker's replicas.
+    """The variables of a worker's replicas, which it packs into buckets and writes.
 
     Args:
-        variables: of the model.
-        settings: of the strategy.
-        site: this worker's.
+        variables: the model's variables that a sync works on.
+        settings: the strategy's settings.
+        site: this worker's place and links.
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
@@ -88,21 +93,21 @@ class Replicas:
         self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
 
     def first_nonfinite(self, replica: int) -> tf.Tensor:
-        """Index, among `averaged_names`, of the first variable with a NaN or Inf; or −1."""
+        """Returns the index in `averaged_names` of the first variable with a NaN or Inf, or −1."""
         return first_nonfinite([v[replica] for v in self._averaged], self.devices[replica])
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
-        """Buckets of a replica's weights: all, or a fragment's."""
+        """Returns the buckets of a replica's weights: of all, or of one fragment."""
         own = self._of(fragment)
         with tf.device(self.devices[replica]):
             return self.layout.pack([v[replica] for v in own], fragment)
 
     def all_weights(self, fragment: int) -> list[list[tf.Tensor]]:
-        """For each replica the buckets of a fragment."""
+        """Returns for each local replica the buckets of a fragment."""
         return [self.weights(replica, fragment) for replica in range(len(self.devices))]
 
     def moments(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Buckets of a replica's first and second moments."""
+        """Returns the buckets of a replica's first and second moments."""
         with tf.device(self.devices[replica]):
             first, second = (
                 self.layout.pack([v[replica] for v in slots]) for slots in self.variables.moments
@@ -111,32 +116,32 @@ class Replicas:
 
     @property
     def shared_counts(self) -> Sequence[Sequence[tf.Variable]]:
-        """The optimizers' numbers of steps that are the same on all replicas after a sync."""
+        """The optimizers' step counts that are the same on all replicas after a sync."""
         return [] if self._local_state == "reset" else self.variables.counts
 
     def write_counts(self, furthest: tf.Tensor) -> None:
-        """Optimizers whose slots have become the same count their steps as the furthest replica.
+        """Sets the step counts of optimizers whose slots are now the same on all replicas.
 
         Args:
-            furthest: the largest of each of `shared_counts` over all replicas.
+            furthest: for each of `shared_counts` the largest value over all replicas.
         """
         for k, count in enumerate(self.shared_counts):
             cycle = self.variables.cycles[k]
             for component in count:
                 newest = tf.cast(furthest[k], component.dtype)
-                # Gradients that are being accumulated stay a replica's own.
+                # A replica keeps its own partly accumulated gradients, so it keeps the remainder.
                 component.assign(newest - newest % cycle + component % cycle)
 
     def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
-        """Buckets of a replica's state, measured from `anchors`, and of its averaged slots."""
+        """Returns the buckets of a replica's state minus `anchors`, and of its averaged slots."""
         with tf.device(self.devices[replica]):
             state = self.state_layout.pack([v[replica] for v in self.variables.state])
-            # Measured from the last sync's value, so that what has not moved stays exact.
+            # Differences from the last sync are averaged, so that unchanged values stay exact.
             moved = [s - a for s, a in zip(state, anchors, strict=True)]
             return [*moved, *self.slot_layout.pack([v[replica] for v in self.averaged_slots])]
 
     def write_weights(self, per_device: Sequence[Buckets], fragment: int | None = None) -> None:
-        """Writes the weights, from buckets for each device."""
+        """Writes the weights from the buckets of each device."""
         tensors = []
         for device, buckets in zip(self.devices, per_device, strict=True):
             with tf.device(device):
@@ -144,12 +149,15 @@ class Replicas:
         assign(self._of(fragment), tensors)
 
     def write_moments(self, field: str, spread: Sequence[Buckets]) -> None:
-        """Writes the "momentum" or the "velocity", from buckets for each device."""
+        """Writes the field "momentum" or "velocity" of the moments, from each device's buckets."""
         slots = self.variables.moments[0 if field == "momentum" else 1]
         assign(slots, [self.layout.unpack(buckets) for buckets in spread])
 
     def write_others(self, state: Buckets, slots: Buckets) -> None:
-        """Writes the same state, and averaged slots, on all devices; resets slots if asked."""
+        """Writes the same state and averaged slots on all devices.
+
+        Resets the slots where local_state="reset".
+        """
         for layout, buckets, variables in (
             (self.state_layout, state, self.variables.state),
             (self.slot_layout, slots, self.averaged_slots),
@@ -165,20 +173,20 @@ class Replicas:
                     component.assign(component % cycle)
 
     def average_devices(self, samples: tf.Tensor) -> None:
-        """All local replicas go on from the mean of their weights and state.
+        """Sets the weights and state of all local replicas to their mean.
 
             w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0)
 
         Args:
-            samples: n, how many each has processed since they were last equal; all 0: nothing is
-                done.
+            samples: n, the samples that each replica has processed since they were last equal. If
+                all are 0, nothing changes.
         """
         total = tf.reduce_sum(samples)
         shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))
         for variable in (*self.variables.weights, *self.variables.state):
             with tf.device(self.devices[0]):
                 values = [tf.cast(component, tf.float32) for component in variable]
-                # Measured from the first, so that what is equal stays exact.
+                # Differences from the first replica are averaged, so that equal values stay exact.
                 moved = [s * (v - values[0]) for s, v in zip(shares[1:], values[1:], strict=True)]
                 mean = tf.add_n([values[0], *moved])
             for component, own in zip(variable, values, strict=True):
@@ -193,7 +201,7 @@ class Replicas:
 def assign(
     variables: Sequence[Sequence[tf.Variable]], per_device: Sequence[Sequence[tf.Tensor]]
 ) -> None:
-    """Assigns to every variable's component on each device; `per_device` has a list for each."""
+    """Assigns tensors to the variables' components; `per_device` has a list for each device."""
     for replica, tensors in enumerate(per_device):
         for variable, tensor in zip(variables, tensors, strict=True):
             component = variable[replica]

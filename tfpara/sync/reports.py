@@ -1,13 +1,19 @@
-"""What each replica says before a sync, and the decisions that all take from it.
+"""The reports of the replicas before a sync, and the decisions that all workers take from them.
 
-The reports of all replicas form a table, the same on every worker, one row per replica:
-1 while the replica has data left, else 0; index of the first weight with a NaN or Inf, or −1;
-signature of the weights that were set from outside; what its worker asks for (see `Request`); its
-worker's mark (see `tfpara.cluster.place`): exchanges from Python so far, purpose of this one,
-epoch; then, for each part of the model that is averaged at times of its own, the samples and, after
-these, the minibatches since its last sync; then the steps that each optimizer has counted whose
-slots all share after the sync; then all minibatches that the replica has taken, and the learning
-rate of each optimizer, NaN where nothing was trained with it.
+The reports of all replicas form a table that is the same on every worker. Each replica has one row,
+a vector of float64 with these columns:
+
+- 1 while the replica has data left, else 0;
+- the index of the first weight with a NaN or Inf, or −1;
+- the signature of the weights, by which workers that start from different weights are found;
+- the request of its worker (see `Request`);
+- the mark of its worker (see `tfpara.cluster.place`), three columns: exchanges from Python so far,
+  purpose of this exchange, epoch;
+- the samples since the last sync, one column for each part of the model (see `tfpara.sync.block`);
+- the minibatches since the last sync, one column for each part;
+- the step counts of the optimizers whose slots are the same on all replicas after the sync;
+- all minibatches that the replica has taken;
+- the learning rate of each optimizer, NaN where nothing was trained with it.
 """
 
 from __future__ import annotations
@@ -20,19 +26,25 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-# And what follows: samples.
+# The first columns of a report. The samples begin at column SAMPLES; `Columns` has all that follow.
 RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 
 
-# Learning rates that differ by less, relatively, are the same, computed on two kinds of machines.
+# Learning rates count as equal if they differ by less than this, relatively: two kinds of machines
+# may round them differently.
 _ROUNDING = 1e-6
-# Before a worker fails: by then the others have the table that says why. Its failure ends what they
-# have not received yet.
+# A worker waits this long before it fails, so that the others receive the table that says why. Its
+# failure would end what they have not received yet.
 _GRACE_SECONDS = 1.0
 
 
 class Columns(NamedTuple):
-    """Of a report, what depends on the model: `samples`, `steps`, `taken` (one), `rates`."""
+    """The columns of a report that depend on the model.
+
+    samples, steps: since the last sync, one for each part; at first `samples`, then minibatches.
+    taken: all minibatches of the replica, one column. rates: learning rates of the optimizers. The
+    step counts that all share lie between `steps` and `taken`.
+    """
 
     samples: slice
     steps: slice
@@ -41,7 +53,7 @@ class Columns(NamedTuple):
 
 
 class Request(enum.IntEnum):
-    """What a worker asks all others for; the largest number asked for is agreed on at a sync."""
+    """The request of a worker to all others; at a sync they agree on the largest number."""
 
     NOTHING = 0
     CHECKPOINT = 1
@@ -50,9 +62,9 @@ class Request(enum.IntEnum):
 
 
 def first_nonfinite(weights: Sequence[tf.Variable], device: str) -> tf.Tensor:
-    """Index of the first weight with a NaN or Inf, or −1."""
+    """Returns the index of the first weight with a NaN or Inf, or −1."""
     with tf.device(device):
-        # A sum is finite only if every term is: one pass, no temporary of the weight's size.
+        # A sum is finite only if all its terms are. It takes one pass and no memory.
         sums = [tf.reduce_sum(tf.cast(w, tf.float32)) for w in weights]
         finite = tf.math.is_finite(tf.stack(sums))
         first = tf.argmin(tf.cast(finite, tf.int32), output_type=tf.int32)
@@ -60,21 +72,26 @@ def first_nonfinite(weights: Sequence[tf.Variable], device: str) -> tf.Tensor:
 
 
 def signature_of(value: tf.Tensor) -> tf.Tensor:
-    """A number that equal tensors share and others almost surely do not, float64 below 2^40.
+    """Returns a number by which tensors are compared, float64 below 2^40.
 
-    The sum of the elements' bits: the same in whatever order a machine adds them.
+    Equal tensors have the same number; different ones almost surely have different numbers. It is
+    the sum of the elements' bits as integers, which no order of addition changes.
     """
     bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
-    places = 1 + tf.range(tf.size(bits, tf.int64)) % 251  # so that the order counts
-    return tf.cast(tf.reduce_sum(bits * places) % (1 << 40), tf.float64)
+    factors = 1 + tf.range(tf.size(bits, tf.int64)) % 251  # a permutation has another sum
+    return tf.cast(tf.reduce_sum(bits * factors) % (1 << 40), tf.float64)
 
 
 def are_apart(reports: tf.Tensor) -> tf.Tensor:
-    """Whether the workers have come to different exchanges, which only their order has paired.
+    """Returns whether the workers have come to different exchanges.
 
-    All must have had as many exchanges from Python. Those that do not train must have come for the
-    same purpose; and where others train, it must be one for which these are waited for, in the same
-    epoch of `fit` or before it. An epoch of 0 is outside of `fit`.
+    Collectives pair the workers' exchanges by their order alone. They belong together if
+
+    - all workers have had the same number of exchanges from Python;
+    - all workers that do not train have come for the same purpose;
+    - no worker trains in a later epoch of `fit` than a worker that waits; a purpose for which no
+      other worker may still train has epoch −1;
+    - no worker trains outside of `fit` (epoch 0) while another one waits inside of it.
     """
     running = reports[:, RUNNING] > 0.0
     met, purpose, epoch = reports[:, MET], reports[:, PURPOSE], reports[:, EPOCH]
@@ -87,7 +104,7 @@ def are_apart(reports: tf.Tensor) -> tf.Tensor:
 
 
 def is_bad(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
-    """Whether the reports forbid a sync; `problem_of` says why."""
+    """Returns whether the reports forbid a sync; `problem_of` says why."""
     good = (
         tf.reduce_all(reports[:, NONFINITE] < 0.0)
         & tf.reduce_all(_have_equal_signatures(reports))
@@ -104,15 +121,15 @@ def _have_equal_signatures(reports: tf.Tensor) -> tf.Tensor:
 
 
 def _can_be_counted(samples: tf.Tensor) -> tf.Tensor:
-    """Of each replica, [N]."""
+    """Returns for each replica whether its samples are finite and not negative, shape [N]."""
     return tf.reduce_all(tf.math.is_finite(samples) & (samples >= 0.0), 1)
 
 
 def _differing_rates(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
-    """Of two replicas and an optimizer whether the rates should be the same and are not, [N, N, K].
+    """Returns which pairs of replicas wrongly differ in an optimizer's learning rate, [N, N, K].
 
-    A callback may set the rate before every minibatch, so they should where both replicas have
-    taken as many, in the open block and before it.
+    Two replicas must have the same rate if both have taken as many minibatches, in the open block
+    and in all: a callback may set the rate before every minibatch.
     """
     taken = tf.concat([reports[:, columns.steps], reports[:, columns.taken]], 1)
     alike = tf.reduce_all(taken[:, tf.newaxis] == taken, 2, keepdims=True)
@@ -128,14 +145,16 @@ def problem_of(
     replicas_per_worker: int,
     apart: tf.Tensor,
 ) -> tf.Tensor:
-    """The sentence that says why the reports forbid a sync, the same on every worker; or "".
+    """Returns the sentence that says why the reports forbid a sync, or "".
+
+    It is the same on every worker.
 
     Args:
-        reports: of all replicas.
-        columns: what is where in them.
-        weight_names: by the index that reports give.
-        replicas_per_worker: devices of a worker.
-        apart: the sentence that says who is where, if the workers are apart, else "".
+        reports: the table of all replicas' reports.
+        columns: the columns that depend on the model.
+        weight_names: names of the weights, by the index that a report gives.
+        replicas_per_worker: number of devices of a worker.
+        apart: the sentence for workers that have come to different exchanges, else "".
     """
 
     def owner(replica: tf.Tensor) -> tf.Tensor:
@@ -184,9 +203,9 @@ def _rates_problem(
     count, _, optimizers = differing.shape
     if not optimizers:
         return tf.constant("")
-    # The first in the table: by replica, then the other one, then the optimizer.
-    where = tf.argmax(tf.reshape(tf.cast(differing, tf.int32), [-1]), output_type=tf.int32)
-    pair, optimizer = where // optimizers, where % optimizers
+    # The first one in row-major order.
+    first = tf.argmax(tf.reshape(tf.cast(differing, tf.int32), [-1]), output_type=tf.int32)
+    pair, optimizer = first // optimizers, first % optimizers
     parts: list[tf.Tensor | str] = []
     for replica in (pair // count, pair % count):
         rate = reports[replica, columns.rates.start + optimizer]
@@ -196,17 +215,17 @@ def _rates_problem(
         *parts[:3],
         ", ",
         *parts[3:],
-        ". Set the rate on every worker alike, as a callback does that all of them are given.",
+        ". Set the rate on every worker alike, for example by a callback that all of them have.",
     ]
     return tf.where(tf.reduce_any(differing), tf.strings.join(text), "")
 
 
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:
-    """An operation that fails with the problem, if there is one: an empty text is none.
+    """Returns an operation that fails with the text `problem`, unless the text is empty.
 
-    It belongs into the graph that calls a sync, not into the sync's own function. Where a function
-    spans several devices and calls another one, TensorFlow tells it of the other's failure only
-    after cancelling what it waits for, and it reports that it was cancelled.
+    It belongs in the graph that calls a sync, not in the sync's own function. If a function fails
+    that another function of several devices has called, TensorFlow cancels the caller before it
+    passes the error on, and only the cancellation is reported.
     """
     with tf.device("CPU:0"):
         return tf.raw_ops.Assert(condition=tf.equal(problem, ""), data=[problem])

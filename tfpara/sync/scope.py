@@ -1,7 +1,7 @@
-"""Whether what `fit` trains was made in the strategy's scope.
+"""The check that the model which `fit` trains was made in the strategy's scope.
 
-What is made outside has one plain variable in place of one for each replica. Keras trains it
-nevertheless: in this process alone, or with metrics that each worker counts by itself.
+A model made outside of it has one plain variable in place of one for each replica. Keras trains it
+nevertheless, in this process alone. If metrics were made outside, each worker counts its own.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def watch(strategy: tf.distribute.Strategy) -> None:
-    """From now on `look` knows of a strategy.
+    """Registers a strategy for `look`.
 
     Args:
-        strategy: of ours, with `has_trained`: whether a model was trained under it.
+        strategy: a strategy with the property `has_trained`.
     """
     _strategies.add(strategy)
 
 
 def look(model: keras.Model) -> None:
-    """Refuses, or warns of, a model that is about to be trained and is not all in a scope.
+    """Refuses a model that is partly made in a scope; warns of one that is wholly made outside.
 
     Raises:
         ValueError: part of the model was made outside of the strategy's scope.
@@ -45,9 +45,9 @@ def look(model: keras.Model) -> None:
 
 
 def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Makes sure that all that a training step writes has a component on each replica.
+    """Checks that all variables which a training step writes have a component on each replica.
 
-    Keras shows the metrics that `compile` was given only after a first step was traced.
+    The metrics given to `compile` are known only once a first step was traced.
 
     Raises:
         ValueError: a weight, the optimizer or a metric was made outside of the strategy's scope.
@@ -60,7 +60,10 @@ def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 
 def _look_at_stranger(model: keras.Model) -> None:
-    """Refuses a model that is half in a scope; warns once of one that is forgotten."""
+    """Refuses a model that is partly in a strategy's scope; else warns, once, that it is outside.
+
+    It does not warn if another model was trained under a strategy.
+    """
     for strategy in _strategies:
         if any(_is_of(v, strategy) for _, variables in _parts(model) for v in variables):
             raise ValueError(
@@ -77,7 +80,7 @@ def _look_at_stranger(model: keras.Model) -> None:
 
 
 def _parts(model: keras.Model) -> Iterator[tuple[str, list[Variable]]]:
-    """What `fit` writes: the words for it, and its variables."""
+    """Yields what `fit` writes: its name in messages, and its variables."""
     for weight in model.weights:
         yield f"its weight {weight.path!r}", [weight]
     optimizer = getattr(model, "optimizer", None)

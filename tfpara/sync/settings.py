@@ -1,11 +1,10 @@
-"""What a strategy is told, checked before anything starts."""
+"""The arguments of a strategy, checked before anything starts."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import keras
 
@@ -20,17 +19,18 @@ LOCAL_STATE = ("keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 
-# Of a setting: it must be equal on all workers; and also where a run is resumed.
+# Metadata of settings. "workers": the setting must be equal on all workers. "run": it must also be
+# equal to that of the checkpoint from which a run is resumed.
 _WORKERS = {"workers": True}
 _RUN = {"workers": True, "run": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of a `PeriodicSyncStrategy`, which documents them; made, they are checked.
+    """The arguments of a `PeriodicSyncStrategy`, which documents them; checked when it is made.
 
-    A setting with a default is told of a run only where it differs, since checkpoints of older
-    versions lack it.
+    A setting with a default is in `of_a_run()` only where it differs from the default, since
+    checkpoints of older versions lack it.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
@@ -50,10 +50,10 @@ class Settings:
     fragments: int = dataclasses.field(default=1, metadata=_RUN)
     device_sync_period: int | None = dataclasses.field(default=None, metadata=_RUN)
     compression: str = dataclasses.field(default="none", metadata=_RUN)
-    asked_rule: str = ""  # before the number of replicas filled its defaults in
+    asked_rule: str = ""  # repr of the rule before `resolved` filled in its defaults
 
     def __post_init__(self) -> None:
-        """Checks all of them; one that another one limits after that."""
+        """Checks each setting alone, then the settings that limit each other."""
         checked_rule(self.rule)
         self._take_whole("sync_period", of="minibatches")
         checked_averages(self.averages)
@@ -68,7 +68,11 @@ class Settings:
         self._check_device_period()
 
     def resolved(self, num_replicas: int) -> Settings:
-        """With the rule for N replicas. Not before TensorFlow knows the cluster."""
+        """Returns these settings with the rule resolved for N replicas.
+
+        A user's own rule or average is tried out, which may run TensorFlow. So call this only once
+        TensorFlow knows the cluster.
+        """
         rule, asked = self.rule.resolve(num_replicas), repr(self.rule)
         if _is_of_a_user(rule):
             algorithms.check_rule(checked_rule(rule), num_replicas)
@@ -77,25 +81,28 @@ class Settings:
         return dataclasses.replace(self, rule=rule, asked_rule=asked)
 
     def fingerprint(self) -> dict[str, Json]:
-        """What has to be equal on all workers."""
-        compared = [each.name for each in dataclasses.fields(self) if "workers" in each.metadata]
-        told = {name: str(getattr(self, name)) for name in compared}
-        return {**versions(), **told, **self._data()}
+        """Returns the values that have to be equal on all workers, by name."""
+        names = [each.name for each in dataclasses.fields(self) if "workers" in each.metadata]
+        compared = {name: str(getattr(self, name)) for name in names}
+        return {**versions(), **compared, **self._data()}
 
     def of_a_run(self) -> dict[str, Json]:
-        """What has to be equal when a run is resumed, maybe on another number of replicas."""
-        told = {}
+        """Returns the values that have to be equal when a run is resumed, by name.
+
+        The number of replicas may differ then.
+        """
+        compared = {}
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             if "run" in each.metadata and value != each.default:
-                told[each.name] = value if isinstance(value, int | str) else str(value)
-        return {**told, "rule": self.asked_rule, **self._data()}
+                compared[each.name] = value if isinstance(value, int | str) else str(value)
+        return {**compared, "rule": self.asked_rule, **self._data()}
 
     def _data(self) -> dict[str, Json]:
         return {f"data_plan.{key}": value for key, value in self.data_plan.items()}
 
     def _take_whole(self, name: str, of: str = "") -> int:
-        """Makes Python's number of a setting that is a whole one, such as NumPy's, or raises."""
+        """Converts a setting, maybe one of NumPy's, to a Python int; raises if it is not whole."""
         number = checked_whole(name, getattr(self, name), of=of)
         object.__setattr__(self, name, number)  # the class is frozen
         return number
@@ -174,12 +181,12 @@ class Settings:
 
 
 def warn_of_outlasting_momentum(settings: Settings, optimizer: keras.optimizers.Optimizer) -> None:
-    """Classical block momentum and kept local momentum that remembers longer than a block."""
+    """Warns where classical block momentum meets local momentum that outlasts a block."""
     rule = settings.rule
     if not isinstance(rule, algorithms.BMUF) or rule.nesterov or settings.local_state != "keep":
         return
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    # Not Adam's beta_1: that averages gradients, and carries no movement on.
+    # Adam's beta_1 is not meant: it averages gradients, and does not carry movement on.
     momentum = getattr(inner, "momentum", None) or 0.0
     if not isinstance(momentum, int | float) or not 0.0 < momentum < 1.0:
         return
@@ -216,16 +223,6 @@ def checked_rule(rule: object) -> Rule:
         match = [k.__name__ for k in algorithms.RULES[:-1] if k.__name__.lower() == rule.lower()]
         hint = f" Write tfpara.{match[0]}(), not its name." if match else ""
     raise TypeError(f"rule={rule!r} is not a rule object, one of {', '.join(names)}.{hint}")
-
-
-def check_sendable(compression: str, collectives: Any) -> None:
-    """Raises ValueError if the backend cannot send a format."""
-    if compression != "none" and not hasattr(collectives, "all_to_all"):
-        raise ValueError(
-            f"compression={compression!r} needs an all-to-all of integers, which "
-            f'{type(collectives).__name__} does not have. Give compression="none", or '
-            'collectives="tensorflow".'
-        )
 
 
 def _check_choice(name: str, value: str, known: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Many replicas in one process, to study a rule without a cluster."""
+"""Simulation of many replicas in one process, to study a rule without a cluster."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from tfpara.whole_number import checked_whole
 def simulate(
     num_replicas: int, rule: Rule, *, sync_period: int, **options: Any
 ) -> PeriodicSyncStrategy:
-    """A strategy of N replicas on logical CPU devices of this process.
+    """Returns a strategy of N replicas on logical CPU devices of this process.
 
     They take the same steps, with the same rule and the same division of the data, as N workers
-    would; only the order in which a machine adds up the sums differs. Everything that works on a
-    cluster works on it: `fit`, callbacks, averages, checkpoints. Speed and waiting are not
-    simulated: the replicas share this machine's cores, and its memory, in which each has its
-    weights, gradients and slots.
+    would; only the order of additions differs. Everything that works on a cluster works here:
+    `fit`, callbacks, averages, checkpoints. Speed and waiting are not simulated. The replicas share
+    this machine's cores and its memory, in which each has its own weights, gradients and slots.
 
     Call it before anything else of TensorFlow.
 
@@ -37,8 +36,8 @@ def simulate(
         A `PeriodicSyncStrategy`.
 
     Raises:
-        ValueError: N is no whole number of at least 1; or TF_CONFIG says that this is one of
-            several workers.
+        ValueError: N is no whole number of at least 1; or TF_CONFIG, or an engine's variables, say
+            that this is one of several workers.
         RuntimeError: TensorFlow has made its devices already.
 
     Example:
@@ -49,8 +48,8 @@ def simulate(
     num_replicas = checked_whole("num_replicas", num_replicas)
     if cluster.read().num_workers > 1:
         raise ValueError(
-            "simulate() is for one process, and TF_CONFIG names several workers. Unset it, or use "
-            "PeriodicSyncStrategy."
+            "simulate() is for one process, and this one is of several workers by TF_CONFIG or an "
+            "engine's variables. Start it alone, or use PeriodicSyncStrategy."
         )
     if options.get("device_sync_period") is not None:
         raise ValueError(

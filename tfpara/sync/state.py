@@ -1,7 +1,7 @@
 """The state of a run: every variable that training changes, as slots of one list.
 
-Who has state registers it once, by yielding its slots. To keep it in a checkpoint, to restore it
-on as many replicas or on others, and to go back to an earlier epoch, are loops over the slots.
+Each owner of state yields its slots once. A checkpoint, a restore (on the same or another number of
+replicas) and a return to an earlier epoch are loops over these slots.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from tfpara.keras_model import training_variables
 
 
 class Kind(enum.Enum):
-    """Whose a slot is, and so where its value comes from on another number of replicas.
+    """The owner of a slot, which decides where its value comes from when a run is resumed.
 
-    SHARED: the same on all workers. HOLDER: a part of a field of the global state, cut anew from
-    the whole field. MODEL: a replica's variable of the Keras model; replica i takes that of i mod
-    the former number. RANDOM: as MODEL, but a replica beyond the former number keeps its own.
-    REPLICA: a replica's own, which others have no use for. BLOCK: of the block under way (a
-    replica's, or the same on all workers), which only the same replicas can go on with; set where
-    the epoch goes on. WORKER: what a worker has counted; going back leaves it as it is.
-    SUM: a part of a sum over replicas or workers, of which nothing may get lost; set where the
-    epoch goes on too, and left as it is by going back.
+    The number of replicas may have changed by then.
+
+    SHARED: the value is the same on all workers.
+    HOLDER: a part of a field of the global state. It is cut anew from the whole field.
+    MODEL: a replica's variable of the Keras model. Replica i takes the value of replica i mod the
+        former number.
+    RANDOM: as MODEL, for random states. A replica beyond the former number keeps its own.
+    REPLICA: a replica's own value. It is dropped if the number of replicas has changed.
+    BLOCK: belongs to the open block, of one replica or the same on all workers. It is restored when
+        `fit` continues the epoch, and dropped if the number of replicas has changed.
+    WORKER: a counter of one worker. A return to an earlier epoch does not change it.
+    SUM: a term of a sum over replicas or workers. The terms are divided anew, so that the sum stays
+        the same. It is restored again when `fit` continues the epoch. A return to an earlier epoch
+        does not change it.
     """
 
     SHARED = "shared"
@@ -42,10 +48,12 @@ class Kind(enum.Enum):
 class Slot(NamedTuple):
     """One variable of the state.
 
-    name: in a checkpoint; a holder's is "global/FIELD/BUCKET/START". variable: its value. replica:
-    the local replica that has it, if one has. empty: whether its value means nothing now, and is
-    not kept. absent: the value it gets from a checkpoint of an earlier version, which lacks it;
-    None: all have it.
+    name: the key in a checkpoint; "global/FIELD/BUCKET/START" for a holder's part.
+    variable: the TensorFlow variable.
+    replica: the local replica that owns it; None if it belongs to the whole worker.
+    empty: whether its value has no meaning now, so that a checkpoint leaves it out.
+    absent: its value where a checkpoint of an earlier version lacks it; None if every version
+        writes it.
     """
 
     name: str
@@ -56,14 +64,18 @@ class Slot(NamedTuple):
     absent: Any = None
 
     def key(self, replica_ids: Sequence[int]) -> str:
-        """Its name among those of all replicas, of which the local ones have these numbers."""
+        """Returns the slot's name with the global number of its replica.
+
+        Args:
+            replica_ids: the global numbers of the local replicas.
+        """
         if self.replica is None:
             return self.name
         return f"replica-{replica_ids[self.replica]}/{self.name}"
 
 
 def model_slots(model: keras.Model) -> Iterator[Slot]:
-    """The variables of the Keras model, its optimizers and metrics, of every local replica."""
+    """Yields the variables of a model, its optimizers and metrics, for every local replica."""
     local_results = model.distribute_strategy.experimental_local_results
     for name, variable in training_variables(model):
         group = name.split("/")[0]
@@ -75,10 +87,10 @@ def model_slots(model: keras.Model) -> Iterator[Slot]:
 
 
 def slots_of(model: keras.Model) -> list[Slot]:
-    """The model's, and where its replicas are synchronised those of its synchronizer."""
+    """Returns the model's slots and, where its replicas are synchronised, the synchronizer's."""
     strategy: Any = model.distribute_strategy
-    found = list(model_slots(model))
+    slots = list(model_slots(model))
     if hasattr(strategy.extended, "synchronizer_of"):
         with strategy.scope():
-            found += strategy.extended.synchronizer_of(model).slots()
-    return found
+            slots += strategy.extended.synchronizer_of(model).slots()
+    return slots

@@ -1,4 +1,4 @@
-"""What a worker knows of its syncs: counts and times, and what all workers have agreed on."""
+"""Counts and times of a worker's syncs, and the agreement of all workers after a sync."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from tfpara.sync.reports import Request
 
 
 class SyncStatistics(NamedTuple):
-    """What a worker has done so far.
+    """Counts and times of a worker's syncs so far.
 
-    steps: minibatches taken by each replica. samples: of all local replicas. syncs: committed.
-    sync_seconds: for which training stood still for syncs, waiting included; what an overlapped
-    sync does beside the training is not in it, nor the copying of its snapshot in the step after.
-    wait_seconds: the part spent waiting, for the slowest replica or for an overlapped sync to
-    arrive. distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root
-    mean square over them, on the parts of the weights that they hold where the global state is
-    sharded; measured at the first 16 syncs and then at every 16th. bytes_sent: to other workers in
-    syncs, headers left out.
+    steps: minibatches taken by each replica.
+    samples: samples processed by all local replicas.
+    syncs: committed syncs.
+    sync_seconds: seconds for which training stood still for syncs, waiting included. The work of an
+        overlapped sync beside the training is not in it, nor the copying of its snapshot in the
+        next step.
+    wait_seconds: the part of `sync_seconds` spent waiting for the slowest replica, or for an
+        overlapped sync to arrive.
+    distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
+        square. Where the global state is sharded, it is taken on the parts of the weights that the
+        replicas hold. It is measured at the first 16 syncs and then at every 16th.
+    bytes_sent: bytes sent to other workers in syncs, without headers.
     """
 
     steps: int
@@ -30,13 +34,14 @@ class SyncStatistics(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What all workers know alike after a sync.
+    """The agreement of all workers after a sync.
 
-    request: the largest that any worker made. all_running: whether every replica still had data
-    (or none was asked to go on: Python code on all workers has closed the block).
-    syncs: committed so far, with the one in the air. block_open: whether steps were taken since
-    (this worker's). in_flight: whether another sync has begun since, whose results are not known
-    yet.
+    request: the largest request of any worker.
+    all_running: whether every replica still had data; also true if none had, as when Python code on
+        all workers has closed the block.
+    syncs: committed syncs, plus one that is in flight.
+    block_open: whether this worker has taken steps since the last sync.
+    in_flight: whether another sync has begun, whose results are not known yet.
     """
 
     request: Request

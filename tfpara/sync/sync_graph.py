@@ -1,11 +1,12 @@
-"""One sync as operations of a graph: reports, what they decide, the exchange, the commit.
+"""One sync as operations of a graph: reports, a decision, the exchange of weights, the commit.
 
 First every replica sends a short *report* (samples since the last sync, whether it still has data,
 whether its weights are finite, what its worker asks for). All workers decide from the same table of
-reports: stop with an error, skip, or commit. Then the weights travel. The weights of no replica are
-touched before every buffer has arrived.
+reports: stop with an error, skip, or commit. Then they exchange the weights. No replica's weights
+change before every buffer has arrived.
 
-Of a model with fragments, one takes part in a sync, in turn; all do where no replica has data left.
+If the model is divided into fragments, each sync is of one fragment, in turn. When no replica has
+data left, a sync is of all fragments.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from tfpara.sync.state import Kind, Slot
 from tfpara.sync.statistics import SyncStatistics
 from tfpara.typing import Nest
 
-# The replicas' distance is measured at each of the first syncs, then at every such one: it needs a
-# pass over the weights.
+# The replicas' distance is measured at each of the first 16 syncs, then at every 16th, since it
+# needs a pass over the weights.
 MEASURED_SYNCS = 16
 
 
@@ -50,17 +51,20 @@ class SyncGraph:
 
     Args:
         variables: the model's replica variables.
-        settings: of the strategy, with the rule resolved for all replicas.
-        site: this worker's.
+        settings: the strategy's settings, with the rule resolved for all replicas.
+        site: this worker's place and links.
 
     Attributes:
-        whole: whether a sync in the training thread is of everything: weights, and state that no
-            rule works on. Else the latter is averaged where a block is closed.
-        block: what was trained since the last sync.
-        columns: what of a report depends on the model; width: all its numbers.
-        replicas, global_state, averaging, compressed: what a sync works with; the last is None
-            where weights travel as they are.
-        signatures: of each weight, a number that all must have alike.
+        whole: whether each sync in the training thread is of the whole model: the weights, and the
+            state that no rule updates. Otherwise that state is averaged when a block is closed.
+        block: the counters of the open block.
+        columns: the columns of a report that depend on the model.
+        width: number of columns of a report.
+        replicas: the local replicas' variables.
+        global_state: the state of the rule and the averages.
+        averaging: the exchanges.
+        compressed: the wire that compresses; None if weights are sent as they are.
+        signatures: for each weight a number that must be equal on all replicas.
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
@@ -83,8 +87,9 @@ class SyncGraph:
             taken=slice(taken, taken + 1),
             rates=slice(taken + 1, self.width),
         )
-        # Inlined into a while loop (Keras' steps_per_execution), a collective is known by the
-        # loop's iteration too, and would not meet that of a worker elsewhere in its loop.
+        # In a while loop (Keras' steps_per_execution) TensorFlow identifies a collective by the
+        # loop's iteration too. Inlined there, the collectives of two workers that are in different
+        # iterations would not meet.
         self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
         self._meet = not_inlined(self._meet_step, tf.TensorSpec([], tf.float64))
 
@@ -105,7 +110,7 @@ class SyncGraph:
 
     def _make_counters(self) -> None:
         make = self._site.make
-        # All workers must start from the same weights, whoever has loaded them.
+        # All workers must start from the same weights, also if a script has loaded them.
         signatures = [signature_of(v[0]) for v in self._variables.weights]
         signatures = tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
         self.signatures = make(signatures, "signatures")
@@ -122,30 +127,34 @@ class SyncGraph:
     # -- in the training thread --------------------------------------------------------------
 
     def count(self, samples: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
-        """Counts a minibatch of each local replica; returns how many the block has.
+        """Counts a minibatch of each local replica; returns the number of steps of the block.
 
         Args:
-            samples: how many each local replica has just processed.
-            weights: what these count in the mean of the replicas.
+            samples: number of samples that each local replica has just processed.
+            weights: weight of these minibatches in the mean of the replicas.
         """
         self._samples.assign_add(tf.add_n([tf.cast(n, tf.float64) for n in samples]))
         self._steps.assign_add(1)
         return self.block.count(weights)
 
     def sync(self, running: tf.Tensor) -> tf.Tensor:
-        """One sync, in the training thread; returns whether no replica has data left."""
+        """Runs one sync in the training thread; returns whether no replica has data left."""
         is_last, problem = self._sync(running)
         with tf.control_dependencies([stop_if(problem)]):
             return tf.identity(is_last)
 
     def meet(self, number: tf.Tensor) -> tf.Tensor:
-        """The numbers that all workers have given, by rank, in an exchange as that of reports."""
+        """Exchanges one number of each worker as a sync exchanges reports; returns all by rank."""
         numbers, problem = self._meet(number)
         with tf.control_dependencies([stop_if(problem)]):
             return tf.identity(numbers)
 
     def _sync_step(self, running: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether no replica has data left, and what forbids the sync, "" if nothing does."""
+        """Runs one sync.
+
+        Returns:
+            Whether no replica has data left; and what forbids the sync, "" if nothing does.
+        """
         began, rows = self.report(running)
         reports = self.gather(rows, began)
         with tf.control_dependencies([reports]):
@@ -156,10 +165,13 @@ class SyncGraph:
         return is_last, problem
 
     def _meet_step(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The numbers of all workers, and what forbids that they meet, "" if nothing does.
+        """Exchanges one number of each worker.
 
-        The exchange is that of the reports before a sync, so that a worker which comes to a sync
-        in place of it is noticed.
+        The number travels in a report, by the same collective as before a sync. So a worker that
+        runs a sync at this point is noticed.
+
+        Returns:
+            The numbers by rank; and the error if workers came to different exchanges, else "".
         """
         with tf.device("CPU:0"):
             began, mark = self._arrival()
@@ -173,7 +185,10 @@ class SyncGraph:
     def _close_block(
         self, reports: tf.Tensor, is_last: tf.Tensor, began: tf.Tensor, met: tf.Tensor
     ) -> None:
-        """Commits what the reports allow; then counts it, so that a failure counts nothing."""
+        """Averages and commits what the reports allow; then updates the counters.
+
+        If an exchange fails, the counters stay as they are.
+        """
 
         def one(fragment: int) -> tf.Tensor:
             return self.if_any(fragment, reports, lambda: self._commit_now(fragment, reports))
@@ -196,7 +211,10 @@ class SyncGraph:
     # -- reports, and what they decide -------------------------------------------------------
 
     def report(self, running: tf.Tensor | bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """When this worker comes to a sync, as by `now`, and its reports, [replicas, columns]."""
+        """Returns when this worker came to the sync, as by `now`, and its reports.
+
+        The reports have the shape [local replicas, columns].
+        """
         began, mark = self._arrival()
         block = self.block
         with tf.control_dependencies([mark]), phase("check"):
@@ -214,7 +232,7 @@ class SyncGraph:
                 samples = pending.read_value()
                 samples = tf.where(never, tf.zeros_like(samples), samples)
                 counts = [tf.cast(c[replica], tf.float64) for c in self.replicas.shared_counts]
-                # Nothing was trained with the rate of a replica that is idle.
+                # An idle replica has trained nothing with its learning rate.
                 rates = [tf.cast(r[replica], tf.float64) for r in self._variables.rates]
                 rates = [tf.where(idle, tf.cast(np.nan, tf.float64), rate) for rate in rates]
                 flags = [running, bad, signature, request]
@@ -223,28 +241,28 @@ class SyncGraph:
             return began, tf.stack(rows)
 
     def _arrival(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """When and for what this worker comes to an exchange: the time as by `now`, and a mark."""
+        """Returns when this worker came to an exchange, as by `now`, and its mark."""
 
         def arrival() -> np.ndarray:
             return np.array([time.monotonic(), *self._site.place.mark()])
 
-        found = tf.numpy_function(arrival, [], tf.float64)
-        found.set_shape([1 + MARKS])
-        return found[0], found[1:]
+        numbers = tf.numpy_function(arrival, [], tf.float64)
+        numbers.set_shape([1 + MARKS])
+        return numbers[0], numbers[1:]
 
     def gather(self, rows: tf.Tensor, began: tf.Tensor) -> tf.Tensor:
-        """The table of all replicas' reports, [N, columns], the same on every worker."""
+        """Returns the table of all replicas' reports, [N, columns], the same on every worker."""
         self._sync_began.assign(began)
         with phase("wait"):
             table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
         reports = tf.reshape(table, [self._site.num_replicas, self.width])
         with tf.control_dependencies([reports]):
-            # What the checks stop is over: only a collective can be waited for.
+            # The wait is over. If the reports forbid the sync, no other wait follows.
             self._sync_began.assign(0.0)
         return reports
 
     def apart(self, reports: tf.Tensor) -> tf.Tensor:
-        """Who is where, if the workers have come to different exchanges; else ""."""
+        """Returns the sentence that says which worker is where, if they are apart; else ""."""
         site = self._site
         if site.reports.size == 1:
             return tf.constant("")
@@ -260,19 +278,19 @@ class SyncGraph:
         return tf.cond(are_apart(reports), told, lambda: tf.constant(""))
 
     def problem(self, reports: tf.Tensor, apart: tf.Tensor) -> tf.Tensor:
-        """What forbids the sync, the same on every worker; "" if nothing does."""
+        """Returns what forbids the sync, the same on every worker; "" if nothing does."""
         names, own = self.replicas.averaged_names, len(self._site.devices)
         return problem_of(reports, self.columns, names, own, apart)
 
     def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
-        """`function` of the fragment with this number."""
+        """Returns `function` of the fragment with this number, a tensor."""
         if self._fragments == 1:
             return function(0)
         branches = [lambda fragment=f: function(fragment) for f in range(self._fragments)]
         return tf.switch_case(tf.convert_to_tensor(number), branches)
 
     def if_any(self, part: int, reports: tf.Tensor, function: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """`function()`, which gives 1, if replicas have processed samples; else 0."""
+        """Returns `function()` if any replica has processed samples of the part, else 0."""
         total = tf.reduce_sum(reports[:, SAMPLES + part])
         return tf.cond(total > 0.0, function, lambda: tf.constant(0, tf.int64))
 
@@ -281,7 +299,10 @@ class SyncGraph:
     def exchange(
         self, fragment: int, local: Sequence[Buckets], shares: Shares
     ) -> tuple[Arrival, tf.Tensor]:
-        """What has arrived of a fragment, and the replicas' distance; nothing is written."""
+        """Exchanges a fragment; returns the result and the replicas' distance.
+
+        Nothing is written.
+        """
         arrival = self.averaging.exchange(fragment, local, shares)
         with tf.control_dependencies(tf.nest.flatten(arrival.means)):
             distance = tf.cond(
@@ -292,22 +313,22 @@ class SyncGraph:
         return arrival, distance
 
     def shares(self, part: int, reports: tf.Tensor) -> Shares:
-        """Of the local replicas in the means of a part."""
+        """Returns the shares of the local replicas in the means of a part."""
         samples = reports[:, SAMPLES + part]
         local = samples[self._site.first_replica :][: len(self._site.devices)]
         portions = tf.cast(local / tf.reduce_sum(samples), tf.float32)
         alike = tf.reduce_all(samples == samples[0])
-        # A fragment's block is as many sync periods long as there are fragments.
+        # With F fragments, each fragment's block is F sync periods long.
         whole = tf.cast(self.block.period, tf.float64) * float(self._fragments)
         of_block = tf.cast(tf.minimum(self._longest(part, reports) / whole, 1.0), tf.float32)
         return Shares(portions, tf.where(alike, float(self._site.num_replicas), 1.0), of_block)
 
     def _longest(self, part: int, reports: tf.Tensor) -> tf.Tensor:
-        """Minibatches of the block, of the replica with the most."""
+        """Returns the minibatches of a part's block, from the replica that has the most."""
         return tf.reduce_max(reports[:, self.columns.steps.start + part])
 
     def _furthest(self, reports: tf.Tensor) -> tf.Tensor:
-        """The largest of each of the optimizers' shared counts over all replicas."""
+        """Returns for each of the shared step counts the largest value over all replicas."""
         counts = slice(self.columns.steps.stop, self.columns.taken.start)
         return tf.reduce_max(reports[:, counts], 0)
 
@@ -315,7 +336,7 @@ class SyncGraph:
 
     def _commit_now(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1."""
-        # The watchdog is to see a wait for whatever is sent.
+        # The wait is noted before anything is sent, so that the watchdog sees it.
         with tf.control_dependencies([self.begin_waiting()]):
             shares = self.shares(fragment, reports)
             with phase("pack"):
@@ -325,10 +346,10 @@ class SyncGraph:
         arrived = [distance, *others, *tf.nest.flatten(arrival.received)]
         moments = None
         if self._variables.moments:
-            # At least 1: a block of none has no mean gradient.
+            # At least 1, since an empty block has no mean gradient.
             steps = tf.maximum(self._longest(fragment, reports), 1.0)
             (counted,) = tf.unstack(self._furthest(reports), num=1)
-            # Fewer, where loss scaling has left steps out; the rule's have all of the block.
+            # Loss scaling skips steps of the optimizer, but not of the block that the rule counts.
             counted = tf.maximum(counted, steps)
             moments = self.averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
@@ -344,7 +365,7 @@ class SyncGraph:
         return tf.constant(1, tf.int64)
 
     def commit(self, fragment: int, arrival: Arrival, distance: tf.Tensor) -> None:
-        """Writes what an exchange has brought, but for the replicas' weights; nobody waits now."""
+        """Writes the result of an exchange except the replicas' weights; ends the noted wait."""
         self.forget_waiting()
         self._distance.assign(distance)
         others = self.averaging.bytes_sent_of_others if self.whole else 0
@@ -352,7 +373,7 @@ class SyncGraph:
         self.averaging.commit(arrival)
 
     def _commit_others(self, reports: tf.Tensor) -> tf.Tensor:
-        """Averages the state that no rule works on; returns 0: no sync of its own."""
+        """Averages the state that no rule updates; returns 0, since it does not count as a sync."""
         self.begin_waiting()
         means = self.averaging.exchange_others(self.shares(self._fragments, reports))
         with tf.control_dependencies(means):
@@ -364,44 +385,50 @@ class SyncGraph:
     # -- what is known of syncs --------------------------------------------------------------
 
     def note(self, reports: tf.Tensor, committed: tf.Tensor, seconds: tf.Tensor) -> None:
-        """Counts a sync: 1 or 0, and the seconds for which training stood still, and waited."""
+        """Updates the counters after a sync.
+
+        Args:
+            reports: the table of reports.
+            committed: 1 if the sync was committed, else 0.
+            seconds: for which training stood still, and the part of these spent waiting.
+        """
         running = tf.reduce_sum(reports[:, RUNNING])
         self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), running]))
         self._syncs.assign_add(committed)
         self._seconds.assign_add(seconds)
 
     def stood_still(self, began: tf.Tensor) -> None:
-        """Training has stood still for a sync since then, without a wait."""
+        """Counts the time since `began`, when training stood still for a sync without waiting."""
         self._seconds.assign_add(tf.stack([now() - began, 0.0]))
 
     def begin_waiting(self) -> tf.Tensor:
-        """A collective begins that may wait for others."""
+        """Notes that a collective begins, which may wait for other workers."""
         return self._sync_began.assign(now())
 
     def forget_waiting(self) -> None:
-        """Nobody waits in a sync any more: all has arrived, or it has failed."""
+        """Notes that the sync no longer waits: all has arrived, or it has failed."""
         self._sync_began.assign(0.0)
 
     def waiting_since(self) -> float:
-        """When the sync under way began, on the monotonic clock; 0 if none is."""
+        """Returns when the wait of a sync began, on the monotonic clock; 0 if none waits."""
         return float(self._sync_began.numpy())
 
     def request(self, request: Request) -> None:
-        """Asks all workers for something; at the next sync they agree on the most that is asked."""
+        """Makes a request to all workers; at the next sync they agree on the largest one."""
         self._request.assign(tf.maximum(self._request, float(request)))
 
     def agreed(self) -> tuple[Request, bool]:
-        """What was asked for in the last sync, and whether all replicas, or none, had data."""
+        """Returns the request of the last sync, and whether all replicas, or none, had data."""
         request, running = self._agreed.numpy()
         return Request(int(request)), int(running) in (0, self._site.num_replicas)
 
     def answered(self) -> None:
-        """Forgets what was asked for and agreed on."""
+        """Forgets the request of this worker and the one agreed on."""
         self._request.assign(0.0)
         self._agreed.assign(tf.zeros_like(self._agreed))
 
     def statistics(self) -> SyncStatistics:
-        """What this worker has done so far."""
+        """Returns the counts and times of this worker's syncs so far."""
         seconds = self._seconds.numpy()
         return SyncStatistics(
             steps=int(self._steps),
@@ -416,7 +443,7 @@ class SyncGraph:
     # -- state -------------------------------------------------------------------------------
 
     def slots(self) -> Iterator[Slot]:
-        """The state of the syncs, beside the model's own variables."""
+        """Yields the state of the syncs, without the model's own variables."""
         yield from self.global_state.slots()
         yield from self.counted()
         yield Slot("counter/signatures", Kind.SHARED, self.signatures)
@@ -426,7 +453,7 @@ class SyncGraph:
         yield from self.block.slots()
 
     def counted(self) -> list[Slot]:
-        """What goes on where the model's synchronizer is made anew."""
+        """Returns the counters that a new synchronizer of the same model takes over."""
         return [
             Slot("counter/period", Kind.WORKER, self.block.period),
             Slot("counter/steps", Kind.WORKER, self._steps),
@@ -439,7 +466,7 @@ class SyncGraph:
 
 
 def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
-    """Calls `function` where the condition holds; returns it, to wait for."""
+    """Calls `function` if the condition holds; returns the condition, as a control dependency."""
 
     def called() -> tf.Tensor:
         function()
@@ -449,10 +476,14 @@ def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
 
 
 def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callable[..., Nest]:
-    """The operations of `function`, whose arguments are of these specs, as a function of their own.
+    """Returns `function` as a graph function that TensorFlow does not inline, traced once.
 
-    They are made once. A tf.function would make them again for the first call from Python, which
-    is out of the strategy's scope, after that in a step's graph: half a second or more of each run.
+    A tf.function would be traced twice: in a training step's graph, and for the first call from
+    Python, which is outside of the strategy's scope. That takes half a second or more.
+
+    Args:
+        function: its operations.
+        *specs: of its arguments.
     """
     attributes = {"_noinline": True}
     in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
@@ -461,6 +492,6 @@ def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callabl
 
 
 def now() -> tf.Tensor:
-    """Seconds on the monotonic clock, float64, whatever is done to the machine's time."""
-    # Called eagerly, it would make of Python's own number a float32.
+    """Returns the seconds on the monotonic clock, float64."""
+    # Called eagerly, numpy_function would turn a Python float into float32.
     return tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64)

@@ -1,4 +1,4 @@
-"""What the strategy calls to keep the replicas of one model together."""
+"""The synchronizer, by which the strategy keeps the replicas of one model together."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from tfpara.sync.sync_graph import SyncGraph, not_inlined, where
 
 
 class Synchronizer:
-    """Keeps the replicas of one model together.
+    """The syncs of one model.
 
     Args:
         variables: the model's replica variables.
-        settings: of the strategy, with the rule resolved for all replicas.
-        site: this worker's.
+        settings: the strategy's settings, with the rule resolved for all replicas.
+        site: this worker's place and links.
 
     Attributes:
-        graph: a sync, with its state, what was asked for in it and what is known of all.
+        name: prefix of the names of the model's exchanges.
+        graph: the operations and the state of a sync.
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
-        self.name = site.name  # the same on every worker, and another for each model
+        self.name = site.name
         self._variables = variables
         self._site = site
-        # The replicas' weights, of each device, while the model's variables hold others.
+        # The replicas' own weights, by device, while the model's variables hold other weights.
         self._own: list[list[tf.Tensor]] | None = None
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
@@ -55,8 +56,8 @@ class Synchronizer:
         """Counts a minibatch of each local replica and syncs at the end of a block.
 
         Args:
-            samples: how many samples each local replica has just processed.
-            weights: what these count in the mean of the replicas.
+            samples: number of samples that each local replica has just processed.
+            weights: weight of these minibatches in the mean of the replicas.
         """
         counts = tf.stack([tf.cast(n, tf.float64) for n in weights])
         steps = self.graph.count(samples, counts)
@@ -70,8 +71,10 @@ class Synchronizer:
             where(steps >= self.graph.block.period, lambda: self.graph.sync(tf.constant(True)))
 
     def _average_devices_step(self) -> None:
-        """The local replicas become one model; nothing changes where they have taken no step, or
-        are to be independent."""
+        """Sets the local replicas to their mean.
+
+        Nothing changes if they have taken no step, or if the sync period is `NEVER`.
+        """
         samples = self._device_samples.read_value()
         never = self.graph.block.period >= NEVER
         self.graph.replicas.average_devices(tf.where(never, tf.zeros_like(samples), samples))
@@ -79,7 +82,7 @@ class Synchronizer:
         self._device_steps.assign(0)
 
     def finish_block(self) -> None:
-        """Takes part in syncs until every worker has come here; closes the open block."""
+        """Closes the open block: takes part in syncs until every worker has called it."""
         if self._device_period is not None:
             self._average_devices()
         with self._watched():
@@ -89,21 +92,22 @@ class Synchronizer:
                 pass
 
     def meet(self, number: float) -> list[float]:
-        """What each worker has given, by rank, in an exchange that no sync can be taken for.
+        """Exchanges a number between all workers; returns the numbers by rank.
 
-        Every worker must call it; a sync that is in the air is waited for.
+        Every worker must call it. It waits for a sync in flight first.
 
         Raises:
-            tf.errors.InvalidArgumentError: on every worker, if one has come to something else.
+            tf.errors.InvalidArgumentError: on every worker, if one has come to another exchange,
+                such as a sync.
         """
         self.land()
         with self._watched():
             return self.graph.meet(tf.constant(number, tf.float64)).numpy().tolist()
 
     def give_up_block(self) -> None:
-        """What was trained since the last sync counts no more: a checkpoint takes its place.
+        """Drops the counters of the open block, before a checkpoint replaces what was trained.
 
-        Every worker must call it, since it waits for a sync that is in the air.
+        Every worker must call it, since it waits for a sync in flight.
         """
         if self._overlap is not None:
             self._overlap.flight.give_up()
@@ -112,9 +116,9 @@ class Synchronizer:
         self._device_samples.assign(tf.zeros_like(self._device_samples))
 
     def land(self) -> Agreement:
-        """Waits for the sync that is in the air, if one is; what all know alike then.
+        """Waits for a sync in flight, if there is one; returns the agreement of all workers.
 
-        Every worker must call it at the same step. The replicas' weights stay as they are.
+        Every worker must call it at the same step. The replicas' weights do not change.
         """
         if self._overlap is not None:
             with self._watched():
@@ -123,7 +127,7 @@ class Synchronizer:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """A sync that is called from Python, and may fail."""
+        """Runs a sync from Python; if it fails, the watchdog forgets that it waits."""
         try:
             yield
         except BaseException:
@@ -131,7 +135,7 @@ class Synchronizer:
             raise
 
     def step_is_over(self) -> None:
-        """No training step runs: a sync that one waited in has failed."""
+        """Notes that no training step runs, so that a sync which one waited in has failed."""
         if not self._in_the_air:
             self.graph.forget_waiting()
 
@@ -148,16 +152,16 @@ class Synchronizer:
 
     @property
     def sync_period(self) -> int | None:
-        """τ; None while there are no syncs."""
+        """The sync period τ; None while there are no syncs."""
         period = int(self.graph.block.period)
         return None if period >= NEVER else period
 
     def set_sync_period(self, sync_period: int | None) -> None:
-        """τ from here on, None: no syncs; all workers must set it at the same sync."""
+        """Sets τ; None: no syncs. All workers must set it at the same sync."""
         self.graph.block.period.assign(NEVER if sync_period is None else sync_period)
 
     def agreement(self) -> Agreement:
-        """What the last sync that is not in the air has made known to all."""
+        """Returns the agreement of the last sync that is not in flight."""
         request, all_running = self.graph.agreed()
         in_flight = self._in_the_air
         return Agreement(
@@ -171,18 +175,19 @@ class Synchronizer:
     # -- weights -----------------------------------------------------------------------------
 
     def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
-        """Whether any of these is a weight's component on the first device."""
+        """Returns whether any of these is the component of a weight on the first device."""
         mine = {id(v[0]) for v in self._variables.weights}
         return any(id(component) in mine for component in components)
 
     def was_set(self, component: tf.Variable) -> None:
-        """Notes that Python code has set a variable, on all devices alike.
+        """Takes over the value of a variable that Python code has set, equally on all devices.
 
-        A weight's new value becomes that of the global model, without momentum, and averages start
-        again from it.
+        A weight's new value becomes that of the global model. Its momentum becomes zero, and its
+        averages restart from it.
 
         Args:
-            component: the variable's component on the first device; unknown ones are ignored.
+            component: the variable's component on the first device. A variable that is not the
+                model's is ignored.
         """
         kind, index = self._index.get(id(component), ("", 0))
         if kind == "weight" and self.shows_others:
@@ -209,7 +214,7 @@ class Synchronizer:
             graph.signatures[index].assign(signature_of(value))
 
     def global_weights(self, which: str) -> list[tf.Tensor]:
-        """The tensors of the "global" model or of a named average, one for each weight.
+        """Returns the "global" model or a named average, one tensor for each weight.
 
         Every worker must call it.
         """
@@ -217,14 +222,15 @@ class Synchronizer:
 
     @property
     def shows_others(self) -> bool:
-        """Whether the model's variables hold others than the replicas' own weights for a while."""
+        """Whether the model's variables hold other weights than the replicas' own (`showing`)."""
         return self._own is not None
 
     @contextlib.contextmanager
     def showing(self, which: str) -> Iterator[None]:
-        """The model's variables hold the "global" model, an average, or the "local" weights.
+        """Puts the "global" model, a named average or the "local" weights into the variables.
 
-        Every worker must enter, where the block is closed.
+        On exit the variables get their former values. Every worker must enter, while the block is
+        closed.
         """
         if which == "local" and self._own is None:
             yield
@@ -241,18 +247,18 @@ class Synchronizer:
             self._own = outer
 
     def local_weights(self) -> list[list[tf.Tensor]]:
-        """Copies of the weights that the model's variables hold: for each device a list."""
+        """Returns copies of the weights in the model's variables, one list for each device."""
         return [
             [tf.identity(v[replica]) for v in self._variables.weights]
             for replica in range(len(self._site.devices))
         ]
 
     def set_weights(self, per_device: Sequence[Sequence[tf.Tensor]]) -> None:
-        """Puts weights into the model's variables, device by device."""
+        """Writes weights to the model's variables, from one list for each device."""
         assign(self._variables.weights, per_device)
 
     def restart(self, tensors: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> None:
-        """All replicas go on from these weights and state; momentum and averages start there too.
+        """Sets all replicas to these weights and state; momentum and averages restart there.
 
         Every worker must call it, with equal tensors, right after a sync.
         """
@@ -270,36 +276,36 @@ class Synchronizer:
             self.graph.replicas.write_counts(tf.reduce_max(table, [0, 1]))
 
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Copies of the weights and the state of a local replica."""
+        """Returns copies of the weights and the state of a local replica."""
         weights, state = self._variables.weights, self._variables.state
         return [tf.identity(v[replica]) for v in weights], [tf.identity(v[replica]) for v in state]
 
     # -- state -------------------------------------------------------------------------------
 
     def slots(self) -> Iterator[Slot]:
-        """The state of the syncs, beside the model's own variables."""
+        """Yields the state of the syncs, without the model's own variables."""
         yield from self.graph.slots()
         if self._overlap is not None:
             yield from self._overlap.flight.slots()
 
     def broadcast_point(self) -> list[tf.Tensor]:
-        """The weights from which a replica goes on that had no part in the last sync.
+        """Returns the weights from which a replica continues that took no part in the last sync.
 
         Every worker must call it.
         """
         return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
 
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
-        """Other replicas than before go on, all from these weights."""
+        """Sets all replicas to these weights, where a run is resumed on another number of them."""
         self.set_weights([weights] * len(self._site.devices))
         if self.graph.compressed is not None:
             self.graph.compressed.set_points(self.graph.replicas.layout.pack(weights))
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
-        """Of each weight, whether its fragment has trained since its last sync.
+        """Returns for each weight whether its fragment was trained since its last sync.
 
         Args:
-            pending_samples: those of all replicas, as a checkpoint has kept them.
+            pending_samples: `Block.samples` of all replicas, from a checkpoint.
         """
         runs = self.graph.replicas.layout.variables
         return [
@@ -309,27 +315,27 @@ class Synchronizer:
         ]
 
     def adopt(self, former: Synchronizer) -> None:
-        """Goes on from the state of the synchronizer that the same model had before.
+        """Takes over the state of the synchronizer that the same model had before.
 
-        Weights that both have keep their global model, momentum and averages, and what compression
-        has yet to send; the others start from their present values. Every worker must call it.
+        Weights that both have keep their global model, momentum, averages and compression errors.
+        Other weights start from their present values. Every worker must call it.
         """
         old, new = former.graph, self.graph
 
         def adopted(kind: str, theirs: Buckets, mine: Buckets) -> list[tf.Tensor]:
-            """My buckets with their values, of the variables that they have."""
+            """Returns `mine` with the values of `theirs` for all variables that both have."""
             weights = kind == "weight"
             from_layout, layout = (
                 graph.replicas.layout if weights else graph.replicas.state_layout
                 for graph in (old, new)
             )
             variables = self._variables.weights if weights else self._variables.state
-            places = [former._index.get(id(v[0]), ("", 0)) for v in variables]
+            indices = [former._index.get(id(v[0]), ("", 0)) for v in variables]
             former_values, values = from_layout.unpack(theirs), layout.unpack(mine)
             return layout.pack(
                 [
                     former_values[index] if of == kind else value
-                    for (of, index), value in zip(places, values, strict=True)
+                    for (of, index), value in zip(indices, values, strict=True)
                 ]
             )
 
@@ -340,11 +346,11 @@ class Synchronizer:
             if cell.is_scalar
         }
         pairs = zip(old.replicas.layout.buckets, new.replicas.layout.buckets, strict=True)
-        # The fragments count their syncs by themselves.
+        # Each fragment has its own counts of syncs. Scalars come from the fragment's first bucket.
         counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
         for cell in {cell.field: cell for cell in new.global_state.cells()}.values():
             if cell.field in ("moments/momentum", "moments/velocity"):
-                continue  # Those of the optimizer's present slots.
+                continue  # Moments stay those of the optimizer's present slots.
             if cell.is_scalar:
                 values = [scalars[cell.field, bucket] for bucket in counting]
             else:
@@ -352,11 +358,11 @@ class Synchronizer:
             new.global_state.set_field(cell.field, values)
         if new.compressed is not None and old.compressed is not None:
             new.compressed.adopt(old.compressed, of_weights)
-        # State is measured from its value at the last sync, and may have moved since.
+        # State may have moved since the last sync, so its anchors are taken over too.
         anchors = adopted("state", old.averaging.anchors, new.averaging.anchors)
         for anchor, value in zip(new.averaging.anchors, anchors, strict=True):
             anchor.assign(value)
         for slot, theirs in zip(new.counted(), old.counted(), strict=True):
             slot.variable.assign(theirs.variable)
-        # What is adopted was agreed on; the local weights may differ.
+        # Signatures must be equal everywhere, as zeros are; the local weights may differ.
         new.signatures.assign(tf.zeros_like(new.signatures))

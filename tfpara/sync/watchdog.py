@@ -1,4 +1,4 @@
-"""Says for whom a sync waits, and ends it where another worker stays silent."""
+"""The watchdog: it reports for which worker a sync waits, and ends a sync that waits too long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# From when on a wait is told of, and then each time that it has become twice as long.
+# A wait is reported after so many seconds, and then each time that it has become twice as long.
 _TELL_SECONDS = 10.0
 
 
@@ -16,8 +16,9 @@ class Watchdog:
 
     Args:
         timeout_seconds: the longest that a sync may last.
-        waiting_since: when the sync under way began, on the monotonic clock; 0 if none is.
-        tell: says for whom the sync has waited so many seconds.
+        waiting_since: returns when the present sync began, on the monotonic clock; 0 if there is
+            none.
+        tell: reports for whom the sync waits; it takes the seconds of waiting so far.
         abort: makes the sync fail.
     """
 
@@ -44,8 +45,8 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        ended = 0.0  # when that sync began which was ended last
-        seen, tell_after = 0.0, _TELL_SECONDS  # the sync under way, and when to tell of it next
+        ended = 0.0  # the begin of the last sync that was ended
+        seen, tell_after = 0.0, _TELL_SECONDS  # the begin of the present sync; its next report
         while not self._stop.wait(min(1.0, self._timeout / 10.0)):
             began = self._waiting_since()
             if began != seen:
