@@ -1,22 +1,22 @@
-"""Keras' functions that have to know that several workers run one script.
+"""Replacements of Keras' functions that must know that several workers run one script.
 
-Keras 3 does not. Each worker would write to the same path at once. So the functions that write are
-replaced here, for models whose weights are a `PeriodicSyncStrategy`'s:
+Keras 3 does not know it, so that each worker would write to the same path at once. The functions
+below are replaced for models of a `PeriodicSyncStrategy`:
 
-- what saves a model writes on the chief, and nothing on the other workers;
-- callbacks run on all workers, and those that write are given a folder on the other workers that is
-  removed, as in Keras 2;
-- `fit` and `train_on_batch` look first whether the model was made in a strategy's scope;
-- `fit` tells callbacks of its end, where it raises too;
-- `fit` returns when all workers have come to its end, so what the chief wrote in it is there;
+- functions that save a model write on the chief, and do nothing on the other workers;
+- callbacks run on all workers; those that write get a temporary folder on the other workers, as in
+  Keras 2;
+- `fit` and `train_on_batch` first check that the model was made in a strategy's scope;
+- `fit` tells callbacks of its end, also if it raises;
+- `fit` returns when all workers have come to its end, so that all can read what the chief wrote;
 - the log of an epoch and of `evaluate` is the same on all workers;
-- the progress bars of `fit`, `evaluate` and `predict` are the chief's, unless `verbose` is given;
-- `fit` and `evaluate` look first whether all workers have the same data, which they divide, and
-  read Python data (`PyDataset`, generators) so that each batch has one reader;
-- `fit`, `evaluate` and lists of callbacks say where this worker is, for the others;
-- `predict` gives the worker that calls it all rows.
+- only the chief shows progress bars of `fit`, `evaluate` and `predict`, unless `verbose` is given;
+- `fit` and `evaluate` first check that all workers have the same data, which they divide; and they
+  read Python data (`PyDataset`, generators) so that each part of a batch has one reader;
+- `fit`, `evaluate` and lists of callbacks note where in its script this worker is;
+- `predict` returns all rows on the worker that calls it.
 
-None of them waits for other workers within a save, since scripts may call it on the chief alone.
+Saving waits for no other worker, since a script may save on the chief alone.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Where fit, evaluate and predict make datasets of what they are given, and what they make them of.
+# In these modules `fit`, `evaluate` and `predict` make datasets of their arguments.
 from keras.src.backend.tensorflow import trainer as _trainer
 
-# The functions that all public ways to save end in: Model.save, Model.save_weights, and
-# keras.saving's and keras.models' functions, also where a script imported these by their names.
+# All public functions that save call functions of these modules: Model.save, Model.save_weights,
+# and those of keras.saving and keras.models, even if a script imported them by name.
 from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
 from keras.src.saving import saving_lib as _saving_lib
 from keras.src.trainers import data_adapters as _adapters
@@ -63,18 +63,19 @@ from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.typing import Data, Json, Nest, Variable
 
 _CALLBACKS = keras.callbacks
-# A function of Keras, or what is put in its place.
+# A function of Keras, or its replacement.
 Method: TypeAlias = Callable[..., Any]
 
-_PLACE = "tfpara_place"  # attribute of a list of callbacks
-# The callbacks that write, and the attribute that says where.
+_PLACE = "tfpara_place"  # the attribute of a list of callbacks that has the strategy's `Place`
+# Callbacks that write, and the attribute of each that holds the path.
 _PATHS = {
     _CALLBACKS.ModelCheckpoint: "filepath",
     _CALLBACKS.CSVLogger: "filename",
     _CALLBACKS.TensorBoard: "log_dir",
 }
 _replaced: set[tuple[int, str, Method]] = set()
-# While a step is traced to see them, the weights that optimizers without slots train, by their ids.
+# Optimizers without slots, by id, while `build_optimizers` traces a step: the weights that each
+# trains, once its `apply` was called.
 _unbuilt: dict[int, keras.optimizers.Optimizer] = {}
 _element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
 
@@ -92,9 +93,9 @@ def install() -> None:
     _replace(keras.Model, "evaluate", _placed)
     _replace(keras.Model, "train_on_batch", _looked_at)
     _replace(keras.Model, "predict", _of_all_rows)
-    # With what a custom step has returned, `fit` and `evaluate` ask this for their log.
+    # `fit` and `evaluate` make their log by this method from what a step returned.
     _replace(keras.Model, "_get_metrics_result_or_logs", _of_all_workers)
-    # Which optimizers a loop has, it does not say.
+    # A custom loop does not say which optimizers it has, so each step of an optimizer is noted.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _replace(kind, "apply", _step_noted)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
@@ -106,7 +107,7 @@ def install() -> None:
 
 
 def watch_fit() -> None:
-    """Has `fit` call at its end what `fit_call.at_end` was given; a second call changes nothing."""
+    """Has `fit` call the functions given to `fit_call.at_end`; a second call changes nothing."""
     _replace(keras.Model, "fit", _watched)
 
 
@@ -117,7 +118,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _strategy(model: keras.Model) -> Any:
-    """The `PeriodicSyncStrategy` of a model; None if it has another or none."""
+    """Returns the `PeriodicSyncStrategy` of a model; None if it has another or none."""
     strategy = strategy_of(model)
     return strategy if isinstance(strategy.extended, PeriodicSyncExtended) else None
 
@@ -126,7 +127,7 @@ def _strategy(model: keras.Model) -> Any:
 
 
 def _by_the_chief(write: Method) -> Method:
-    """What saves a model, made to write on the chief alone, and whole."""
+    """Replaces a function that saves a model: it writes on the chief alone, all or nothing."""
 
     @functools.wraps(write)
     def saving(
@@ -135,7 +136,7 @@ def _by_the_chief(write: Method) -> Method:
         strategy = _strategy(model)
         if strategy is None:
             return write(model, filepath, *args, **kwargs)
-        # To see what optimizers and layers have by nature, Keras makes some, with variables.
+        # Keras creates optimizers and layers, with variables, to compare the model's with.
         with strategy.extended.creating_alone():
             if not isinstance(filepath, (str, os.PathLike)):
                 return write(model, filepath, *args, **kwargs)
@@ -149,9 +150,9 @@ def _by_the_chief(write: Method) -> Method:
 
 @contextlib.contextmanager
 def _scratch(path: str) -> Iterator[str]:
-    """Where to write a model so that it appears at `path` whole."""
+    """Yields the path to which a model is written, so that it appears at `path` whole."""
     if "://" in path or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
-        # A remote place has no renames, and a folder of other things is not replaced.
+        # Remote files cannot be renamed, and a folder with other files must not be replaced.
         yield path
         return
     with files.whole(path) as scratch, _printing(os.fspath(scratch), path):
@@ -160,7 +161,7 @@ def _scratch(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _printing(former: str, path: str) -> Iterator[None]:
-    """Has what Keras prints about one path name another."""
+    """Replaces a path by another one in all that is printed inside."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -173,7 +174,7 @@ def _printing(former: str, path: str) -> Iterator[None]:
 
 
 def _watched(fit: Method) -> Method:
-    """`fit` of any model, made to tell callbacks of its end."""
+    """Replaces `fit` of any model: it tells callbacks of its end."""
 
     @functools.wraps(fit)
     def fitting(*args: object, **kwargs: object) -> object:
@@ -183,13 +184,13 @@ def _watched(fit: Method) -> Method:
     return fitting
 
 
-# What pybind11 says where Ctrl-C comes while an operation raises an error of its own, as it does
-# where another worker has ended by Ctrl-C.
+# pybind11's text in an error that an operation raised while Ctrl-C came. It raises one if another
+# worker has ended by Ctrl-C.
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
 def _shown_by_the_chief(method: Method) -> Method:
-    """A method of a model with a progress bar, which other workers show only where asked to."""
+    """Replaces a method with a progress bar: workers other than the chief show it only if asked."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -210,7 +211,7 @@ def _shown_by_the_chief(method: Method) -> Method:
 
 
 def _together(fit: Method) -> Method:
-    """`fit`, made to return when every worker has come to its end."""
+    """Replaces `fit`: it returns when every worker has come to its end."""
 
     signature = inspect.signature(fit)
 
@@ -233,7 +234,7 @@ def _together(fit: Method) -> Method:
 
 @contextlib.contextmanager
 def _with_data(name: str, strategy: Any) -> Iterator[None]:
-    """Says in a sentence that there are no data, for which Keras has an empty StopIteration."""
+    """Replaces Keras' empty StopIteration, where there are no data, by an error that says so."""
     try:
         yield
     except StopIteration:
@@ -244,7 +245,7 @@ def _with_data(name: str, strategy: Any) -> Iterator[None]:
 
 
 def _placed(evaluate: Method) -> Method:
-    """`evaluate`, whose reading of metrics all workers must come to."""
+    """Replaces `evaluate`: all workers must call it, since it reads metrics."""
 
     @functools.wraps(evaluate)
     def evaluating(model: keras.Model, *args: object, **kwargs: object) -> object:
@@ -258,7 +259,7 @@ def _placed(evaluate: Method) -> Method:
 
 
 def _looked_at(train: Method) -> Method:
-    """A method that trains a model, made to look first where that was made."""
+    """Replaces a method that trains a model: it first checks that the model can be trained."""
 
     @functools.wraps(train)
     def training(model: keras.Model, *args: object, **kwargs: object) -> object:
@@ -281,11 +282,11 @@ def _look(model: keras.Model) -> None:
 
 
 def _of_all_workers(read: Method) -> Method:
-    """What makes the log of an epoch, made to give all workers the same.
+    """Replaces the method that makes the log of an epoch: it is the same on all workers.
 
-    Keras takes the metrics' values only if the last step returned these and no others; else all of
-    its log is what that step returned on this worker. Here metrics are those of all replicas in
-    each case, and of another value the workers' means of their last steps are averaged.
+    Keras uses the metrics' values only if the last step returned exactly the metrics; otherwise its
+    log is what that step returned on this worker. The replacement always uses the metrics of all
+    replicas. Other values are averaged over the workers, from the last step of each.
     """
 
     @functools.wraps(read)
@@ -295,10 +296,10 @@ def _of_all_workers(read: Method) -> Method:
             return read(model, logs)
         metrics = model.get_metrics_result()
         if not _has_own_steps(model):
-            return metrics  # A worker that has taken no step of a resumed epoch has no logs.
+            return metrics  # `logs` may be empty: a worker may take no step of a resumed epoch
         extended = strategy.extended
         purpose = extended.place.of_metric()
-        # Others may still have data, and with no metrics to read nothing has waited for them.
+        # Others may still have data. A model without metrics has not waited for them yet.
         extended.finish_blocks(purpose)
         returned = everyones(_plain(logs), extended.control, purpose)
         names = {name: None for of_worker in returned for name in of_worker} or metrics
@@ -315,22 +316,25 @@ def _of_all_workers(read: Method) -> Method:
 
 
 def _has_own_steps(model: keras.Model) -> bool:
-    """Whether steps of a model may return other values than its metrics; alike on all workers."""
+    """Returns whether a model's own steps may return other values than its metrics.
+
+    The answer is the same on all workers.
+    """
     names = ("train_step", "test_step", "compute_metrics")
     own = (getattr(getattr(model, name), "__func__", None) for name in names)
     return any(one is not getattr(keras.Model, name) for one, name in zip(own, names, strict=True))
 
 
 def _plain(logs: dict[str, Json]) -> dict[str, Json]:
-    """Logs as numbers and lists; what is under a name of its own within a dict comes out of it."""
-    found: dict[str, Json] = {}
+    """Returns logs as numbers and lists, with nested dicts flattened."""
+    plain: dict[str, Json] = {}
     for name, value in logs.items():
-        found |= _plain(value) if isinstance(value, dict) else {name: np.asarray(value).tolist()}
-    return found
+        plain |= _plain(value) if isinstance(value, dict) else {name: np.asarray(value).tolist()}
+    return plain
 
 
 def _mean(values: list[Nest]) -> Nest:
-    """Of numbers and arrays the mean; of what has none the first worker's."""
+    """Returns the mean of numbers or arrays; the first value if they have no mean."""
     try:
         mean = np.mean(np.array(values, np.float64), 0)
     except (TypeError, ValueError):
@@ -339,10 +343,11 @@ def _mean(values: list[Nest]) -> Nest:
 
 
 def _counted_nothing(model: keras.Model, name: str, value: Nest) -> bool:
-    """Whether the step left out a metric of this name, as one that returns a loss of its own does.
+    """Returns whether no step has updated the metric of this name.
 
-    Keras makes a metric "loss" for each compiled model. The variables, whose reading is an exchange
-    of all workers, are looked at only where the value, which all have alike, is 0.
+    Keras makes a metric "loss" for each compiled model, which a custom step may leave out. Reading
+    a metric's variables is an exchange of all workers. So they are read only if the metric's value,
+    which is the same on all, is 0.
     """
     if np.any(value):
         return False
@@ -351,7 +356,7 @@ def _counted_nothing(model: keras.Model, name: str, value: Nest) -> bool:
 
 
 def _looking(build: Method) -> Method:
-    """What builds a model from a first batch, made to look at its shapes alone."""
+    """Replaces the method that builds a model from a first batch: it sees the shapes alone."""
 
     @functools.wraps(build)
     def building(model: keras.Model, *args: object, **kwargs: object) -> object:
@@ -362,7 +367,7 @@ def _looking(build: Method) -> Method:
             built = build(model, *args, **kwargs)
         iterator: Any = (*args, kwargs.get("iterator"))[0]
         if iterator is not None:
-            # What `fit` iterates over; it has no public name.
+            # The dataset over which `fit` iterates has no public name.
             _element_specs[model] = iterator._distributed_dataset.element_spec
         return built
 
@@ -370,7 +375,7 @@ def _looking(build: Method) -> Method:
 
 
 def _step_noted(apply: Method) -> Method:
-    """An optimizer's step, made to be noticed by the strategy in whose replica it is taken."""
+    """Replaces an optimizer's step: the strategy notes a step that is taken in a replica."""
 
     @functools.wraps(apply)
     def applying(
@@ -390,20 +395,20 @@ def _step_noted(apply: Method) -> Method:
 
 
 def build_optimizers(model: keras.Model) -> None:
-    """Makes the slots of all of a model's optimizers, which its first step would make later.
+    """Makes the slots of all optimizers of a model, which its first step would make later.
 
-    Which weights one of several optimizers trains, only the model's `train_step` knows: it is
-    traced for the data of the `fit` that is under way, and not run.
+    If there are several optimizers, only the model's `train_step` knows which weights each trains.
+    So the step is traced for the data of the present `fit`, and not run.
 
     Raises:
-        ValueError: an optimizer has none even so; the message has the line that makes them.
+        ValueError: an optimizer has no slots even so; the message has the line that makes them.
     """
     build_optimizer(model)
     spec = _element_specs.get(model)
     unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
     if unbuilt and spec is not None and not model.run_eagerly:
         strategy = model.distribute_strategy
-        # TensorFlow's: ours would make the model's synchronizer, which is to know the slots.
+        # TensorFlow's `run`: that of `strategy` would make a synchronizer, which needs the slots.
         run = tf.distribute.MultiWorkerMirroredStrategy.run
         step = tf.autograph.experimental.do_not_convert(
             lambda minibatch: run(strategy, model.train_step, args=(minibatch,))
@@ -422,7 +427,7 @@ def build_optimizers(model: keras.Model) -> None:
 
 
 def _of_all_rows(predict: Method) -> Method:
-    """`predict`, made to compute all rows on the worker that calls it."""
+    """Replaces `predict`: it computes all rows on the worker that calls it."""
 
     @functools.wraps(predict)
     def predicting(model: keras.Model, *args: object, **kwargs: object) -> object:
@@ -436,7 +441,10 @@ def _of_all_rows(predict: Method) -> Method:
 
 
 def _with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
-    """`CallbackList`'s constructor, which `fit`, `evaluate` and `predict` call."""
+    """Replaces the constructor of `CallbackList`: other workers' callbacks write elsewhere.
+
+    `fit`, `evaluate` and `predict` call that constructor.
+    """
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -456,7 +464,7 @@ def _with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_place(name: str) -> Callable[[Method], Method]:
-    """What makes a hook of `CallbackList` say where `fit` is, and that it is in callbacks."""
+    """Returns a replacement for a hook of `CallbackList`, which notes where `fit` is."""
 
     def make(hook: Method) -> Method:
         @functools.wraps(hook)
@@ -486,7 +494,7 @@ _HOOKS = {
 
 
 def _prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
-    """What runs in a callback's place on this worker; None if nothing does.
+    """Returns the callback that runs on this worker in place of a given one; None if none does.
 
     Raises:
         ValueError: the callback cannot work under the strategy.
@@ -498,7 +506,7 @@ def _prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
             return None
         return callback if attribute is None else _Elsewhere(callback, attribute)
     if isinstance(callback, _CALLBACKS.CSVLogger):
-        # Keras makes the folders of the others.
+        # Keras makes the folders of the other callbacks by itself.
         os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
     return callback
 
@@ -520,9 +528,9 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
 
 
 class _Elsewhere(keras.callbacks.Callback):
-    """A callback whose files go to a folder that is removed, and that prints nothing of them.
+    """A wrapper of a callback, whose files go to a temporary folder and which prints nothing.
 
-    The callback has its own path again whenever none of its methods runs.
+    While none of its methods runs, the callback has its own path.
     """
 
     def __init__(self, callback: keras.callbacks.Callback, attribute: str) -> None:
@@ -551,7 +559,7 @@ class _Elsewhere(keras.callbacks.Callback):
             getattr(self._callback, method)(*args, **kwargs)
         finally:
             for name, value in own.items():
-                # What the callback has set itself stays.
+                # A value that the callback has set itself stays.
                 if getattr(self._callback, name) == meanwhile[name]:
                     setattr(self._callback, name, value)
 
@@ -569,7 +577,7 @@ for _name in dir(_CALLBACKS.Callback):
 
 
 def _with_divided_data(make: Any) -> Method:
-    """The class of `fit`'s passes over data, made to look at the data first."""
+    """Replaces the class of passes over data: data are compared and divided among the workers."""
 
     @functools.wraps(make, updated=())
     def making(distribute_strategy: Any = None, **kwargs: Any) -> Any:
@@ -578,7 +586,7 @@ def _with_divided_data(make: Any) -> Method:
             return make(distribute_strategy=distribute_strategy, **kwargs)
         rest = {k: kwargs.pop(k) for k in ("steps_per_execution",) if k in kwargs}
         rest["steps_per_epoch"] = kwargs.get("steps_per_epoch")
-        # Keras' own choice and errors; what it is given back it takes as it is.
+        # Keras chooses the adapter, and raises its own errors. It takes an adapter as it is.
         adapter = _adapters.get_data_adapter(**kwargs)
         if isinstance(adapter, _adapters.PyDatasetAdapter):
             adapter = _PyDatasetSteps(kwargs["x"], adapter, extended)
@@ -586,7 +594,7 @@ def _with_divided_data(make: Any) -> Method:
             adapter = _GeneratorSteps(adapter, extended)
         divided = extended.share != (0, 1)
         _check(adapter, extended, divided)
-        # In the midst of an epoch the workers may be at different steps.
+        # Within an epoch the workers may be at different steps, so nothing is exchanged there.
         if divided and not (extended.place.fits and extended.place.calls):
             extended.check_data(_facts(adapter), bool(getattr(adapter, "_shuffle", False)))
         if isinstance(adapter, _adapters.TFDatasetAdapter):
@@ -594,7 +602,7 @@ def _with_divided_data(make: Any) -> Method:
             if isinstance(dataset, tf.data.Dataset) and not division.divided_between_workers(
                 dataset
             ):
-                # Keras counts the steps of an epoch by it.
+                # Keras counts the steps of an epoch by the distributed dataset's cardinality.
                 dataset = distribute_strategy.experimental_distribute_dataset(dataset)
                 adapter = _adapters.TFDatasetAdapter(dataset)
         kind = _Epochs if isinstance(adapter, _Steps) else make
@@ -619,7 +627,7 @@ def _check(adapter: Any, extended: PeriodicSyncExtended, divided: bool) -> None:
 
 
 def _facts(adapter: Any) -> dict[str, Json]:
-    """What tells this worker's data from another's: see `division.difference`."""
+    """Returns facts by which this worker's data are compared with others'."""
     if isinstance(adapter, _Steps):
         return adapter.facts()
     if isinstance(adapter, _adapters.ArrayDataAdapter):
@@ -654,7 +662,7 @@ def _refuse_spent(given: dict[str, Json]) -> None:
 
 
 def _without_reading(build: Method) -> Method:
-    """Keras' look at a first batch, made not to begin a pass over Python data for it."""
+    """Replaces Keras' look at a first batch: it begins no pass over Python data."""
 
     @functools.wraps(build)
     def building(model: keras.Model, iterator: object = None, data_batch: Nest = None) -> object:
@@ -666,13 +674,13 @@ def _without_reading(build: Method) -> Method:
 
 
 class _Epochs(_trainer.TFEpochIterator):
-    """Keras' passes over Python data, each begun where it is used first."""
+    """Keras' passes over Python data; each begins when its first batch is used."""
 
     _current_iterator: Iterator[Nest] | None
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
-            # Where a pass ends Keras makes the next one, before the dataset's on_epoch_end.
+            # At the end of a pass Keras makes the next one, before the dataset's on_epoch_end.
             return ()
         self.data_adapter.begin_pass()
         return super()._get_iterator()
@@ -684,9 +692,9 @@ class _Epochs(_trainer.TFEpochIterator):
 
 
 class _Steps(_adapters.data_adapter.DataAdapter):
-    """Python data as this worker's steps, which are divided between its devices alone.
+    """An adapter of Python data: this worker's steps, which its own devices share.
 
-    Subclasses yield batches, and which part of how many is a step.
+    Subclasses yield batches, each with the parts of it that are steps and the number of its parts.
     """
 
     def __init__(self, batches: list[Data], extended: PeriodicSyncExtended) -> None:
@@ -698,7 +706,7 @@ class _Steps(_adapters.data_adapter.DataAdapter):
         self._signature = _adapter_utils.get_tensor_spec(self._first)
 
     def begin_pass(self) -> None:
-        """The next pass over the data begins."""
+        """Begins the next pass over the data."""
 
     def _batches(self) -> Iterator[tuple[Data, range, int]]:
         raise NotImplementedError
@@ -714,14 +722,14 @@ class _Steps(_adapters.data_adapter.DataAdapter):
         return self._extended.distribute_steps(dataset.prefetch(1))
 
     def first_minibatch(self) -> Nest:
-        """A minibatch of one replica, for its shapes."""
+        """Returns a minibatch of one replica, of which Keras uses the shapes."""
         replicas = self._workers * len(self._extended.worker_devices)
         return _part(self._first[0], 0, replicas, at_least=1)
 
     def facts(self) -> dict[str, Json]:
-        """See `division.difference`."""
-        # Of inputs a worker may have other ones, as where it draws noise; their order is in the
-        # labels, if there are any.
+        """Returns facts by which these data are compared with other workers'."""
+        # Inputs may differ between workers, for example by noise. So the labels are compared, if
+        # there are any; they show the order too.
         batches = [b[1] if isinstance(b, tuple) and len(b) > 1 else b for b in self._first]
         return {"elements": repr(self._signature), "values": division.values_of(batches)}
 
@@ -735,13 +743,13 @@ class _Steps(_adapters.data_adapter.DataAdapter):
 
 
 class _PyDatasetSteps(_Steps):
-    """A `keras.utils.PyDataset`, of which each worker reads other batches."""
+    """A `keras.utils.PyDataset`, whose batches are divided among the workers."""
 
     def __init__(
         self, dataset: keras.utils.PyDataset, adapter: Any, extended: PeriodicSyncExtended
     ) -> None:
         self._dataset, self._adapter = dataset, adapter
-        adapter.enqueuer = None  # whose queue would mix batches of one pass with those of another
+        adapter.enqueuer = None  # its queue would mix the batches of two passes
         self._processes = bool(dataset.use_multiprocessing) and dataset.workers > 0
         if self._processes and extended._num_workers > 1:
             self._refuse_fork()
@@ -799,7 +807,10 @@ class _PyDatasetSteps(_Steps):
             self._adapter.on_epoch_end()
 
     def _agreed(self) -> Any:
-        """What the dataset does meanwhile, as shuffling itself, it does alike on all workers."""
+        """Returns a context with the same random numbers on all workers, for the dataset's hooks.
+
+        A dataset may shuffle itself in such a hook.
+        """
         self._hooks_called += 1
         seed = self._extended.order.seed
         if self._workers == 1 or seed is None:
@@ -808,7 +819,7 @@ class _PyDatasetSteps(_Steps):
 
 
 class _GeneratorSteps(_Steps):
-    """A Python generator, which every worker reads from its beginning to its end, once."""
+    """A Python generator, which every worker reads whole, once; it uses a part of each batch."""
 
     def __init__(self, adapter: Any, extended: PeriodicSyncExtended) -> None:
         super().__init__(adapter._first_batches, extended)
@@ -823,7 +834,7 @@ class _GeneratorSteps(_Steps):
 
 
 def _without_none(batch: Nest) -> Nest:
-    """`batch` without a last part that is None, which cannot be divided."""
+    """Returns a batch without trailing elements that are None, which cannot be divided."""
     if isinstance(batch, list):
         batch = tuple(batch)
     while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
@@ -832,7 +843,7 @@ def _without_none(batch: Nest) -> Nest:
 
 
 def _part(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
-    """Some rows of a batch: `part` among `of`."""
+    """Returns the rows of part number `part` of a batch, which is cut into `of` parts."""
 
     def rows_of(leaf: Nest) -> Nest:
         if _adapter_utils.is_scipy_sparse(leaf):

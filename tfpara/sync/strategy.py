@@ -129,7 +129,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         chosen, why = choose(collectives, found)
         settings = dataclasses.replace(settings, collectives=chosen)
         if found.num_workers > 1 and found.is_chief and collectives == "auto":
-            # Shown by default only where there was a choice.
+            # A warning is shown by default. It is one only if another backend was possible.
             chose = found.rank_variable and (of_horovod(found) or not found.told)
             level = logging.WARNING if chose else logging.DEBUG
             _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
@@ -140,7 +140,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             starting: Any = contextlib.nullcontext()
         else:
             starting = startup.guard(found, startup_timeout_seconds)
-        # The grandparent's constructor: the parent's would build its own extended class.
+        # The grandparent's constructor is called, since the parent's builds its own extended class.
         with starting:
             with _starting_first():
                 extended = PeriodicSyncExtended(self, settings, devices, found)
@@ -156,7 +156,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         quiet.install()
         average_loss.install()
         if self.is_chief:
-            # So that it shows where TF_CONFIG is not what was meant.
+            # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
             print(f"tfpara: {self}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
@@ -175,8 +175,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """N; inside a replica 1, since a local step is that of a replica on its own."""
-        # Keras divides the loss, and clips, by this number inside a replica.
+        """N, the replicas of all workers; 1 inside a replica, whose steps are its own.
+
+        Keras divides the loss, and clips, by this number inside a replica.
+        """
         return 1 if in_replica() else self.num_replicas
 
     @property
@@ -186,7 +188,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     @property
     def num_workers(self) -> int:
-        """Processes taking part."""
+        """The number of processes that take part."""
         return self.extended._num_workers
 
     @property
@@ -219,7 +221,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """
         extended = self.extended
         if sync_period is not None:
-            # Raises if it does not go with the others.
+            # Raises if the period does not go with the other settings.
             settings = dataclasses.replace(extended.settings, sync_period=sync_period)
             sync_period = settings.sync_period
         if any(s.agreement().block_open or s.in_flight for s in extended.synchronizers):
@@ -230,14 +232,14 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         extended.set_sync_period(sync_period)
 
     def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
-        """All replicas go on from the weights of one; momentum and averages start again there.
+        """Sets all replicas to the weights of one; momentum and averages restart there.
 
         Closes the open block first, so every worker must call it. The optimizers' slots of each
         replica stay as they are.
 
         Args:
             model: the model that is trained.
-            replica: 0 … N − 1, the one whose local weights (and batch-norm statistics) are taken.
+            replica: 0 … N − 1; its local weights and batch-norm statistics are taken.
 
         Raises:
             ValueError: there is no such replica.
@@ -256,7 +258,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     @property
     def weight_names(self) -> list[str]:
-        """What `weights` takes: "local", "global" and the averages' names."""
+        """The names that `weights` takes: "local", "global" and those of the averages."""
         return ["local", "global", *self.extended.settings.averages]
 
     def run(
@@ -272,9 +274,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             if tf.executing_eagerly() and extended.synchronizer_for(fn) is None:
                 model = extended.model_of(fn)
                 if _is_train_step(fn) or (model is extended.tracked and _has_weights(model)):
-                    # From the weights before the step, which is taken at once.
+                    # Made before the step, so that it starts from the weights before the step.
                     extended.make_synchronizer(model)
-            # What is traced in an earlier call does not show that it steps, but counts.
+            # A function that was traced in an earlier call does not show that it steps. Its
+            # optimizers' step counts do.
             counts = extended.step_counts() if tf.executing_eagerly() else []
             extended.optimizer_stepped = False
             extended.written, extended.used = [], []
@@ -288,7 +291,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             if not extended.optimizer_stepped and not _is_train_step(fn):
                 return outputs
             extended.check_optimizers(extended.model_of(fn))
-            # The step may have made slots of optimizers.
+            # Looked up again, since the step may have made slots of optimizers.
             synchronizer = extended.synchronizer_for(fn)
             if synchronizer is None:
                 with tf.init_scope():
@@ -305,7 +308,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def reduce(
         self, reduce_op: str | tf.distribute.ReduceOp, value: Nest, axis: int | None = None
     ) -> Nest:
-        """The sum or mean of a value over the replicas of all workers.
+        """Returns the sum or mean of a value over the replicas of all workers.
 
         Every worker must call it, as often as the others, and outside of a `tf.function` where
         there are several workers. It closes no block. A replica that took no step, since its part
@@ -314,7 +317,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Args:
             reduce_op: "SUM" or "MEAN".
             value: what `run` returned, or a structure of that.
-            axis: that of the samples, over which the values are summed, or averaged, too.
+            axis: the axis of the samples, over which the values are summed, or averaged, too.
 
         Raises:
             ValueError: inside a `tf.function`, if there are several workers; or values of different
@@ -325,18 +328,19 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def datasets_by_epoch(
         self, dataset_fn: Callable[[int, int], tf.data.Dataset]
     ) -> tf.distribute.DistributedDataset:
-        """Training data for `fit` that are another dataset in every epoch, and can be resumed.
+        """Returns data for `fit` that are another dataset in every epoch, and can be resumed.
 
         Args:
-            dataset_fn: called on each worker as `dataset_fn(epoch, first)`; returns this worker's
-                minibatches of that epoch (from 0), those of its replicas in turn: a minibatch for
-                each of `local_replica_ids`, then the next for each, and so on. `first` minibatches,
-                counted over all replicas, have been trained already and must be left out; it is 0
-                but for the epoch in which a run is resumed. All must have the same element spec.
+            dataset_fn: called on each worker as `dataset_fn(epoch, first)`. It returns this
+                worker's minibatches of that epoch (from 0), those of its replicas in turn: a
+                minibatch for each of `local_replica_ids`, then the next for each, and so on.
+                `first` minibatches, counted over all replicas, have been trained already, and it
+                must leave them out. `first` is 0 except in the epoch in which a run is resumed. All
+                datasets must have the same element spec.
 
         Returns:
-            Data for `fit`: every pass that follows training steps is the next epoch's. A
-            `tfpara.callbacks.Checkpoint` tells it where a resumed run is.
+            Data for `fit`. Every pass that follows training steps is the next epoch's. In a resumed
+            run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
         position = self.extended.position
         return self.extended.datasets_by_epoch(
@@ -347,49 +351,52 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """Has the state of an object kept in checkpoints and restored from them.
 
         Args:
-            name: the state's; a second object under one name replaces the first.
-            holder: `get_state()` returns what JSON can carry, `set_state(state)` takes it back.
+            name: name of the state; a second object with the same name replaces the first.
+            holder: its `get_state()` returns a value that JSON can carry, which `set_state(state)`
+                restores.
         """
         self.extended.states[name] = holder
 
     def request(self, request: Request) -> None:
-        """Asks all workers for a checkpoint, or to stop: they agree on it at the next sync.
+        """Requests a checkpoint or a stop of all workers, who agree on it at the next sync.
 
-        Acted on by `tfpara.callbacks.Checkpoint` and `StopTogether`. Any worker may ask.
+        `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
         """
         for synchronizer in self.extended.synchronizers:
             synchronizer.graph.request(request)
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """What each worker has, by rank; every worker must call it.
+        """Sends this worker's value to all; returns the workers' values by rank.
+
+        Every worker must call it.
 
         Args:
-            value: anything that JSON can carry; what it cannot is sent as its `repr`.
-            purpose: what it is called for.
+            value: anything that JSON can carry; other objects are sent as their `repr`.
+            purpose: the purpose of the exchange.
         """
         return everyones(value, self.extended.control, purpose)
 
     def steps_resumed(self, epoch: int) -> int:
-        """Minibatches of each replica that an earlier process has trained of this epoch."""
+        """Returns the minibatches of each replica that an earlier process trained of this epoch."""
         position = self.extended.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 
     def answered(self) -> None:
-        """Forgets what was asked for and agreed on; every worker calls it at the same sync."""
+        """Forgets the requests and the one agreed on; every worker calls it at the same sync."""
         for synchronizer in self.extended.synchronizers:
             synchronizer.graph.answered()
 
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
-        """Says what a minibatch counts in the mean of the replicas, before the first step.
+        """Sets the weight of a minibatch in the mean of the replicas, before the first step.
 
-        By default that is the number by which Keras divides the compiled loss of a minibatch: its
-        samples; with sample weights their number, those of padding among them, or their sum if the
-        loss has reduction="mean_with_sample_weight". A loss of a custom loop, or one with Keras'
-        masks, may divide by another number, and every frame has the same say in the model only if
-        that is given here.
+        By default the weight is the number by which Keras divides the compiled loss of a minibatch:
+        the number of its samples, also of those with sample weight 0; or the sum of the sample
+        weights if the loss has reduction="mean_with_sample_weight". A loss of a custom loop, or one
+        with Keras' masks, may divide by another number. Give that number here, so that every frame
+        has the same weight in the model.
 
         Args:
-            weight: called with what a replica's step is given (Keras gives it one argument, the
+            weight: called with the arguments of a replica's step (Keras gives it one, the
                 minibatch); returns a number or a scalar tensor. The same on every worker.
 
         Raises:
@@ -407,33 +414,34 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         model: keras.Model | Sequence[keras.Model],
         optimizers: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] = (),
     ) -> None:
-        """Names what a custom loop trains through `run`; Keras' `fit` needs no call.
+        """Names the models that a custom loop trains through `run`; Keras' `fit` does not need it.
 
         Several models are synchronised as one: a call of `run` that trains any of them is a step of
-        all, and `weights`, `broadcast_replica` and `state_bytes`, given one of them, are of all.
+        all. `weights`, `broadcast_replica` and `state_bytes`, called with one of them, act on all.
 
         Args:
-            model: the model, or a list of all that the loop trains.
-            optimizers: those of the loop, one or a list, beside what the models are compiled with;
-                for `local_state` "reset" and "average" and for BMUFAdam.
+            model: the model, or a list of all models that the loop trains.
+            optimizers: the loop's optimizer, or a list, beside those that the models are compiled
+                with. It is needed for `local_state` "reset" and "average" and for BMUFAdam.
 
         Raises:
-            TypeError: what is given is no model, or no optimizer.
+            TypeError: an argument is no model, or no optimizer.
             ValueError: the list of models is empty.
         """
         self.extended.track(as_list(model), as_list(optimizers))
 
     def synchronize(self) -> None:
-        """Closes the open block: every worker must call it, and joins syncs until all have.
+        """Closes the open block: takes part in syncs until every worker has called it.
 
-        `fit` does so at the end of each epoch; custom loops call it where their data ends.
+        Every worker must call it. `fit` does so at the end of each epoch; custom loops call it at
+        the end of their data.
         """
         self.extended.finish_blocks()
 
     def barrier(self) -> None:
         """Waits until every worker has called this.
 
-        What the chief wrote before is there after it: all workers may read it.
+        So files that the chief wrote before can be read by all workers after it.
         """
         self.extended.control.together(call("strategy.barrier()"))
 
@@ -444,8 +452,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Every worker must enter, since the open block is closed first. Leaving the context puts the
         former weights back, bit for bit, on every device. Statistics such as those of batch
         normalisation are those of the last sync in each case. A model that has not been trained yet
-        has the same weights under every name. Models that are tracked together all have them.
-        Contexts may be nested: the inner one holds.
+        has the same weights under every name. Models that are tracked together all get these
+        weights. Contexts may be nested: the inner one holds.
 
         Args:
             model: a model that was made in the scope.
@@ -474,19 +482,19 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             self.extended.shown = former
 
     def state_bytes(self, model: keras.Model) -> list[int]:
-        """Bytes of global state (model, momentum, averages) that each local holder keeps.
+        """Returns the bytes of global state (model, momentum, averages) that are kept here.
 
-        One number for a worker that keeps the whole state, one for each replica where it is
-        sharded. Every worker must call it.
+        It is one number if this worker keeps the whole state, and one for each local replica if the
+        state is sharded. Every worker must call it.
 
         Args:
-            model: built and compiled in the scope.
+            model: a model that is built and compiled in the scope.
         """
         with self.scope():
             return self.extended.synchronizer_of(model).graph.global_state.nbytes
 
     def statistics(self) -> SyncStatistics:
-        """What this worker has done so far, over all models of the strategy."""
+        """Returns counts and times of this worker's syncs so far, over all models."""
         total = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
         for synchronizer in self.extended.synchronizers:
             one = synchronizer.graph.statistics()
@@ -504,7 +512,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
 @contextlib.contextmanager
 def _starting_first() -> Iterator[None]:
-    """Explains TensorFlow's error where it has been used before it knew the cluster."""
+    """Replaces TensorFlow's error, if TensorFlow was used before the strategy was made."""
     try:
         yield
     except RuntimeError as error:
@@ -521,7 +529,7 @@ def _starting_first() -> Iterator[None]:
 def _is_step_of_keras(
     fn: Callable[..., Nest], names: Sequence[str] = ("train_step", "test_step")
 ) -> bool:
-    """Whether `fn` is what `fit` or `evaluate` runs on a minibatch."""
+    """Returns whether `fn` is the step that `fit` or `evaluate` runs on a minibatch."""
     owner = getattr(fn, "__self__", None)
     return isinstance(owner, keras.Model) and getattr(fn, "__name__", "") in names
 
@@ -531,5 +539,5 @@ def _has_weights(model: keras.Model | None) -> bool:
 
 
 def _is_train_step(fn: Any) -> bool:
-    """Whether `fn` is the training step of a model with weights, whatever writes these."""
+    """Returns whether `fn` is the `train_step` of a model that has trainable weights."""
     return _is_step_of_keras(fn, ["train_step"]) and _has_weights(fn.__self__)
