@@ -5,9 +5,10 @@ model, momentum and averages (each worker writes the parts it keeps), every repl
 optimizer slots, statistics, dropout seeds and metrics, the counters, the state of callbacks,
 Python's and NumPy's random state, and the position in the data.
 
-Resumed on the same number of replicas, a run goes on as if it had not been interrupted: bit for
-bit, where TensorFlow itself is (on CPUs). On another number, every replica starts from the point
-that the rule would broadcast, with the optimizer's slots of one of the former replicas.
+A run resumed on the same number of replicas continues as if it had not been interrupted. It is bit
+for bit the same where TensorFlow itself is deterministic (on CPUs). On another number, every
+replica starts from the point that the rule would broadcast, with the optimizer's slots of one of
+the former replicas.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ IF_DAMAGED = ("refuse", "start")
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of one model; every worker calls the same methods.
+    """The checkpoints of one model, for writing and reading; every worker calls the same methods.
 
     Args:
-        directory: shared by all workers.
-        keep: how many of the newest stay.
-        may_change: keys of the strategy's `data_plan` that may differ where a run is resumed.
+        model: a built and compiled model.
+        directory: the directory, which all workers share.
+        keep: number of the newest checkpoints that stay.
+        may_change: keys of the strategy's `data_plan` that may differ when a run is resumed.
 
     Raises:
         ValueError: the model has an optimizer whose slots cannot be made before its first step.
@@ -68,22 +70,23 @@ class Checkpoints:
         self._extended = self._strategy.extended
         self.store = Store(directory, keep)
         self._next = 0
-        self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []  # values, until the epoch goes on
+        # Variables and values for `restore_epoch`.
+        self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []
 
     @property
     def synchronizer(self) -> Synchronizer:
-        """That of the model."""
+        """The model's synchronizer."""
         with self._strategy.scope():
             return self._extended.synchronizer_of(self._model)
 
     def lock(self) -> None:
-        """Takes the directory for this run.
+        """Locks the directory for this run.
 
         Raises:
             CheckpointError: on every worker, if the chief cannot.
         """
         self._together(self.store.lock, "lock", chief_only=True)
-        # Of a run's own, for a worker that an earlier run has left may still be writing its part.
+        # Each run has its own mark, since a worker of an earlier run may still write its part.
         self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
         numbers = self._together(self.store.numbers, "numbers")
         if any(theirs != numbers[0] for theirs in numbers):
@@ -125,13 +128,15 @@ class Checkpoints:
         return number
 
     def restore(self, if_damaged: str) -> dict[str, Json] | None:
-        """Goes on from the newest checkpoint that is whole; returns its position, None without any.
+        """Restores the newest undamaged checkpoint; returns its position, or None without any.
 
         Args:
-            if_damaged: what to do if there are checkpoints and none is whole: "refuse" or "start".
+            if_damaged: "refuse" or "start", what to do if there are checkpoints and all are
+                damaged.
 
         Raises:
-            CheckpointError: on every worker: all are damaged, or the newest is of another run.
+            CheckpointError: on every worker, if all are damaged and `if_damaged` is "refuse", or
+                the newest undamaged one is of another run.
         """
         numbers = self.store.numbers()
         problems = []
@@ -155,8 +160,10 @@ class Checkpoints:
         return None
 
     def restore_epoch(self) -> None:
-        """Puts back what Keras resets or closes where `fit` begins the epoch that was under way:
-        its metrics, and what replicas have trained since their last sync."""
+        """Restores metrics and the open block again, when `fit` has begun the interrupted epoch.
+
+        The begin of `fit` closes the block, and Keras resets the metrics.
+        """
         for variable, value in self._of_epoch:
             variable.assign(value)
         self._of_epoch = []
@@ -170,10 +177,10 @@ class Checkpoints:
     def _together(
         self, action: Callable[..., Json], name: str, chief_only: bool = False
     ) -> list[Json]:
-        """Does something on every worker; returns what it gave, by rank.
+        """Runs an action on every worker, or on the chief alone; returns the results by rank.
 
         Raises:
-            CheckpointError: on all workers, if it fails on one, which is named.
+            CheckpointError: on all workers, if the action fails on one; the message names it.
         """
         result = problem = None
         if self._strategy.is_chief or not chief_only:
@@ -189,7 +196,7 @@ class Checkpoints:
         return [value for value, _ in everyone]
 
     def _problem(self, number: int) -> str | None:
-        """Why a checkpoint cannot be used, as all workers agree; None if it can."""
+        """Returns why a checkpoint cannot be used, the same on all workers; None if it can."""
         problem = None
         if self._strategy.is_chief:
             try:
@@ -214,9 +221,9 @@ class Checkpoints:
     # -- what is in a part ---------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Array]:
-        """This worker's part."""
+        """Returns the tensors of this worker's part, by name."""
         ids = self._strategy.local_replica_ids
-        # A whole global state is the same on all workers.
+        # A global state that is not sharded is the same on all workers, so the chief writes it.
         cells = self._strategy.is_chief or self.synchronizer.graph.global_state.is_sharded
         tensors = {
             slot.key(ids): slot.variable.read_value()
@@ -229,7 +236,7 @@ class Checkpoints:
     # -- restoring -----------------------------------------------------------------------------
 
     def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Takes over what a checkpoint holds; nothing is exchanged meanwhile."""
+        """Sets all state from a checkpoint; no collective may run in it."""
         try:
             self._take_over(self.store.readers(number, manifest), manifest)
         except (tf.errors.OpError, ValueError, KeyError) as error:
@@ -268,10 +275,10 @@ class Checkpoints:
                 )
 
     def _start_anew(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Puts every replica where the rule would have it after a sync.
+        """Sets every replica to the weights from which the rule lets a new replica start.
 
-        Fragments whose sync was not due at the checkpoint start from the mean of the former
-        replicas, so that what these have learned since is not lost.
+        Fragments that were trained since their last sync start from the mean of the former
+        replicas, so that this training is not lost.
         """
         weights = self.synchronizer.broadcast_point()
         readers = self.store.readers(number, manifest)
@@ -289,8 +296,8 @@ class Parts:
 
     Args:
         readers: one for each worker's part.
-        replicas: of the run that wrote it.
-        sizes: of the buckets of the global state.
+        replicas: number of replicas of the run that wrote it.
+        sizes: lengths of the buckets of the global state.
     """
 
     def __init__(self, readers: Sequence[Any], replicas: int, sizes: Sequence[int]) -> None:
@@ -300,10 +307,10 @@ class Parts:
         self._reader_of = {name: r for r in readers for name in r.get_variable_to_shape_map()}
 
     def value(self, slot: Slot, strategy: PeriodicSyncStrategy) -> Array | None:
-        """What a slot of this run gets; None: it stays as it is.
+        """Returns the value of a slot of this run; None if the slot stays as it is.
 
         Raises:
-            CheckpointError: the checkpoint lacks it.
+            CheckpointError: the checkpoint lacks the value.
         """
         if slot.kind is Kind.HOLDER:
             return self._of_holder(slot)
@@ -319,20 +326,22 @@ class Parts:
         if slot.kind is Kind.RANDOM and owner >= former:
             return None
         sources = range(owner, former, owners) if slot.kind is Kind.SUM else [owner % former]
-        found = [get(source, slot.name) for source in sources]
-        if any(value is None for value in found):
+        values = [get(source, slot.name) for source in sources]
+        if any(value is None for value in values):
             if slot.absent is None:
                 raise _lacks(slot.name)
             return tf.fill(slot.variable.shape, tf.cast(slot.absent, slot.variable.dtype))
-        return sum(found, start=tf.zeros_like(slot.variable)) if slot.kind is Kind.SUM else found[0]
+        if slot.kind is Kind.SUM:
+            return sum(values, start=tf.zeros_like(slot.variable))
+        return values[0]
 
     def of_worker(self, rank: int, name: str) -> Any:
-        """What is in the part of a worker; None if it is not."""
+        """Returns a tensor of a worker's part; None if the part lacks it."""
         reader = self._readers[rank]
         return reader.get_tensor(name) if reader.has_tensor(name) else None
 
     def of_replicas(self, name: str) -> list[Any]:
-        """What is there of each replica of the former run."""
+        """Returns a tensor of each replica of the former run; None for one that lacks it."""
         return [self._of_replica(replica, name) for replica in range(self._replicas)]
 
     def _of_replica(self, replica: int, name: str) -> Any:
@@ -340,21 +349,21 @@ class Parts:
         return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
 
     def _of_holder(self, slot: Slot) -> NDArray[Any]:
-        """A piece of a field, from those of the former run, however that had cut the field."""
+        """Returns a part of a field, cut from the parts in which the former run wrote it."""
         field, start = slot.name.rsplit("/", 1)
-        found = {
+        parts = {
             int(name.rsplit("/", 1)[1]): (name, reader)
             for name, reader in self._reader_of.items()
             if name.rsplit("/", 1)[0] == field
         }
-        if not found:
+        if not parts:
             raise _lacks(slot.name)
         shape, begin, size = slot.variable.shape, int(start), self._sizes[int(field.split("/")[-1])]
-        if not shape.rank:  # All pieces have the same number.
-            name, reader = found[min(found)]
+        if not shape.rank:  # a scalar, which is the same in all parts
+            name, reader = parts[min(parts)]
             return reader.get_tensor(name)
         value = np.zeros(shape, slot.variable.dtype.as_numpy_dtype)  # zeros past the bucket's end
-        for at, (name, reader) in found.items():
+        for at, (name, reader) in parts.items():
             (length,) = reader.get_variable_to_shape_map()[name]
             first, last = max(at, begin), min(at + length, begin + shape[0], size)
             if first < last:
@@ -370,18 +379,18 @@ def _lacks(name: str) -> CheckpointError:
 def check_run(
     path: str | os.PathLike[str], manifest: Mapping[str, Json], mine: Mapping[str, Json]
 ) -> None:
-    """Compares what a checkpoint is of with what this run is; other versions are a warning.
+    """Compares a checkpoint's settings with those of this run; other versions are a warning.
 
     Args:
-        path: of the checkpoint.
-        manifest: of the checkpoint.
+        path: path of the checkpoint.
+        manifest: manifest of the checkpoint.
         mine: settings of this run, by name.
 
     Raises:
-        CheckpointError: they differ; the message says in what.
+        CheckpointError: the settings differ; the message names those that do.
     """
     mine = json.loads(json.dumps(mine, default=repr))
-    # Version 0.1 had its own number among the settings; the format's number is what decides.
+    # Version 0.1 listed its version among the settings. The format's number decides instead.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
     differing = differences({"the checkpoint": theirs, "this run": mine})
     if differing:
@@ -405,14 +414,14 @@ def taken_up(
     where: str,
     epochs: int,
 ) -> str:
-    """What the user is told where a run is taken up: where it goes on, or that it is complete.
+    """Returns the message on a resumed run: where it continues, or that it is complete.
 
     Args:
-        directory: of the checkpoints.
-        number: of the one that it goes on from.
-        position: there: the "epoch", from 0, and whether training had been "finished".
-        where: it is within the epoch, in words; "" at its begin.
-        epochs: that this `fit` is to train.
+        directory: directory of the checkpoints.
+        number: number of the checkpoint.
+        position: its "epoch", from 0, and whether training was "finished".
+        where: the place within the epoch, in words; "" at its begin.
+        epochs: the epochs of this `fit`.
     """
     done = position["epoch"]
     if not position["finished"] and done < epochs:
@@ -430,18 +439,18 @@ def taken_up(
 
 
 def collected(states: Mapping[str, StateHolder]) -> dict[str, Json]:
-    """The states of objects with `get_state`, by name, as JSON carries them.
+    """Returns the states of objects with `get_state`, by name, as JSON values.
 
     Raises:
-        CheckpointError: one cannot be carried.
+        CheckpointError: JSON cannot carry a state.
     """
-    found = {}
+    collected_states = {}
     for name, holder in states.items():
         try:
-            found[name] = json.loads(json.dumps(holder.get_state()))
+            collected_states[name] = json.loads(json.dumps(holder.get_state()))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the state of {name!r} cannot be kept ({error}): get_state() must return "
                 "numbers, texts, lists and dicts of Python's own."
             ) from error
-    return found
+    return collected_states

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: complete or not there at all.
+"""Checkpoints on disk, each of which is complete or not visible.
 
 DIRECTORY/lock                          held by the run that writes here
 DIRECTORY/checkpoint-00000012/          the twelfth; made visible by one rename
-    manifest.json                       what it is of, and every file's size and SHA-256
-    part-00000.index, part-00000.data-00000-of-00001     of worker 0, TensorFlow's own format
-DIRECTORY/.partial-…/                   under way, or left by a run that was killed
+    manifest.json                       facts about the run; every file's size and SHA-256
+    part-00000.index, part-00000.data-00000-of-00001     worker 0's part, in TensorFlow's format
+DIRECTORY/.partial-…/                   a checkpoint being written, or left by a killed run
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from tfpara.typing import Array, Json
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _PARTIAL = ".partial-"
-# Of flock: EACCES and EAGAIN where NFS has made a record lock of it.
+# Error numbers of flock for a lock that another process holds: EACCES and EAGAIN come from NFS,
+# which makes a record lock of it.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _LOCKS: dict[str, Store] = {}  # the directories that this process has locked
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or cannot be used. The message says which and why."""
+    """A checkpoint cannot be written, or cannot be used. The message says which and why."""
 
-    of_all_workers = True  # raised on each of them, at the same place
+    of_all_workers = True  # it is raised on all workers, at the same place
 
 
 class Store:
     """A directory of checkpoints. All workers see the same one, and the chief makes the changes.
 
     Args:
-        directory: of the checkpoints.
-        keep: how many of the newest stay.
+        directory: path of the directory.
+        keep: number of the newest checkpoints that stay.
 
     Attributes:
-        mark: of this run; all its workers must have the same, and other runs another.
+        mark: identifies this run; the same on all its workers, and different in other runs.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
@@ -60,7 +61,7 @@ class Store:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Takes the directory for this process, until it ends.
+        """Locks the directory for this process, until the process ends.
 
         Raises:
             CheckpointError: another run has it, or it cannot be locked or written to.
@@ -68,7 +69,7 @@ class Store:
         if self._lock is not None:
             return
         former = _LOCKS.pop(os.path.realpath(self.directory), None)
-        if former is not None:  # of a fit of this process that has ended with an error
+        if former is not None:  # locked by a fit of this process that ended with an error
             former.release()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -113,38 +114,38 @@ class Store:
         )
 
     def release(self) -> None:
-        """Gives the directory back."""
+        """Releases the lock of the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
             _LOCKS.pop(os.path.realpath(self.directory), None)
 
     def numbers(self) -> list[int]:
-        """Numbers of the checkpoints that were made visible, the newest first."""
+        """Returns the numbers of the complete checkpoints, the newest first."""
         if not self.directory.is_dir():
             return []
-        found = [_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        matches = [_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def path(self, number: int) -> Path:
-        """Directory of a complete checkpoint."""
+        """Returns the directory of a complete checkpoint."""
         return self.directory / f"checkpoint-{number:08d}"
 
     def partial(self, number: int) -> Path:
-        """Directory of a checkpoint under way."""
+        """Returns the directory of a checkpoint that is being written."""
         return self.directory / f"{_PARTIAL}{number:08d}-{self.mark}"
 
     def begin(self, number: int) -> None:
-        """Makes the directory of a checkpoint under way, empty."""
+        """Makes an empty directory for a checkpoint to write."""
         partial = self.partial(number)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
 
     def write_part(self, number: int, rank: int, tensors: Mapping[str, Array]) -> dict[str, Json]:
-        """Writes a worker's part of a checkpoint under way; returns its files, for the manifest.
+        """Writes a worker's part of a checkpoint; returns the manifest's entries of its files.
 
         Raises:
-            CheckpointError: the directory is not there, or the disk does not take it.
+            CheckpointError: the directory is not there, or the part cannot be written.
         """
         partial = self.partial(number)
         if not partial.is_dir():
@@ -169,10 +170,10 @@ class Store:
             raise CheckpointError(f"cannot write {prefix} ({_first_line(error)})") from error
 
     def commit(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Makes a checkpoint visible, and removes those that are too old.
+        """Makes a checkpoint visible, and removes all but the `keep` newest.
 
         Raises:
-            CheckpointError: the disk does not take it.
+            CheckpointError: the manifest cannot be written, or the directory not renamed.
         """
         partial = self.partial(number)
         try:
@@ -191,11 +192,11 @@ class Store:
             self.remove(old)
 
     def abandon(self, number: int) -> None:
-        """Removes a checkpoint under way."""
+        """Removes a checkpoint that is being written."""
         shutil.rmtree(self.partial(number), ignore_errors=True)
 
     def read_manifest(self, number: int) -> dict[str, Json]:
-        """What a checkpoint is of.
+        """Returns the manifest of a checkpoint.
 
         Raises:
             CheckpointError: it has no manifest, or a damaged one.
@@ -230,8 +231,7 @@ class Store:
                 raise CheckpointError(f"{path} is damaged: its size or SHA-256 is not as written")
 
     def readers(self, number: int, manifest: Mapping[str, Json]) -> list[Any]:
-        """A reader of each worker's part, with `get_tensor(name)` and
-        `get_variable_to_shape_map()`."""
+        """Returns a reader for each worker's part, of the type of `tf.train.load_checkpoint`."""
         folder = self.path(number)
         return [
             tf.train.load_checkpoint(os.fspath(folder / _part(rank)))
@@ -240,7 +240,7 @@ class Store:
 
     def remove(self, number: int) -> None:
         """Removes a checkpoint."""
-        # Renamed first, so that a kill in the middle leaves nothing that looks complete.
+        # It is renamed first, so that a kill in the middle leaves nothing that looks complete.
         dying = self.directory / f"{_PARTIAL}old-{number:08d}"
         with contextlib.suppress(OSError):
             self.path(number).rename(dying)

@@ -1,7 +1,7 @@
 """Collective operations on flat buffers between workers, and between the devices of one worker.
 
-A backend offers the operations of `Collectives`. Buffers are one-dimensional tensors; an operation
-is known by its `name`, which every worker must use for the same operation on the same shapes.
+A backend has the operations of `Collectives`. Buffers are one-dimensional tensors. The `name` of an
+operation must be the same on every worker, for buffers of the same shapes.
 """
 
 from tfpara.collectives.horovod import HorovodCollectives

@@ -1,4 +1,4 @@
-"""Which backend connects the workers."""
+"""The choice of the backend that connects the workers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ COLLECTIVES = ("auto", "tensorflow", "horovod")
 
 
 def choose(collectives: str, found: Cluster) -> tuple[str, str]:
-    """The backend that is asked for, and why it is taken.
+    """Returns the backend to use, and the reason.
 
-    "auto" is Horovod where rank variables say that horovodrun or mpirun has started the process;
-    TensorFlow in a cluster of TF_CONFIG, and of any other engine, also under rank variables if
-    mpirun's Horovod cannot be used.
+    "auto" is Horovod if horovodrun or mpirun has started the process, as its rank variables show.
+    It is TensorFlow in a cluster of TF_CONFIG or of any other engine, and also under mpirun if
+    Horovod cannot be used there.
 
     Args:
         collectives: one of `COLLECTIVES`.
@@ -50,5 +50,5 @@ def choose(collectives: str, found: Cluster) -> tuple[str, str]:
 
 
 def of_horovod(found: Cluster) -> bool:
-    """Whether the processes, which know their ranks alone, can find each other by Horovod."""
+    """Returns whether processes that know only their ranks can find each other by Horovod."""
     return bool(found.told) and found.rank_variable in dict(RANK_VARIABLES)

@@ -1,7 +1,7 @@
 """Horovod's collectives: Gloo or MPI on CPUs.
 
-Of Horovod only the operations of `horovod.tensorflow` are used. Its Keras wrappers do not average
-under Keras 3, and say nothing.
+Only the operations of `horovod.tensorflow` are used. Horovod's Keras wrappers do not average under
+Keras 3, without a warning.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import tensorflow as tf
 
 from tfpara.typing import Nest
 
-# After an abort operations fail at once, unless Horovod itself waits for a process that is stopped.
+# The longest wait for Horovod's shutdown in `abort`. The shutdown returns at once, unless Horovod
+# itself waits for a stopped process.
 _GRACE_SECONDS = 5.0
-# Dtypes that Horovod does not move, and others of as many bits.
+# Dtypes that Horovod cannot send, each with one of as many bits that it can.
 _SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.uint16}
 
 
 def problem() -> str | None:
-    """What keeps Horovod from being used in this process, and the command to mend it; or None."""
+    """Returns why this process cannot use Horovod, and the command that mends it; else None."""
     spec = importlib.util.find_spec("horovod")
     command = f"run scripts/install_horovod.sh --venv={sys.prefix}"
     if spec is None or not spec.submodule_search_locations:
         return f"Horovod is not installed in {sys.prefix}. To build it, {command}"
-    # Written when Horovod was built: what it was built for.
+    # Horovod's build writes the versions that it was built for into this file.
     record = Path(spec.submodule_search_locations[0]) / "metadata.json"
     built_for = json.loads(record.read_text()).get("tensorflow") if record.exists() else None
     if built_for != tf.__version__:
@@ -50,33 +51,34 @@ def problem() -> str | None:
 
 
 def mpi_problem() -> str | None:
-    """As `problem`, of a process that mpirun has started."""
-    found = problem()
-    if found is None and not load().mpi_built():
+    """Returns why a process that mpirun has started cannot use Horovod; else None."""
+    reason = problem()
+    if reason is None and not load().mpi_built():
         return (
             f"Horovod was built without MPI. Run scripts/install_horovod.sh --mpi "
             f"--venv={sys.prefix} to have it under mpirun"
         )
-    return found
+    return reason
 
 
 def load() -> Any:
-    """The module `horovod.tensorflow`.
+    """Returns the module `horovod.tensorflow`.
 
     Raises:
-        ValueError: it is missing, or built for another TensorFlow; says how to build it.
+        ValueError: it is missing, or built for another TensorFlow; the message says how to build
+            it.
     """
-    found = problem()
-    if found:
-        raise ValueError(f"collectives='horovod': {found}.")
+    reason = problem()
+    if reason:
+        raise ValueError(f"collectives='horovod': {reason}.")
     return importlib.import_module("horovod.tensorflow")
 
 
 def abort(message: str) -> None:
-    """Makes the operations under way fail, here and on all workers that still answer.
+    """Makes pending operations fail, here and on all workers that still answer.
 
-    A worker that is stopped holds up Horovod's own end, with MPI for ever: then the process prints
-    the message and exits with code 1.
+    A stopped worker delays Horovod's shutdown, with MPI for ever. If the shutdown takes longer than
+    5 s, this process prints the message and exits with code 1.
     """
     ending = threading.Thread(target=load().shutdown, daemon=True)
     ending.start()
@@ -89,8 +91,8 @@ def abort(message: str) -> None:
 class HorovodCollectives:
     """Collectives between the lead devices of the processes of Horovod's group.
 
-    Horovod matches operations by their names; each may be under way once at a time. The process has
-    joined the group before (`tfpara.sync.horovod_group.join`).
+    Horovod matches operations by their names, so a name may be in use once at a time. The process
+    must have joined the group before (`tfpara.sync.horovod_group.join`).
 
     Args:
         size: number of workers.
@@ -98,7 +100,10 @@ class HorovodCollectives:
         device: this worker's lead device.
         timeout_seconds: longest wait for the other workers inside one operation that is called
             eagerly; 0 waits for ever.
-        group: number of the group; names of different groups are different.
+        group: number of the group, which is part of its operations' names.
+
+    Attributes:
+        summed: the dtypes that Horovod can add up.
     """
 
     summed = frozenset({tf.float16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64})
@@ -111,17 +116,17 @@ class HorovodCollectives:
         self._hvd = load()
         on_gpu = "GPU" in device.upper()
         self._by_nccl = on_gpu and self._hvd.nccl_built()
-        # Without NCCL Horovod has operations on CPUs alone.
+        # Without NCCL all of Horovod's operations run on CPUs.
         self._device = "CPU:0" if on_gpu and not self._by_nccl else device
         # Gloo's all-to-all and all-gather post the send before the receive, and two workers share
-        # one connection: a worker's request for data waits behind the data that it is sending.
+        # one connection. So a worker's request for data waits until its own data are sent.
         self.full_duplex = self._by_nccl or not self._hvd.gloo_enabled()
         self._timeout = float(timeout_seconds)
         self._group = group
         self._functions: dict[Hashable, Callable[[Nest], Nest]] = {}
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""
+        """Sums each buffer element-wise over the workers; buffers are sent in parallel."""
         self._check(buffers, name)
         return self._call(HorovodCollectives._all_reduce, list(buffers), name)
 
@@ -132,7 +137,7 @@ class HorovodCollectives:
         ]
 
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Of each float buffer, this rank's part of the sums over the workers.
+        """Sums each buffer over the workers; returns this rank's parts of the sums.
 
         Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
         """
@@ -141,8 +146,8 @@ class HorovodCollectives:
 
     def _reduce_scatter(self, buffers: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         if not self._by_nccl:
-            # Gloo's reduce-scatter takes three times as long as the same bytes in an all-to-all
-            # and a sum here.
+            # An all-to-all and a local sum send the same bytes as Gloo's reduce-scatter, in a third
+            # of the time.
             received = [
                 self._all_to_all(tf.reshape(buffer, [self.size, -1]), f"{name}/{k}")
                 for k, buffer in enumerate(buffers)
@@ -158,7 +163,7 @@ class HorovodCollectives:
         return parts
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        """Row r of each worker's rows goes to rank r; returns the rows received, by sender."""
+        """Sends row r of this worker's rows to rank r; returns the received rows, by sender."""
         return self._call(HorovodCollectives._all_to_all, rows, name)
 
     def _all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
@@ -167,7 +172,7 @@ class HorovodCollectives:
         return received
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""
+        """Returns the workers' buffers, of equal shape, stacked by rank: shape [size, ...]."""
         return self._call(HorovodCollectives._all_gather, buffer, name)
 
     def _all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
@@ -177,7 +182,7 @@ class HorovodCollectives:
         return _from_bits(gathered, buffer.dtype)
 
     def broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """The buffer of rank 0."""
+        """Returns the buffer of rank 0."""
         return self._call(HorovodCollectives._broadcast, buffer, name)
 
     def _broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
@@ -186,9 +191,9 @@ class HorovodCollectives:
         return _from_bits(sent, buffer.dtype)
 
     def barrier(self, name: str) -> None:
-        """Returns once every worker has called it."""
-        # The check is what keeps the operation in a graph, and an input that is read when it runs
-        # keeps it from being computed once for all.
+        """Waits until every worker has called it."""
+        # The assertion keeps TensorFlow from removing the operation, and `rank_op`, which is
+        # evaluated when it runs, from computing it once in advance.
         ranks = self.all_gather(self._hvd.rank_op(), f"barrier/{name}")
         tf.debugging.assert_equal(ranks, tf.range(self.size))
 
@@ -197,13 +202,12 @@ class HorovodCollectives:
     def _named(
         self, operation: Callable[..., tf.Tensor], buffer: tf.Tensor, name: tuple, **options: object
     ) -> tf.Tensor:
-        """One of Horovod's operations, under a name that is the same on every worker.
+        """Runs one of Horovod's operations under a name that is the same on every worker.
 
-        Horovod takes what is behind the last slash of the operation's name in the graph.
-        TensorFlow's optimiser renames operations that are in a branch: in one way inside a training
-        step, in another where a sync is called from Python. Workers of which one does this and one
-        that would wait for each other for ever. In a function that is not inlined the operation
-        keeps its name.
+        Horovod identifies an operation by the part of its name in the graph after the last slash.
+        TensorFlow's optimiser renames operations in a branch, and the new name in a training step
+        differs from that in a sync called from Python. Two such workers would wait for each other
+        for ever. In a function that is not inlined an operation keeps its name.
         """
         node = ".".join(map(str, ("tfpara", self._group, *name))).replace("/", ".")
         node = node.replace(" ", "_")
@@ -219,7 +223,7 @@ class HorovodCollectives:
         if tf.inside_function():
             with tf.device(self._device):
                 return operation(self, value, name)
-        # An eager operation has no name that Horovod could see; one in a function does.
+        # Horovod does not see the name of an eager operation, so it runs in a function.
         value = tf.nest.map_structure(tf.convert_to_tensor, value)
         key = operation, name, tuple(tensor.dtype for tensor in tf.nest.flatten(value))
         if key not in self._functions:
@@ -227,7 +231,7 @@ class HorovodCollectives:
         return self._timed(lambda: self._functions[key](*tf.nest.flatten(value)), name)
 
     def _function(self, operation: Callable[..., Nest], value: Nest, name: str) -> Nest:
-        """A concrete function of tensors of any shapes."""
+        """Returns a concrete function for tensors of any shapes."""
 
         def run(*tensors: tf.Tensor) -> Nest:
             with tf.device(self._device):
@@ -237,7 +241,7 @@ class HorovodCollectives:
         return tf.function(run, autograph=False).get_concrete_function(*specs)
 
     def _timed(self, call: Callable[[], Nest], name: str) -> Nest:
-        """Calls; raises the interface's errors where another worker is dead or silent."""
+        """Calls a function; raises the interface's errors if another worker is dead or silent."""
         message = f"collective {name!r} lasted longer than timeout_seconds={self._timeout:g}"
         fired = threading.Event()
 
@@ -271,7 +275,7 @@ class HorovodCollectives:
 
 
 def _as_bits(buffer: tf.Tensor) -> tf.Tensor:
-    """The same bits in a dtype that Horovod moves."""
+    """Returns the same bits in a dtype that Horovod can send."""
     moved = _SAME_BITS.get(buffer.dtype)
     return tf.bitcast(buffer, moved) if moved else buffer
 

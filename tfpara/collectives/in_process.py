@@ -12,7 +12,6 @@ class Loopback:
 
     size = 1
     rank = 0
-    summed = frozenset({tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
     full_duplex = True
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -66,7 +65,7 @@ def sum_on_first_device(
 def broadcast_to_devices(
     buffers: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> list[list[tf.Tensor]]:
-    """Copies buffers to every device: for each device a list of buffers."""
+    """Copies buffers to every device; returns a list of buffers for each."""
     copies = []
     for device in devices:
         with tf.device(device):

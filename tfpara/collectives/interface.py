@@ -1,4 +1,4 @@
-"""The interface that every collectives backend has."""
+"""The interface of collectives backends."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ import tensorflow as tf
 
 
 class Collectives(Protocol):
-    """Operations that every worker of a group takes part in; usable eagerly and in graphs.
+    """Collective operations of a group of workers, for eager calls and graphs.
 
-    Where a peer has died or was silent for longer than the timeout, all of them raise a `tf.errors`
-    of the backend's, of which `tfpara.cluster.failures.explain` makes a sentence. Called eagerly
-    they raise `UnavailableError` for the dead and `DeadlineExceededError` for the silent.
+    Every worker of the group must take part in each operation. All backends accept float16,
+    float32, float64, int32 and int64.
 
-    size: of the group. rank: of this worker, 0 … size − 1. summed: the dtypes that all_reduce and
-    reduce_scatter add up. full_duplex: whether reduce_scatter, all_to_all and all_gather between
-    two workers send and receive at the same time, as all_reduce does.
+    If a worker has died, or was silent for longer than the timeout, each operation raises an error
+    of `tf.errors`, which `tfpara.cluster.failures.explain` puts into a sentence. Called eagerly, it
+    raises `UnavailableError` for a dead worker and `DeadlineExceededError` for a silent one.
+
+    size: number of workers in the group.
+    rank: this worker, 0 … size − 1.
+    full_duplex: whether reduce_scatter, all_to_all and all_gather between two workers send and
+        receive at the same time, as all_reduce does.
     """
 
     size: int
     rank: int
-    summed: frozenset[tf.DType]
     full_duplex: bool
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""
+        """Sums each buffer element-wise over the workers; buffers are sent in parallel."""
 
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Of each float buffer, this rank's part of the sums over the workers.
+        """Sums each buffer over the workers; returns this rank's parts of the sums.
 
         Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
         """
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        """Row r of each worker's int32 rows goes to rank r; returns the rows received, by sender.
+        """Sends row r of this worker's rows to rank r; returns the received rows, by sender.
 
-        The rows have the shape [size, ...].
+        Both have the shape [size, ...].
         """
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""
+        """Returns the workers' buffers, of equal shape, stacked by rank: shape [size, ...]."""
 
     def broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """The buffer of rank 0."""
+        """Returns the buffer of rank 0."""
 
     def barrier(self, name: str) -> None:
-        """Returns once every worker has called it."""
+        """Waits until every worker has called it."""

@@ -7,30 +7,27 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# Group and instance keys share one name space with TensorFlow's own strategies, which count up
-# from small numbers; ours are far above.
+# TensorFlow's own strategies use group keys too, counted up from small numbers. This one is larger.
 _GROUP_KEY = 0x74660000
 
 
 class TensorFlowCollectives:
     """Collectives between the lead devices of the workers of a TF_CONFIG cluster.
 
-    Keys are static (derived from the operation's name), so one operation may run any number of
-    times, in any graph, loop or eagerly, as long as every worker runs the same ones in the same
-    order.
+    An operation's key is derived from its name. So it may run any number of times, eagerly or in
+    any graph or loop, as long as every worker runs the same operations in the same order.
 
     Args:
         size: number of workers.
         rank: this worker, 0 … size − 1.
         device: full name of this worker's lead device.
         timeout_seconds: longest wait for the other workers inside one operation; 0 waits for ever.
-            TensorFlow keeps a sleeping thread for each operation with a timeout, until the timeout
-            is over: not for what runs often.
+            Operations that run often should have none: TensorFlow keeps a sleeping thread for each
+            operation with a timeout, until the timeout is over.
         communication: "AUTO", "RING" or "NCCL".
-        group: number of the group; groups on different devices need different ones.
+        group: number of the group; groups on different devices need different numbers.
     """
 
-    summed = frozenset({tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
     full_duplex = True
 
     def __init__(
@@ -48,17 +45,17 @@ class TensorFlowCollectives:
         self._timeout = float(timeout_seconds)
         self._communication = communication.lower()
         self._group_key = _GROUP_KEY + group
-        self._names: dict[int, str] = {}  # of the operations so far, by their keys
-        # TensorFlow runs operations with the same token one after the other, and so those that have
-        # none. NCCL needs the same order on every worker, by a token that all share. On the ring
-        # each has its own, so that buckets travel in parallel.
+        self._names: dict[int, str] = {}  # names of the operations so far, by key
+        # TensorFlow runs operations that have the same ordering token, or none, one after the
+        # other. NCCL needs the same order on every worker, so its operations share a token. On the
+        # ring each operation has its own, so that buckets are sent in parallel.
         self._shared_token = None
         if "GPU" in device.upper():
             with tf.device(device), tf.init_scope():
                 self._shared_token = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[])
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Element-wise sums over the workers of each float buffer; buffers travel in parallel."""
+        """Sums each buffer element-wise over the workers; buffers are sent in parallel."""
         with tf.device(self._device):
             return [
                 tf.raw_ops.CollectiveReduceV2(
@@ -71,7 +68,7 @@ class TensorFlowCollectives:
             ]
 
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Of each float buffer, this rank's part of the sums over the workers.
+        """Sums each buffer over the workers; returns this rank's parts of the sums.
 
         Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
         """
@@ -91,11 +88,11 @@ class TensorFlowCollectives:
                 **self._attributes(name, rows),
             )
             return tf.reshape(part, [-1])
-        # TensorFlow has no reduce-scatter on CPUs. The same bytes travel; the sum is taken here.
+        # TensorFlow has no reduce-scatter on CPUs. An all-to-all and a sum here send as many bytes.
         return tf.add_n(tf.unstack(self.all_to_all(rows, name), num=self.size))
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        """Row r of each worker's rows goes to rank r; returns the rows received, by sender."""
+        """Sends row r of this worker's rows to rank r; returns the received rows, by sender."""
         with tf.device(self._device):
             return tf.raw_ops.CollectiveAllToAllV2(
                 input=rows,
@@ -103,7 +100,7 @@ class TensorFlowCollectives:
             )
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """The workers' buffers (of equal shape) stacked by rank, shape [size, ...]."""
+        """Returns the workers' buffers, of equal shape, stacked by rank: shape [size, ...]."""
         with tf.device(self._device):
             gathered = tf.raw_ops.CollectiveGatherV2(
                 input=buffer[tf.newaxis],
@@ -113,7 +110,7 @@ class TensorFlowCollectives:
             return gathered
 
     def broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """The buffer of rank 0."""
+        """Returns the buffer of rank 0."""
         with tf.device(self._device):
             keys = self._keys(f"broadcast/{name}", buffer)
             if self.rank == 0:
@@ -122,13 +119,13 @@ class TensorFlowCollectives:
             return tf.raw_ops.CollectiveBcastRecvV2(T=buffer.dtype, shape=tf.shape(buffer), **keys)
 
     def barrier(self, name: str) -> None:
-        """Returns once every worker has called it."""
+        """Waits until every worker has called it."""
         self.all_gather(tf.zeros([1]), f"barrier/{name}")
 
     def _attributes(self, name: str, buffer: tf.Tensor) -> dict:
         token = self._shared_token
         if token is None:
-            # Names the order and nothing else: there is no such variable.
+            # The handle is used as a token alone; its variable is never created.
             shared_name = f"tfpara/{self._group_key}/{name}"
             token = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=shared_name)
         return {"ordering_token": [token], **self._keys(name, buffer)}
@@ -143,10 +140,10 @@ class TensorFlowCollectives:
         }
 
     def _key(self, name: str) -> int:
-        """The number that all workers have for an operation, in whatever order they make them.
+        """Returns the key of an operation, the same on all workers in whatever order they make it.
 
         Raises:
-            RuntimeError: another operation has it, and TensorFlow might mix up their data.
+            RuntimeError: another operation has the same key, so TensorFlow might mix up their data.
         """
         key = zlib.crc32(name.encode()) & 0x7FFFFFFF
         other = self._names.setdefault(key, name)
