@@ -1,4 +1,4 @@
-"""Who takes part in a run, how they meet, and what it means when one fails; free of TensorFlow."""
+"""The processes of a run: who takes part, how they meet, what failures mean; no TensorFlow."""
 
 from tfpara.cluster.workers import (
     ALONE,

@@ -1,4 +1,4 @@
-"""Who takes part in asynchronous training: the chief, workers and parameter servers of TF_CONFIG.
+"""The cluster of asynchronous training: the chief, workers and parameter servers of TF_CONFIG.
 
     {"cluster": {"chief": ["10.0.0.1:4000"], "worker": ["10.0.0.2:4000", "10.0.0.3:4000"],
                  "ps": ["10.0.0.4:4000"]},
@@ -49,7 +49,7 @@ class AsyncCluster(NamedTuple):
 
     @property
     def num_workers(self) -> int:
-        """Number of workers; the chief is none of them."""
+        """Number of workers, without the chief."""
         return len(self.worker_addresses)
 
     @property
@@ -69,7 +69,7 @@ class AsyncCluster(NamedTuple):
 
     @property
     def name(self) -> str:
-        """This process in messages, as `describe` gives it."""
+        """The name of this process in messages, as from `describe`."""
         return self.describe(self.task_type, self.task_index)
 
     @property
@@ -83,10 +83,10 @@ class AsyncCluster(NamedTuple):
         return f"{label(job, index)} ({self.spec()[job][index]})"
 
     def spec(self, chief_address: str | None = None) -> dict[str, list[str]]:
-        """Addresses by job, for `tf.train.ClusterSpec`.
+        """Returns the addresses by job, for `tf.train.ClusterSpec`.
 
         Args:
-            chief_address: in place of TF_CONFIG's, on which the lobby listens.
+            chief_address: replaces the chief's address of TF_CONFIG, on which the lobby listens.
         """
         return {
             "chief": [chief_address or self.chief_address],
@@ -95,7 +95,7 @@ class AsyncCluster(NamedTuple):
         }
 
     def tf_config(self) -> str:
-        """The TF_CONFIG that `read` turns into this cluster."""
+        """Returns a TF_CONFIG from which `read` makes this cluster."""
         jobs = {job: tuple(addresses) for job, addresses in self.spec().items()}
         return tf_config.dump(jobs, self.task_type, self.task_index)
 
@@ -106,7 +106,7 @@ def label(job: str, index: int) -> str:
 
 
 def is_meant(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether TF_CONFIG, which may be wrong otherwise, names parameter servers."""
+    """Returns whether TF_CONFIG, which may have mistakes, names parameter servers."""
     text = environ.get("TF_CONFIG", "")
     return '"ps"' in text or (
         not text.strip() and '"workerpool2"' in environ.get("CLUSTER_SPEC", "")

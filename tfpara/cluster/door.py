@@ -1,4 +1,4 @@
-"""Where the processes of a run come in, and strangers do not: the listening end of `messages`."""
+"""The listening end of `messages`, which lets the processes of a run in and keeps strangers out."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tfpara.cluster.messages import Channel
 from tfpara.typing import Json
 
 _PAUSE_SECONDS = 0.1
-_STRANGER_SECONDS = 10.0  # for who has connected, until it is let in
-_STRANGERS = 64  # at once, beside as many as the run has processes
-_NAMED = 8  # hosts with another secret: who has more need not fill the log
+_STRANGER_SECONDS = 10.0  # time for a stranger to be let in, from its connection
+_STRANGERS = 64  # number of strangers at a time, beside one for each process of the run
+_NAMED = 8  # number of hosts with another secret that are named in the log
 _log = logging.getLogger(__name__)
 
 
 class Door:
-    """Listens, and tells the processes of a run from strangers.
+    """A listener that tells the processes of a run from strangers.
 
-    Who has connected is a stranger until it is let in. It has some seconds for that, however slowly
-    it speaks, and of too many strangers those go first whose host has most of them; so they hold up
-    nobody.
+    A connection is a stranger until it is let in, which must be within 10 s, however slowly it
+    sends. If there are too many strangers, one of the host that has most of them is dropped. So
+    strangers cannot block the run.
 
     Args:
         listener: a listening socket, which is closed with the door.
-        secret: of the run; may be empty.
-        purpose: what the connections are for, as their callers say.
-        guests: how many processes may come.
+        secret: the run's secret; may be empty.
+        purpose: purpose of the connections; the callers must give the same.
+        guests: number of processes that may come.
 
     Attributes:
         turned_away: a sentence on processes that came with another secret; empty if none did.
@@ -42,21 +42,22 @@ class Door:
         self.turned_away = ""
         self._listener, self._secret, self._purpose = listener, secret, purpose
         self._most = _STRANGERS + guests
-        self._strangers: dict[Channel, tuple[str, float]] = {}  # host, and when it came; in order
+        self._strangers: dict[Channel, tuple[str, float]] = {}  # host and time of arrival; in order
         self._guests: set[Channel] = set()
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
     def wait(self, seconds: float) -> None:
-        """Waits until somebody comes or says something, for some seconds at most."""
+        """Waits until a connection or a message arrives, for some seconds at most."""
         self._selector.select(seconds)
 
     def poll(self) -> list[tuple[Channel, list[dict[str, Json]]]]:
-        """What has been said, by those that have the secret.
+        """Returns the messages that have arrived, by connection.
 
-        A guest that is there for the last time has `closed` set, and must be dropped. Those come
-        first, for who has left may be back already.
+        Only messages with a valid signature are returned. A channel with `closed` set has ended and
+        must be dropped. Such channels come first in the list, since a process that has left may
+        have come again.
         """
         ready = [key.fileobj for key, _ in self._selector.select(0.0)]
         heard: list[tuple[Channel, list[dict[str, Json]]]] = []
@@ -76,7 +77,7 @@ class Door:
         return sorted(heard, key=lambda each: not each[0].closed)
 
     def let_in(self, channel: Channel) -> None:
-        """Takes a stranger, which has said who it is, for a guest: it may stay."""
+        """Makes a stranger, which has said who it is, a guest, which may stay."""
         self._strangers.pop(channel, None)
         self._guests.add(channel)
 
@@ -94,7 +95,11 @@ class Door:
         channel.close()
 
     def close(self, patience_seconds: float = 0.0) -> None:
-        """Ends all connections and frees the port; what guests were told shall leave in time."""
+        """Ends all connections and frees the port.
+
+        Args:
+            patience_seconds: longest wait until all messages to guests have left.
+        """
         until = time.monotonic() + patience_seconds
         for channel in (*self._guests, *self._strangers):
             channel.close(until - time.monotonic() if channel in self._guests else 0.0)
@@ -109,7 +114,7 @@ class Door:
                 connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # there are no more file descriptors, perhaps
+            except OSError:  # perhaps there are no more file descriptors
                 time.sleep(_PAUSE_SECONDS)
                 return
             channel = Channel(connection, self._secret, self._purpose, caller=False)

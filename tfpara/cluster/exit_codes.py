@@ -1,8 +1,8 @@
-"""With which codes a program ends, so that what has started it knows what to do.
+"""The exit codes of a program, from which its launcher or engine knows whether to start it again.
 
-The launcher starts again after any code but 0. Other engines look at it: a TFJob with
-`restartPolicy: ExitCode` starts pods again after codes from 128 on alone. Only the standard library
-is imported.
+`tfpara-launch` restarts after any code but 0. Other engines depend on the code: a TFJob with
+`restartPolicy: ExitCode` restarts pods only after codes from 128 on. Only the standard library is
+imported.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import os
 from collections.abc import Mapping
 
 RESTART_VARIABLE, LOST_VARIABLE = "TFPARA_RESTART_EXIT_CODE", "TFPARA_LOST_WORKER_EXIT_CODE"
-# EX_TEMPFAIL of sysexits.h: a failure that another attempt may mend.
+# 75 is EX_TEMPFAIL of sysexits.h: another attempt may succeed.
 _RESTART, _LOST = 75, 1
 
 
 def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """The code of a program that was asked to end, and is to be started again.
+    """Returns the exit code of a program that was asked to end and should be started again.
 
     Args:
-        given: in the program; None takes TFPARA_RESTART_EXIT_CODE, or 75.
+        given: the program's own choice; None takes TFPARA_RESTART_EXIT_CODE, or 75.
         environ: the environment.
 
     Raises:
-        ValueError: no number from 1 to 255.
+        ValueError: the code is no number from 1 to 255.
     """
     return _checked("restart_exit_code", given, RESTART_VARIABLE, _RESTART, environ)
 
 
 def lost_worker(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """The code of a program that ends because another worker has failed, stopped or is silent.
+    """Returns the exit code of a program that ends because another worker was lost.
 
     Args:
-        given: in the program; None takes TFPARA_LOST_WORKER_EXIT_CODE, or 1.
+        given: the program's own choice; None takes TFPARA_LOST_WORKER_EXIT_CODE, or 1.
         environ: the environment.
 
     Raises:
-        ValueError: no number from 1 to 255.
+        ValueError: the code is no number from 1 to 255.
     """
     return _checked("lost_worker_exit_code", given, LOST_VARIABLE, _LOST, environ)
 

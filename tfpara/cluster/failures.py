@@ -1,4 +1,4 @@
-"""What a failed synchronisation means, in one sentence that names the worker."""
+"""Explanations of a failed synchronisation, in one sentence that names the worker."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from tfpara.cluster import Cluster
 from tfpara.cluster.reach import unreachable
 
 _PROBE_SECONDS = 3.0
-_HEAR_SECONDS = 1.0  # for the last words of a worker that is gone
-# The cluster with its addresses, where the environment does not tell them.
+_HEAR_SECONDS = 1.0  # the wait for the last words of a worker that is gone
+# The cluster with its addresses, from `know`; the environment may not have them.
 _known: Cluster | None = None
-_timeout: float | None = None  # of the strategy that was made last
-# Who was silent, if this process has ended a sync in which another worker was; "" if it is not
-# known who.
+_timeout: float | None = None  # timeout_seconds of the strategy that was made last
+# The names of the silent workers, once this process has ended a sync because of them; "" if it is
+# not known which they are.
 _silence: str | None = None
-_who_is_mute: Callable[[], str] = str  # asks those who answer; "" if it is not known
-_advice: Callable[[], str] = str  # on the exchange that has failed here; "" if there is none
-_apart = ""  # who is where, if this process has ended an exchange in which not all were
-_ended: dict[int, str] = {}  # why, of each worker that has said that it ends; "" if in good order
-# Why this one ends, to be told to the others; None if they know as well as this one.
+_who_is_mute: Callable[[], str] = str  # returns the workers that do not answer; "" if unknown
+_advice: Callable[[], str] = str  # returns the fix for the exchange that failed here, or ""
+# The sentence on which worker is where, once this process has ended an exchange because workers
+# were in different ones.
+_apart = ""
+_ended: dict[int, str] = {}  # for each worker that said it ends, the error; "" if there was none
+# The error that ends this process, for the others; "" if none, None if they know it already.
 _last_words: str | None = ""
 _APART = re.compile(r"apart: (.*?) \(apart\)")
 _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
-# Where a function spans several devices and calls another, TensorFlow may say no more than this of
-# the failure of the other one.
+# If a function of several devices calls another one that fails, TensorFlow may report this alone.
 _CANCELLED = "RecvAsync is cancelled"
 
 
 def explain(
     error: BaseException, cluster: Cluster, timeout_seconds: float | None = None
 ) -> str | None:
-    """One sentence on an error that a collective raised; None if it is about something else.
+    """Returns one sentence on an error that a collective raised; None for any other error.
 
     Args:
-        error: what `fit` or another call raised.
+        error: the error that `fit` or another call raised.
         cluster: the workers; those that no longer accept a connection are named.
-        timeout_seconds: the strategy's; that of the last one if None.
+        timeout_seconds: the strategy's timeout; None takes that of the strategy made last.
     """
     import tensorflow as tf
 
@@ -57,16 +58,17 @@ def explain(
     words = f"ollective|RecvBuf|Horovod has|{_CANCELLED}"
     if cluster.num_workers == 1 or not re.search(words, text):
         return None
-    apart = _APART.search(text)  # as another worker has found
+    apart = _APART.search(text)  # another worker found that workers are apart
     if _apart or apart:
         return f"{_apart or (apart[1] if apart else '')}."
     gone = _gone(cluster)
     if gone:
         return f"a sync failed because {gone}."
-    # Horovod does not say why it has ended; but a worker that ends closes its port before.
+    # Horovod's error has no cause. But a worker that ends closes its port first, and all ports are
+    # open, so a worker is silent.
     silent = "Horovod has" in text and bool(cluster.addresses)
-    told = _WHO_WAS_SILENT.search(text)  # by the worker that ended the sync
-    heard_nothing = "heartbeat timeout" in text  # so says TensorFlow's coordination service
+    told = _WHO_WAS_SILENT.search(text)  # another worker ended the sync, and named the silent one
+    heard_nothing = "heartbeat timeout" in text  # an error of TensorFlow's coordination service
     ended_here = _silence is not None or isinstance(error, tf.errors.DeadlineExceededError)
     if silent or told or ended_here or heard_nothing:
         who = _silence or (told[1] if told else _who_is_mute() or "a worker")
@@ -87,18 +89,18 @@ def explain(
 
 
 def is_loss(sentence: str | None) -> bool:
-    """Whether what `explain` says is that another worker was lost."""
+    """Returns whether a sentence of `explain` says that another worker was lost."""
     return sentence is not None and "a sync failed because " in sentence
 
 
 def note_silence(who: str) -> str:
-    """This process is about to end a sync in which another worker was silent for too long.
+    """Notes that this process ends a sync in which another worker was silent for too long.
 
     Args:
-        who: was silent; "" if it is not known.
+        who: the silent workers; "" if they are not known.
 
     Returns:
-        What to give TensorFlow as the reason, from which the others know who it was.
+        The reason to give to TensorFlow, from which the others know who was silent.
     """
     global _silence
     _silence = who
@@ -106,19 +108,26 @@ def note_silence(who: str) -> str:
 
 
 def note_apart(sentence: str) -> str:
-    """As `note_silence`, where all wait in different exchanges: who is where."""
+    """Notes that this process ends an exchange since workers wait in different ones.
+
+    Args:
+        sentence: which worker is where.
+
+    Returns:
+        The reason to give to TensorFlow, from which the others know it.
+    """
     global _apart
     _apart = sentence
     return f"workers are apart: {sentence} (apart)"
 
 
 def note_end(rank: int, why: str) -> None:
-    """A worker has said that it ends, and why; "" if in good order."""
+    """Notes that a worker has said that it ends, and the error; "" if there was none."""
     _ended.setdefault(rank, why)
 
 
 def say_last(error: BaseException) -> None:
-    """An error ends this process: what the others are told, unless it is theirs, too."""
+    """Notes the error that ends this process, for the others, unless they have it too."""
     global _last_words
     words = [type(error).__name__, *str(error).strip().splitlines()[:1]]
     _last_words = ": ".join(words)[:300]
@@ -130,12 +139,12 @@ def say_last(error: BaseException) -> None:
 
 
 def last_words() -> str | None:
-    """Why this process ends, for the others; "" if in good order, None if they know."""
+    """Returns the error that ends this process; "" if none, None if the others know it."""
     return _last_words
 
 
 def _gone(cluster: Cluster) -> str:
-    """Which workers are gone, why as far as it is known, and what to do; "" if none is."""
+    """Returns which workers are gone, the cause if it is known, and the fix; "" if none is."""
     names = {rank: cluster.describe(rank) for rank in range(cluster.num_workers)}
     closed = unreachable(cluster, _PROBE_SECONDS)
     if closed and not _ended:
@@ -143,37 +152,37 @@ def _gone(cluster: Cluster) -> str:
     failed = [f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why]
     gone = [f"{n} is gone" for rank, n in names.items() if n in closed and rank not in _ended]
     again = "start all workers again"
-    # Others end because of one that has failed or died, and in good order where they expect it.
+    # If a worker has failed or died, others that have ended are a consequence, and not named.
     if failed or gone:
         return f"{' and '.join(failed or gone)}; {again}"
     ended = [f"{names[rank]} has ended its program while others went on" for rank in _ended]
-    # It went well elsewhere; what this worker alone has come to is what to put right.
+    # Those ended without an error, so the exchange that failed in this process needs the fix.
     return f"{' and '.join(ended)}; {_advice() or again}" if ended else ""
 
 
 def know(cluster: Cluster, timeout_seconds: float) -> None:
-    """Takes note of what the environment does not tell, for `explain`.
+    """Notes facts for `explain` that the environment does not have.
 
     Args:
-        cluster: the workers, with their addresses where these are known.
-        timeout_seconds: of the strategy that was made last.
+        cluster: the workers, with their addresses if these are known.
+        timeout_seconds: timeout of the strategy that was made last.
     """
     global _known, _timeout
     _known, _timeout = cluster, timeout_seconds
 
 
 def ask(who_is_mute: Callable[[], str], advice: Callable[[], str]) -> None:
-    """Takes note of whom to ask.
+    """Notes functions that `explain` calls.
 
     Args:
-        who_is_mute: finds out which workers do not answer; gives their names, or "".
-        advice: gives what to do where an exchange of this process has failed, or "".
+        who_is_mute: returns the names of the workers that do not answer, or "".
+        advice: returns the fix for the exchange of this process that has failed, or "".
     """
     global _who_is_mute, _advice
     _who_is_mute, _advice = who_is_mute, advice
 
 
 def is_of_tensorflow(error: BaseException) -> bool:
-    """Whether an operation of TensorFlow has raised the error; TensorFlow is not imported."""
+    """Returns whether TensorFlow has raised the error, without importing TensorFlow."""
     errors = sys.modules.get("tensorflow.python.framework.errors_impl")
     return errors is not None and isinstance(error, errors.OpError)

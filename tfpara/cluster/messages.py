@@ -1,12 +1,12 @@
-"""Signed messages between the processes of a run: JSON objects, one a line, each limited in length.
+"""Signed messages between the processes of a run: JSON objects of limited length, one a line.
 
-Both ends of a connection begin with a line that holds a random number, fresh for the connection. A
-key made of the run's secret and of both numbers signs every message, with its sender and its place
-in the row; so what was said on another connection, or before on this one, or by the same end, is no
-message. Where the run has no secret anyone can make the key, and a signature is a checksum.
+Both ends of a connection begin with a line that holds a fresh random number. A key derived from the
+run's secret and both numbers signs every message, together with its sender and its sequence number.
+So a message that is copied from another connection, sent twice or sent back is not accepted. If the
+run has no secret, anyone can derive the key, and a signature is a checksum.
 
-Nothing that arrives is parsed before its length and its signature have been looked at, and nobody
-is waited for: reading and sending never block. Only the standard library is imported.
+The length and the signature of a message are checked before it is parsed. Reading and sending never
+block. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _TICK_SECONDS = 0.1
 
 
 class Signer:
-    """What one end of a connection signs, and how it checks the other end.
+    """The signatures of one end of a connection: it signs messages and checks the other end's.
 
     Args:
-        secret: of the run; may be empty.
-        purpose: what the connection is for, the same at both ends.
-        numbers: the random numbers of the end that connected and of the other.
+        secret: the run's secret; may be empty.
+        purpose: purpose of the connection, the same at both ends.
+        numbers: the random numbers of the end that connected and of the other end.
         caller: whether this is the end that connected.
     """
 
@@ -51,12 +51,15 @@ class Signer:
         self._sent = self._read = 0
 
     def sign(self, text: bytes) -> bytes:
-        """The next message of this end as a line."""
+        """Returns the line of this end's next message, with its signature."""
         self._sent += 1
         return self._signature(self._caller, self._sent, text) + b" %s\n" % text
 
     def read(self, line: bytes) -> bytes | None:
-        """The text of a line without its end, if it is the other end's next message; else None."""
+        """Returns the text of a line, if it is the other end's next message; else None.
+
+        The line comes without its end.
+        """
         frame = _FRAME.fullmatch(line)
         if frame is None:
             return None
@@ -72,18 +75,18 @@ class Signer:
 
 
 class Channel:
-    """One end of a connection: sends and receives messages without waiting.
+    """One end of a connection, which sends and receives messages without waiting.
 
     Args:
         connection: a TCP connection.
-        secret: of the run; may be empty.
-        purpose: what the connection is for, the same at both ends.
-        caller: whether this end connected; the other accepted.
+        secret: the run's secret; may be empty.
+        purpose: purpose of the connection, the same at both ends.
+        caller: whether this end connected; otherwise it accepted.
 
     Attributes:
         heard: when the other end was last heard, in seconds of `time.monotonic()`.
-        closed: whether the connection has ended, or brought what is no message.
-        known: whether a message has come, so that the other end has the same secret.
+        closed: whether the connection has ended, or something other than a message has arrived.
+        known: whether a message has arrived, so that the other end has the same secret.
         differs: whether the other end has another secret.
     """
 
@@ -91,13 +94,13 @@ class Channel:
         self, connection: socket.socket, secret: bytes, purpose: str, caller: bool
     ) -> None:
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # small messages that should go at once
+        with contextlib.suppress(OSError):  # without a delay, since messages are small
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._secret, self._purpose, self._caller = secret, purpose, caller
         self._number = secrets.token_hex(16).encode()
-        self._signer: Signer | None = None  # once the other end's number is known
-        self._waiting: list[bytes] = []  # to be signed
+        self._signer: Signer | None = None  # None until the other end's number is known
+        self._waiting: list[bytes] = []  # messages that are not signed yet
         self._leaving = b"tfpara %s\n" % self._number
         self._arrived = b""
         self.heard = time.monotonic()
@@ -114,12 +117,19 @@ class Channel:
         return ports.plain(str(self._connection.getsockname()[0]))
 
     def send(self, **message: Json) -> None:
-        """Sends a message, if the other end still reads, and as soon as it has said its number."""
+        """Sends a message, as soon as the other end's number is known.
+
+        It is lost if the other end does not read any more.
+        """
         self._waiting.append(json.dumps(message).encode())
         self._flush()
 
     def receive(self, at_most: int = _LONGEST_MESSAGE) -> list[dict[str, Json]]:
-        """The messages that have arrived; the rest is kept. Sets `closed` at the end."""
+        """Returns the messages that have arrived, some at most. Sets `closed` at the end.
+
+        Args:
+            at_most: number of messages; further ones are returned by the next call.
+        """
         self._read()
         messages: list[dict[str, Json]] = []
         while len(messages) < at_most and b"\n" in self._arrived:
@@ -134,7 +144,11 @@ class Channel:
         return messages
 
     def wait(self, until: float) -> dict[str, Json] | None:
-        """The next message; None if the connection ends or `time.monotonic()` is `until` before."""
+        """Waits for the next message; returns None if the connection ends or the time is over.
+
+        Args:
+            until: end of the wait, in seconds of `time.monotonic()`.
+        """
         while True:
             for message in self.receive(at_most=1):
                 return message
@@ -143,13 +157,17 @@ class Channel:
             self.wait_for(_TICK_SECONDS)
 
     def wait_for(self, seconds: float, *, to_write: bool = False) -> None:
-        """Waits until there is something to read, or room to write, for some seconds at most."""
+        """Waits until there are data to read, or room to write, for some seconds at most."""
         poll = select.poll()
         poll.register(self, select.POLLOUT if to_write else select.POLLIN)
         poll.poll(seconds * 1000.0)
 
     def close(self, patience_seconds: float = 0.0) -> None:
-        """Ends the connection. What was sent still arrives, where it leaves in time."""
+        """Ends the connection.
+
+        Args:
+            patience_seconds: longest wait until all messages have left.
+        """
         until = time.monotonic() + patience_seconds
         while self._leaving and time.monotonic() < until:
             self.wait_for(_TICK_SECONDS, to_write=True)
@@ -173,7 +191,7 @@ class Channel:
             self._give_up()
 
     def _begin(self, line: bytes) -> None:
-        """Takes in the first line, which holds the other end's number."""
+        """Reads the first line, which holds the other end's number."""
         greeting = _GREETING.fullmatch(line)
         if greeting is None or greeting[1] == self._number:
             self._give_up()
@@ -182,7 +200,7 @@ class Channel:
         self._signer = Signer(self._secret, self._purpose, numbers, self._caller)
 
     def _message(self, line: bytes) -> dict[str, Json] | None:
-        """The message of a line; None, and the end of the channel, if it is none."""
+        """Returns the message of a line; if it is none, returns None and closes the channel."""
         message: Json = None
         text = self._signer.read(line) if self._signer else None
         if text is not None:
@@ -191,7 +209,8 @@ class Channel:
         elif self._caller:
             self.differs = line == _REFUSAL and not self.known
         elif _FRAME.fullmatch(line) and not self.known:
-            # One of us, but not of this run. In the clear, for there is no key that it would know.
+            # The other end is of another run. It is told so without a signature, since it could not
+            # check one.
             self.differs = True
             self._leaving += _REFUSAL + b"\n"
         if isinstance(message, dict):
@@ -212,11 +231,11 @@ class Channel:
             while self._leaving:
                 self._leaving = self._leaving[self._connection.send(self._leaving) :]
         except BlockingIOError:
-            # All messages of a run fit this. Where they do not, because a stopped process has not
-            # read for hours, it is the one given up for its silence.
+            # All messages of a run fit into this. They do not if a stopped process has not read for
+            # hours. Then it is given up.
             if len(self._leaving) > 4 * _LONGEST_MESSAGE:
                 self._give_up()
-        except OSError:  # reading will tell
+        except OSError:  # the next read finds that the connection has ended
             self._leaving = b""
 
 
@@ -224,7 +243,7 @@ def connect(address: str, secret: bytes, purpose: str, timeout_seconds: float) -
     """Connects to the "host:port" of a `door.Door`.
 
     Raises:
-        OSError, UnicodeError: nobody accepts there.
+        OSError, UnicodeError: no process accepts connections there.
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout_seconds)
@@ -236,7 +255,11 @@ def connect(address: str, secret: bytes, purpose: str, timeout_seconds: float) -
 
 
 def other_secret(chief: str) -> str:
-    """That this process has another secret than the chief, which is named, in a sentence."""
+    """Returns the sentence that this process has another secret than the chief.
+
+    Args:
+        chief: name of the chief in the sentence.
+    """
     return (
         f"this process has another secret than {chief}. Give all processes of the run the same "
         f"{run_secret.FILE_VARIABLE} or {run_secret.VARIABLE}, or none of them."

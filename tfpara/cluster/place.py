@@ -1,8 +1,8 @@
-"""What this process is in, as it tells the others: its call, and the epoch and step of `fit`.
+"""The place of this process in its script: the call that it is in, and the epoch and step of `fit`.
 
-Workers meet in exchanges, and all must come to the same ones. So each exchange carries a mark: how
-many exchanges this worker has had from Python, and what this one is for. Only the standard library
-is imported.
+Workers meet in exchanges, and all must come to the same ones. So each exchange carries a mark: the
+number of exchanges that this worker has had from Python, the purpose of this one, and the epoch.
+Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-MARKS = 3  # numbers in a mark
-TEXT_BYTES = 512  # of what a worker says of itself
+MARKS = 3  # count of numbers in a mark
+TEXT_BYTES = 512  # length of `Place.told`
 
 
 class Purpose(NamedTuple):
-    """What all workers come to an exchange for.
+    """The purpose of an exchange, to which all workers must come.
 
     Attributes:
-        text: where a worker in it is, as in "worker 0 is TEXT".
-        advice: what to do where not all are in it.
+        text: the place of a worker in this exchange, as in "worker 0 is TEXT".
+        advice: the fix, if not all workers come to it.
         awaits_data: whether some may come to it while others still have data in the same epoch.
     """
 
@@ -32,17 +32,17 @@ class Purpose(NamedTuple):
 
     @property
     def number(self) -> float:
-        """The same for equal purposes, and almost surely another for others; at least 1."""
+        """A number for the mark, at least 1; different purposes almost surely have other ones."""
         return 1.0 + zlib.crc32(self.text.encode())
 
 
 def call(text: str) -> Purpose:
-    """Of a function that is to be called by all."""
+    """Returns the purpose of a function that all workers must call."""
     return Purpose(f"in {text}", f"call {text} on every worker or on none")
 
 
 def of_callback(name: str) -> Purpose:
-    """Of a callback that is to be given to `fit` by all."""
+    """Returns the purpose of a callback that must be given to `fit` on all workers."""
     return Purpose(f"in {name}", f"give {name} to fit on every worker")
 
 
@@ -62,15 +62,15 @@ COMPILED_ANEW = Purpose("training a model that was compiled anew")
 
 
 class Place:
-    """Where this process is; kept up to date by what Keras and scripts call.
+    """The place of this process in its script. The functions that Keras and scripts call update it.
 
     Attributes:
-        fits: calls of `fit` that are under way.
-        calls: what metrics are read for: calls such as those of `evaluate` that are under way.
-        met: exchanges from Python that all workers have come to.
-        began: since when this process waits in one of these, on the monotonic clock; 0 if it does
-            not.
-        failed: what the last exchange was for that has failed here; None if none has.
+        fits: number of calls of `fit` that are running.
+        calls: purposes of running calls that read metrics, such as `evaluate`.
+        met: number of exchanges from Python to which all workers have come.
+        began: when this process began to wait in such an exchange, on the monotonic clock; 0 if it
+            does not wait.
+        failed: purpose of the last exchange that has failed here; None if none has.
     """
 
     def __init__(self) -> None:
@@ -79,14 +79,14 @@ class Place:
         self.met = 0
         self.began = 0.0
         self.calls: list[Purpose] = []
-        self._epoch = 0  # of fit, from 1 as Keras prints it; 0 before the first
-        self._step = 0  # the last that has begun in the epoch, from 1
+        self._epoch = 0  # the epoch of fit, from 1 as Keras prints it; 0 before the first
+        self._step = 0  # the last step that has begun in the epoch, from 1
         self._callbacks = 0
         self._purpose: Purpose | None = None
 
     @contextlib.contextmanager
     def in_fit(self) -> Iterator[None]:
-        """A call of `fit`."""
+        """Notes that `fit` runs inside."""
         former = self.fits, self._epoch, self._step, self._callbacks
         self.fits, self._epoch, self._step, self._callbacks = self.fits + 1, 0, 0, 0
         try:
@@ -96,7 +96,7 @@ class Place:
 
     @contextlib.contextmanager
     def in_call(self, purpose: Purpose) -> Iterator[None]:
-        """A call in which metrics are read for a purpose."""
+        """Notes that metrics are read for this purpose inside."""
         self.calls.append(purpose)
         try:
             yield
@@ -105,7 +105,7 @@ class Place:
 
     @contextlib.contextmanager
     def in_callbacks(self) -> Iterator[None]:
-        """Callbacks of `fit` run: what they call is not the end of an epoch."""
+        """Notes that callbacks of `fit` run inside; a metric that they read is no epoch's end."""
         self._callbacks += 1
         try:
             yield
@@ -114,7 +114,7 @@ class Place:
 
     @contextlib.contextmanager
     def meeting(self, purpose: Purpose) -> Iterator[None]:
-        """An exchange of all workers; counts it, unless it fails."""
+        """Notes that an exchange of all workers runs inside; counts it, unless it fails."""
         former, self._purpose = self._purpose, purpose
         try:
             yield
@@ -127,7 +127,7 @@ class Place:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A wait that no model's sync knows of."""
+        """Notes that this process waits inside, in an exchange that is no model's sync."""
         self.began = time.monotonic()
         try:
             yield
@@ -135,30 +135,30 @@ class Place:
             self.began = 0.0
 
     def epoch_begins(self, epoch: int) -> None:
-        """Epoch number `epoch`, from 0, of `fit` begins."""
+        """Notes that epoch number `epoch`, from 0, of `fit` begins."""
         self._epoch, self._step = epoch + 1, 0
 
     def step_begins(self, step: int) -> None:
-        """Step number `step`, from 0, of the epoch begins."""
+        """Notes that step number `step`, from 0, of the epoch begins."""
         self._step = step + 1
 
     def of_metric(self) -> Purpose:
-        """What a metric is read for."""
+        """Returns the purpose of reading a metric now."""
         if self.calls:
             return self.calls[-1]
         return EPOCH_END if self.fits and not self._callbacks else METRIC
 
     def of_data(self) -> Purpose:
-        """What data are handed over for; in an epoch of `fit` they are those of validation."""
+        """Returns the purpose of data that are given now; in an epoch they are for validation."""
         if self.calls:
             return self.calls[-1]
         return EVALUATE if self.fits and self._epoch else FIT_BEGIN
 
     def mark(self) -> tuple[float, float, float]:
-        """What is compared: exchanges so far, what this one is for, and the epoch.
+        """Returns the numbers that workers compare: exchanges so far, purpose, and epoch.
 
-        The purpose is 0 in a training step. The epoch is 0 outside of `fit`, and −1 where all
-        others have to come to the same exchange before they train on.
+        The purpose is 0 in a training step. The epoch is 0 outside of `fit`. It is −1 in an
+        exchange to which all workers must come before any of them trains on.
         """
         purpose = self._purpose
         epoch = self._epoch if self.fits else 0
@@ -168,7 +168,7 @@ class Place:
         return float(self.met), purpose.number, -1.0 if alone else float(epoch)
 
     def text(self, in_exchange: bool = True) -> str:
-        """Where this process is, as in "worker 0 is TEXT".
+        """Returns the place of this process in words, as in "worker 0 is TEXT".
 
         Args:
             in_exchange: whether it is known to be in an exchange with others.
@@ -193,7 +193,7 @@ class Place:
         return f"in {epoch}" + (f" (step {self._step})" if self._step else "")
 
     def told(self) -> list[int]:
-        """`TEXT_BYTES` bytes of which `sentence` makes, of all workers, what does not match."""
+        """Returns this process's place as `TEXT_BYTES` bytes, for `sentence`."""
         purpose = self._purpose or Purpose("", "")
         rank = 0 if not purpose.text else 1 if purpose.awaits_data else 2
         text = "\n".join([str(rank), self.text()[:300], purpose.advice])
@@ -201,10 +201,10 @@ class Place:
 
 
 def sentence(table: Iterable[Iterable[float]]) -> str:
-    """Who is where, and what to do.
+    """Returns a sentence on which worker is where, and the fix.
 
     Args:
-        table: for each worker, by rank, the numbers that it has `told`.
+        table: for each worker, by rank, the bytes of its `Place.told`.
     """
     texts = [bytes(int(number) for number in row).rstrip(b"\0") for row in table]
     said = [text.decode(errors="replace").split("\n") for text in texts]

@@ -1,4 +1,4 @@
-"""Where a process listens, so that its peers reach it and strangers reach as little as can be.
+"""Addresses and ports on which a process listens: for its peers, and as few others as possible.
 
 Only the standard library is imported.
 """
@@ -16,15 +16,15 @@ import threading
 import time
 from collections.abc import Iterable
 
-# Below the range from which Linux takes the ports of outgoing connections, so that none of those
-# takes a port between our look and the use of it.
+# The range of ports that are chosen here. Linux takes ports of outgoing connections from a higher
+# range, so none of these takes a port between its choice and its use.
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 class OpenPort:
-    """Accepts connections and closes them, so that others see that this process is there.
+    """A port that accepts connections and closes them, so that others see that this process lives.
 
     Args:
         listener: a listening socket, which is closed with this.
@@ -55,15 +55,15 @@ class OpenPort:
 
 
 def own_host(host: str) -> str:
-    """The IP address on which this machine listens for those who connect to a host of its own.
+    """Returns the IP address on which to listen, for a name by which others know this machine.
 
     Args:
         host: a name or IP address of this machine, as others know it.
 
     Returns:
-        Its IP address, by preference of version 4. Empty, for all interfaces, where that is none of
-        this machine, which may be behind address translation, or where the machine's name leads to
-        loopback here and elsewhere to the network, as Debian sets it up.
+        Its IP address, of version 4 if there is one. It is empty, for all interfaces, if the
+        address is not of this machine, as behind address translation; and if the name leads to
+        loopback on this machine, as Debian sets it up, since it leads to the network elsewhere.
     """
     host = host.strip("[]")
     named = not is_address(host) and host != "localhost"
@@ -81,12 +81,12 @@ def own_host(host: str) -> str:
 
 
 def bind(host: str, port: int, reuse: bool = True) -> socket.socket:
-    """A socket with an address of this machine, which does not listen yet.
+    """Returns a socket that is bound to an address of this machine, and does not listen yet.
 
     Args:
         host: an IP address; empty for all interfaces.
         port: 0 for a free one.
-        reuse: whether connections that have ended leave the port free.
+        reuse: whether a port with connections that have just ended counts as free.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
@@ -101,25 +101,25 @@ def bind(host: str, port: int, reuse: bool = True) -> socket.socket:
 
 
 def reserve() -> socket.socket:
-    """A port that is free on all interfaces, and kept from others until the socket is closed.
+    """Returns a socket that keeps a port, free on all interfaces, until the socket is closed.
 
     Raises:
-        OSError: there is none.
+        OSError: no port is free.
     """
     for port in random.sample(CHOSEN, len(CHOSEN)):
         with contextlib.suppress(OSError):
-            # Where a port may be reused it could be given to two that do not listen yet.
+            # With `reuse` two processes that do not listen yet could get the same port.
             return bind("", port, reuse=False)
     raise OSError(errno.EADDRINUSE, "no port is free")
 
 
 def plain(host: str) -> str:
-    """An IP address without the form that version 4 has within version 6, and without a zone."""
+    """Returns an IP address without the prefix "::ffff:" of version 4, and without a zone."""
     return host.partition("%")[0].removeprefix("::ffff:")
 
 
 def interface(address: str) -> str:
-    """The name of the network interface that has an IP address; empty if none has it."""
+    """Returns the name of the network interface that has an IP address; empty if none has it."""
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError), socket.socket() as any_socket:
             asked = struct.pack("256s", name.encode()[:15])
@@ -143,7 +143,7 @@ def _bind(family: int, host: str, port: int, reuse: bool) -> socket.socket:
 
 
 def unknown(addresses: Iterable[str]) -> bool:
-    """Whether the name of a host among addresses "host:port" leads nowhere now."""
+    """Returns whether a host of these addresses "host:port" cannot be resolved now."""
     for host in {address.rpartition(":")[0].strip("[]") for address in addresses}:
         try:
             socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -153,7 +153,7 @@ def unknown(addresses: Iterable[str]) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether this is an IP address, and no name."""
+    """Returns whether `host` is an IP address, and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

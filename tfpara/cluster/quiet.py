@@ -1,6 +1,6 @@
-"""What TensorFlow and Keras print that no user can act on is left out.
+"""Filters for lines of TensorFlow and Keras that need no action of the user.
 
-TF_CPP_MIN_LOG_LEVEL=0 in the environment shows all of it.
+TF_CPP_MIN_LOG_LEVEL=0 in the environment turns them off.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Iterator
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Notes (not warnings) of TensorFlow's server and of its search for CUDA, which have their own log
-# and do not read the level.
+# Notes (not warnings) of TensorFlow's server and of its search for CUDA. They have a log of their
+# own, which ignores TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ (grpc_server_lib|coordination_service\w*|cudart_stub)\.cc:\d+\] "
@@ -30,8 +30,8 @@ for line in sys.stdin.buffer:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 """
-# Of MultiWorkerMirroredStrategy: its cluster and devices, health checks that are ours, and
-# operations that are configured when the strategy is made, as they have to be.
+# Lines of MultiWorkerMirroredStrategy: its cluster and devices, its health check, which is turned
+# off on purpose, and collective operations, which are configured when the strategy is made.
 _ABOUT_TENSORFLOW = re.compile(
     "MultiWorkerMirroredStrategy with cluster_spec|Check health not enabled"
     "|Single-worker MultiWorkerMirroredStrategy|Collective ops is not configured"
@@ -41,16 +41,16 @@ _ABOUT_TENSORFLOW = re.compile(
 
 
 def install() -> None:
-    """Leaves out what is the same in every run; a second call changes nothing."""
+    """Leaves out a warning that comes in every run; a second call changes nothing."""
     if _shows_all():
         return
-    # `fit` shuffles arrays by default, and Keras says of each dataset that it does not.
+    # `fit` has shuffle=True by default, and Keras warns for each dataset that it is ignored.
     warnings.filterwarnings("ignore", message=r"`shuffle=True` was passed, but will be ignored")
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Leaves out what TensorFlow notes while it connects the workers."""
+    """Leaves out TensorFlow's notes while it connects the workers."""
     if _shows_all():
         yield
         return
@@ -66,7 +66,7 @@ def starting() -> Iterator[None]:
 
 
 def is_chatter(line: bytes) -> bool:
-    """Whether a line of stderr, of any process, is a note that is left out."""
+    """Returns whether a line of stderr, of any process, is a note to leave out."""
     return not _shows_all() and _IS_CHATTER.match(line) is not None
 
 
@@ -80,10 +80,10 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Leaves the server's notes out of what is written to the process's stderr.
+    """Leaves the server's notes out of this process's stderr.
 
-    A process of its own passes on the rest, so that nothing is lost where TensorFlow ends this one
-    or stands still.
+    A separate process passes on all other lines, so that none is lost if TensorFlow ends this
+    process or hangs.
     """
     try:
         real = os.dup(2)

@@ -1,4 +1,4 @@
-"""Which processes of a cluster can be reached. Only the standard library is imported."""
+"""The probe for processes that accept connections. Only the standard library is imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
 
 
 def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str]:
-    """Those of `addresses`, "host:port", that accept a TCP connection now.
+    """Returns those of `addresses`, "host:port", that accept a TCP connection now.
 
     All are tried at once. A stopped process still accepts, so this is no proof of health.
 

@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 class SecretError(ValueError):
-    """The secret cannot be read, or is none. The message names the variable and the fix."""
+    """The secret cannot be read, or is not valid. The message names the variable and the fix."""
 
 
 def read(environ: Mapping[str, str] = os.environ) -> bytes:
-    """The secret that the environment gives, without white space at its ends.
+    """Returns the secret of the environment, without white space at its ends.
 
     Returns:
         The secret; empty if there is none, so that anyone may take part.
 
     Raises:
-        SecretError: both variables are set, the file cannot be read, or the secret is too short
-            to be one, or too long.
+        SecretError: both variables are set, the file cannot be read, or the secret is too short or
+            too long.
     """
     given, path = environ.get(VARIABLE, ""), environ.get(FILE_VARIABLE, "")
     if given and path:
@@ -41,17 +41,17 @@ def read(environ: Mapping[str, str] = os.environ) -> bytes:
     if not given and not path:
         return b""
     source = f"{FILE_VARIABLE}={path!r}" if path else VARIABLE
-    found = (_contents(path) if path else os.fsencode(given)).strip()
-    if not _SHORTEST <= len(found) <= _LONGEST:
+    secret = (_contents(path) if path else os.fsencode(given)).strip()
+    if not _SHORTEST <= len(secret) <= _LONGEST:
         raise SecretError(
-            f"{source} has {len(found)} bytes, but a secret has from {_SHORTEST} to {_LONGEST}. "
+            f"{source} has {len(secret)} bytes, but a secret has from {_SHORTEST} to {_LONGEST}. "
             f"Make one by {_MAKE_ONE}."
         )
-    return found
+    return secret
 
 
 def for_start(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a launcher adds to the environment of its workers: a fresh secret, unless one is given.
+    """Returns a launcher's additions to the workers' environment: a new secret, if there is none.
 
     Raises:
         SecretError: as by `read`.
@@ -60,13 +60,13 @@ def for_start(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def derive(secret: bytes, *purpose: bytes) -> bytes:
-    """A key of 32 bytes for one purpose, from which the secret cannot be found."""
+    """Derives a key of 32 bytes for one purpose, from which the secret cannot be computed."""
     text = b"".join(len(part).to_bytes(4, "big") + part for part in purpose)
     return hmac.digest(secret, b"tfpara" + text, "sha256")
 
 
 def warn_without(secret: bytes, addresses: Iterable[str]) -> None:
-    """Says in one line that there is no secret, where addresses "host:port" lead to a network."""
+    """Warns if there is no secret, and an address "host:port" is not on this machine alone."""
     if not secret and not all(is_loopback(address) for address in addresses):
         _log.warning(
             "tfpara: the processes' meeting is not authenticated: whoever reaches its port can "
@@ -89,7 +89,7 @@ def _contents(path: str) -> bytes:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address "host:port" leads to this machine alone."""
+    """Returns whether an address "host:port" leads to this machine alone."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

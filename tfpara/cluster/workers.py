@@ -1,4 +1,4 @@
-"""Who trains: the cluster that TF_CONFIG, or the engine that started us, describes.
+"""The cluster of training processes that TF_CONFIG, or the engine that started them, describes.
 
 TF_CONFIG is read and checked here, before TensorFlow starts, because TensorFlow answers most
 mistakes in it with a hang. Only the standard library is imported.
@@ -35,8 +35,8 @@ _KIND = tf_config.Kind(
     example='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
     otherwise=", or unset it to train in one process",
 )
-# This process, and how many there are: of horovodrun, and of Open MPI's mpirun, under which
-# Horovod's processes find each other by themselves.
+# The variables of rank and size that horovodrun and Open MPI's mpirun set. Under these, Horovod's
+# processes find each other by themselves.
 RANK_VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -52,11 +52,11 @@ class Cluster(NamedTuple):
         task_type: "chief" or "worker", as in TF_CONFIG.
         task_index: index within the job `task_type`, as in TF_CONFIG.
         has_chief_job: whether rank 0 is the job "chief"; otherwise it is worker 0.
-        rank_variable: the variable, such as HOROVOD_RANK, in which this process was told its rank;
-            empty if TF_CONFIG alone tells it.
-        size: number of processes according to the rank variables; there may be no addresses.
-        told: what an engine has told, where TF_CONFIG has not; the processes have to find each
-            other by it.
+        rank_variable: the variable that has this process's rank, such as HOROVOD_RANK; empty if
+            TF_CONFIG alone has it.
+        size: number of processes by the rank variables, also where there are no addresses.
+        told: the engine's variables, by which the processes have to find each other; None if
+            TF_CONFIG has their addresses.
     """
 
     addresses: tuple[str, ...]
@@ -89,7 +89,7 @@ class Cluster(NamedTuple):
 
     @property
     def coordinator(self) -> str:
-        """Where processes that know their ranks alone can meet; empty if it is not known."""
+        """The "host:port" at which processes that know only their ranks meet; empty if unknown."""
         return self.told.coordinator if self.told else ""
 
     def describe(self, rank: int) -> str:
@@ -98,7 +98,7 @@ class Cluster(NamedTuple):
         return label(rank) + address
 
     def tf_config(self) -> str:
-        """The TF_CONFIG that `read` turns into this cluster, if it has addresses."""
+        """Returns a TF_CONFIG from which `read` makes this cluster, if it has addresses."""
         first = int(self.has_chief_job)
         jobs = {"chief": self.addresses[:first], "worker": self.addresses[first:]}
         return tf_config.dump(jobs, self.task_type, self.task_index)
@@ -144,10 +144,10 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
 
 
 def taking_part(read: Callable[[], _Read]) -> _Read:
-    """What `read` finds; ends this process, with exit code 0, if it is to take no part.
+    """Returns the result of `read`; ends an evaluator, which takes no part, with exit code 0.
 
     Args:
-        read: that of this module, or of `asynchronous`.
+        read: the function `read` of this module, or of `asynchronous`.
     """
     try:
         return read()
@@ -157,7 +157,12 @@ def taking_part(read: Callable[[], _Read]) -> _Read:
 
 
 def of_rank(told: engines.Told, addresses: tuple[str, ...] = ()) -> Cluster:
-    """The cluster of a process that knows its rank, and the addresses once they are found."""
+    """Returns the cluster of a process that knows its rank from an engine.
+
+    Args:
+        told: the engine's variables.
+        addresses: of all processes, by rank; empty while they are not known.
+    """
     job = ("worker", told.rank - 1) if told.rank else ("chief", 0)
     if addresses:
         return Cluster(addresses, *job, has_chief_job=True)
