@@ -1,8 +1,8 @@
 """Faults end in one clear message and a non-zero exit on every worker that is left."""
 
 import os
-import re
 import signal
+import time
 
 import pytest
 from cluster_of_processes import Workers, run
@@ -113,6 +113,18 @@ def test_a_long_wait_is_told_of():
     assert "Waiting" not in late.output
 
 
+def test_a_worker_that_stops_for_less_than_the_timeout_goes_on():
+    """TensorFlow's coordination service is as patient as timeout_seconds; the chief serves it."""
+    with Workers("faults.py", [{"fault": "stop"}, {}]) as workers:
+        chief = workers.processes[0].pid
+        for line in workers.processes[0].stdout:
+            if line == "fault stop\n":
+                break
+        time.sleep(13)
+        os.kill(chief, signal.SIGCONT)
+        assert [result.returncode for result in workers.results()] == [0, 0]
+
+
 def test_a_silent_peer_is_an_error_after_the_timeout():
     options = {"local_devices": 2, "timeout_seconds": 5}
     with Workers("faults.py", [options, {**options, "fault": "stop"}]) as workers:
@@ -122,6 +134,5 @@ def test_a_silent_peer_is_an_error_after_the_timeout():
             os.kill(workers.processes[1].pid, signal.SIGCONT)
         assert workers.processes[0].returncode != 0
         assert "trained" not in output
-        assert f"a sync failed because worker 1 ({workers.addresses[1]}) was silent" in output
-        # TensorFlow's own limit for signs of life is not much longer.
-        assert re.search("for (longer than timeout_seconds=5|so long that TensorFlow)", output)
+        silent = f"worker 1 ({workers.addresses[1]}) was silent for longer than timeout_seconds=5"
+        assert f"a sync failed because {silent}" in output

@@ -72,11 +72,6 @@ def explain(
     ended_here = _silence is not None or isinstance(error, tf.errors.DeadlineExceededError)
     if silent or told or ended_here or heard_nothing:
         who = _silence or (told[1] if told else _who_is_mute() or "a worker")
-        if heard_nothing and not (told or ended_here):
-            return (
-                f"a sync failed because {who} was silent for so long that TensorFlow gave it up, "
-                "about 10 s, though all still accept connections; start all workers again."
-            )
         value = "" if timeout_seconds is None else f"={timeout_seconds:g}"
         return (
             f"a sync failed because {who} was silent for longer than timeout_seconds{value}, "

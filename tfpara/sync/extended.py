@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import random
 import re
 import sys
@@ -64,6 +65,7 @@ from tensorflow.python.data.ops import multi_device_iterator_ops as _multi_devic
 # The initial value that tf.train.Checkpoint gives to a variable created after the restore.
 from tensorflow.python.trackable.base import CheckpointInitialValue as _CheckpointInitialValue  # isort: skip
 
+# TensorFlow's own limits are longer than ours by so much: the watchdog knows who is silent.
 _LATER_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 _SYNCHRONIZE = call("strategy.synchronize()")
@@ -259,6 +261,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.stepping: dict[int, keras.optimizers.Optimizer] = {}
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
         self._created = 0
+        self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         super().__init__(
             strategy,
@@ -285,6 +288,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self._watchdog = Watchdog(
                 settings.timeout_seconds, self._waiting_since, self._tell_waiting, self._end_sync
             )
+
+    # The configuration with which the parent starts TensorFlow's server.
+    def _update_config_proto(self, config_proto: tf.compat.v1.ConfigProto) -> Any:
+        updated = super()._update_config_proto(config_proto)
+        # By default TensorFlow ends all when a worker sends no heartbeat for 10 s: its process is
+        # stopped, its machine sleeps, or its clock is put forward.
+        limit = math.ceil(1000 * (self._timeout_seconds + _LATER_SECONDS))
+        updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
+        return updated
 
     def connect(self, found: cluster.Cluster) -> None:
         """Connects the workers' whereabouts, for messages on waits; every worker must call it."""

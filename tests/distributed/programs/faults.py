@@ -27,10 +27,13 @@ from tfpara.sync.simulation import make_devices
 class Fault(keras.callbacks.Callback):
     def __init__(self, strategy, kind):
         super().__init__()
-        self.strategy, self.kind = strategy, kind
+        self.strategy, self.kind, self.epoch = strategy, kind, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 4:
+        if batch == 4 and (self.epoch == 0 or self.kind != "stop"):
             print("fault", self.kind, flush=True)
             if self.kind == "nan":
                 self.model.layers[-1].kernel.value.values[0].assign(
