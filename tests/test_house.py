@@ -123,7 +123,7 @@ def test_pages_speak_of_public_names_alone():
     rows = public_rows()
     public = {"tfpara": names_of("tfpara") + rows["public"] + rows["public as programs"]}
     public |= {f"tfpara.{module}": names_of(f"tfpara.{module}") for module in rows["public"]}
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         if page.name == "design.md":
             continue
         for name in re.findall(r"\btfpara(?:\.[A-Za-z_]\w*)+", page.read_text()):

@@ -5,7 +5,6 @@ sets in its pods is imitated.
 """
 
 import concurrent.futures
-import contextlib
 import copy
 import json
 import os
@@ -20,6 +19,7 @@ if not os.environ.get("TFPARA_TEST_INSTALLED"):  # scripts/test.sh installs it, 
 
 import pydantic
 import yaml
+from cluster_of_processes import free_ports
 from kubeflow_trainer_api import models
 
 from tfpara import cluster
@@ -243,14 +243,6 @@ def meet(environ):
 def nobody_has_met(monkeypatch):
     monkeypatch.setattr(startup, "_found", {})
     monkeypatch.setattr(startup, "_met", set())
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest.mark.parametrize("stem", ["job", "trainjob"])

@@ -9,13 +9,21 @@ import pytest
 import tensorflow as tf
 
 import tfpara
-from tfpara import schedules
 from tfpara.callbacks import HeldOut
 from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod, learning_rate
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.warm_start import WarmStart
-from tfpara.schedules import Adapt, Exponential, Hand, NewbobRule, OverfittingRule, Piecewise
+from tfpara.schedules import (
+    AdaComm,
+    Adapt,
+    Exponential,
+    Hand,
+    NewbobRule,
+    OverfittingRule,
+    Piecewise,
+    Quadratic,
+)
 from tfpara.steps import without_tuner
 
 RNG = np.random.default_rng(0)
@@ -298,14 +306,14 @@ def test_sync_period_by_epoch():
 def test_sync_period_by_the_rate_and_by_the_loss():
     strategy = make_strategy(tfpara.BSP())
     model = make_model(strategy)
-    by_rate = schedules.Quadratic(schedules.Exponential(0.4, 3, 0.1), alpha=0.8, first=5)
+    by_rate = Quadratic(Exponential(0.4, 3, 0.1), alpha=0.8, first=5)
     assert fit(model, [SyncPeriod(by_rate, verbose=0)], epochs=3)["sync_period"] == [5, 16, 64]
     syncs = []
     look = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda *_: syncs.append(strategy.statistics().syncs)
     )
     before = strategy.statistics().syncs
-    log = fit(model, [SyncPeriod(schedules.AdaComm(6), verbose=0), look], epochs=4)
+    log = fit(model, [SyncPeriod(AdaComm(6), verbose=0), look], epochs=4)
     periods = [6, 6]
     for loss in log["loss"][1:3]:
         wanted = math.ceil(math.sqrt(loss / log["loss"][0]) * 6)
