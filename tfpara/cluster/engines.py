@@ -1,9 +1,9 @@
-"""Which worker this process is, and where the workers meet, as the engine that started it says.
+"""The variables by which an engine gives a process its rank, and the place where the workers meet.
 
-Engines (Slurm, MPI, torchrun, ...) tell a process its rank and the number of processes in variables
-of their own, and some tell where rank 0 is. That is enough to meet (`startup.find_each_other`),
-and what TF_CONFIG would have said comes of it. TFPARA_RANK, TFPARA_SIZE and TFPARA_COORDINATOR say
-the same where no engine does. Only the standard library is imported.
+Engines (Slurm, MPI, torchrun, ...) set variables of their own with a process's rank and the number
+of processes; some also set the host of rank 0. That is enough to meet and to exchange addresses
+(`startup.find_each_other`), so that TF_CONFIG is not needed. Without an engine, set TFPARA_RANK,
+TFPARA_SIZE and TFPARA_COORDINATOR. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _repr.maxstring = _repr.maxother = 120
 
 
 class Told(NamedTuple):
-    """What an engine has told this process.
+    """The rank, the size and the meeting place that an engine has given to this process.
 
     Attributes:
-        engine: its name.
+        engine: name of the engine.
         rank: this process, 0 … size − 1.
         size: number of processes.
-        rank_variable: where the rank is from.
-        size_variable: where the size is from.
+        rank_variable: the variable that has the rank.
+        size_variable: the variable that has the size.
         coordinator: "host:port" at which rank 0 waits for the others; empty if it is not known.
-        coordinator_from: where that is from, in words.
+        coordinator_from: the source of `coordinator`, in words.
     """
 
     engine: str
@@ -57,7 +57,7 @@ class Told(NamedTuple):
     coordinator_from: str = ""
 
     def described(self) -> str:
-        """What was found, and from which variables."""
+        """Returns these values and the variables that they are from, in words."""
         found = (
             f"{self.engine}: rank {self.rank} of {self.size}, from {self.rank_variable} and "
             f"{self.size_variable}"
@@ -71,14 +71,15 @@ class _Engine(NamedTuple):
     """An engine and its variables.
 
     Attributes:
-        name: in messages.
-        rank, size: its variables.
-        starter: what sets them, in messages.
-        coordinator: where rank 0 is, and from which variables, or two empty texts; given the
-            environment and the number of processes.
-        outer: whether processes of other engines are started within its own, which keep its
-            variables, so that another number than theirs is no contradiction.
-        also: variables without which rank and size are somebody else's.
+        name: its name in messages.
+        rank: its variable of the rank.
+        size: its variable of the size.
+        starter: the program that sets them, in messages.
+        coordinator: returns the "host:port" of rank 0 and its source in words, or two empty texts,
+            from the environment and the number of processes.
+        outer: whether it starts machines, pods or steps, in which another engine may start
+            processes. These inherit its variables, so a different rank or size is no contradiction.
+        also: variables that must be set too; without them `rank` and `size` are not of this engine.
     """
 
     name: str
@@ -91,14 +92,14 @@ class _Engine(NamedTuple):
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Told | None:
-    """What the engine that has started this process says; None if none has.
+    """Returns the values of the engine that has started this process; None if there is none.
 
-    Variables of a process (of MPI, torchrun, or our own) go before those of the machine or step in
-    which it is started (Slurm, pods); TFPARA_COORDINATOR before an engine's.
+    Variables of a process (of MPI, torchrun, or TFPARA_RANK) come before those of the machine or
+    step in which it runs (Slurm, pods). TFPARA_COORDINATOR comes before an engine's coordinator.
 
     Raises:
-        ClusterError: variables that cannot be read, or contradict each other; one message names
-            them, and the fix.
+        ClusterError: variables cannot be read, or contradict each other; the message names them,
+            and the fix.
     """
     index = _index(environ)
     if index:
@@ -110,7 +111,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
             continue
         (engine, first), *others = several or told
         for other, theirs in others:
-            if first.rank_variable != RANK or first.size > 1:  # 1 is to be left alone
+            if first.rank_variable != RANK or first.size > 1:  # TFPARA_SIZE=1: train alone
                 _check_agree(first, theirs, other)
         if index and first.rank_variable == RANK:
             first = first._replace(rank_variable=_INDEX)
@@ -125,24 +126,24 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
 
 
 def variables() -> tuple[str, ...]:
-    """Those that say which process of how many this is, in a process of an engine's own."""
+    """Returns the variables of rank, size and coordinator, without those of outer engines."""
     names = [(e.rank, e.size) for e in _ENGINES if not e.outer]
     return (*itertools.chain(*names), COORDINATOR)
 
 
 def starter(rank_variable: str) -> str:
-    """What sets a variable, such as "horovodrun or mpirun"."""
+    """Returns the program that sets a variable, such as "horovodrun or mpirun"."""
     known = {engine.rank: engine.starter for engine in _ENGINES}
     return known.get(rank_variable, "an indexed job")
 
 
 def is_outer(rank_variable: str) -> bool:
-    """Whether a variable is of the machine or step in which others start processes."""
+    """Returns whether a variable is of an outer engine, within which others start processes."""
     return any(engine.outer and engine.rank == rank_variable for engine in _ENGINES)
 
 
 def no_coordinator(told: Told) -> str:
-    """That it is not known where the others are, in a sentence."""
+    """Returns the sentence that the address of rank 0 is not known."""
     return (
         f"{told.rank_variable}={told.rank} and {told.size_variable}={told.size} say which process "
         f"this is, but not where the others are. {_SET_COORDINATOR}."
@@ -150,10 +151,10 @@ def no_coordinator(told: Told) -> str:
 
 
 def hosts(nodelist: str) -> Iterator[str]:
-    """The hosts of a list in Slurm's compact form, such as "node[01-03,7],x5", in its order.
+    """Yields the hosts of a list in Slurm's compact form, such as "node[01-03,7],x5", in order.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: the text is no such list.
     """
     if not nodelist or len(nodelist) > _LONGEST_LIST:
         raise ValueError(f"a list of {len(nodelist)} characters")
@@ -165,24 +166,24 @@ def hosts(nodelist: str) -> Iterator[str]:
 
 
 def _choices(part: str) -> list[str]:
-    """What one part of a name stands for: itself, or the numbers in brackets."""
+    """Returns the texts that one part of a name stands for: itself, or the numbers in brackets."""
     if not part.startswith("["):
         return [part]
-    found: list[str] = []
+    choices: list[str] = []
     for limits in part[1:-1].split(","):
         first, _, last = limits.partition("-")
         numbers = range(int(first), int(last or first) + 1)
         if not 0 < len(numbers) <= _LONGEST_LIST:
             raise ValueError(f"{limits!r} is no range")
-        found += [str(number).zfill(len(first)) for number in numbers]
-    return found
+        choices += [str(number).zfill(len(first)) for number in numbers]
+    return choices
 
 
 # -- reading --------------------------------------------------------------------------------------
 
 
 def _index(environ: Mapping[str, str]) -> str:
-    """The number of a pod in an indexed job: its rank, where TFPARA_SIZE is all that is set."""
+    """Returns the number of a pod in an indexed job: its rank, if only TFPARA_SIZE is set."""
     if environ.get(RANK, "").strip() or not environ.get(SIZE, "").strip():
         return ""
     return environ.get(_INDEX, "").strip()
@@ -196,7 +197,7 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
         return None
     if not any(given) or (engine.outer and not all(given)):
         return None
-    # isdecimal alone takes digits of other scripts too, as int() does.
+    # isdecimal also accepts digits of other scripts, but so does int().
     whole = all(value.isdecimal() and len(value) < 10 for value in given)
     if not whole or int(given[0]) >= int(given[1]):
         text = ", ".join(
@@ -254,7 +255,7 @@ def _with_coordinator(told: Told, engine: _Engine, environ: Mapping[str, str]) -
 
 
 def _port(*words: str) -> int:
-    """The same port for the same job."""
+    """Returns a port that is the same for the same words, such as the number of a job."""
     return CHOSEN.start + zlib.crc32(" ".join(words).encode()) % len(CHOSEN)
 
 
@@ -274,7 +275,7 @@ def _on_slurm(environ: Mapping[str, str], size: int) -> tuple[str, str]:
             f"as in node[01-03,7],x5. {_SET_COORDINATOR}."
         ) from None
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-    # Tasks of one machine need no network, nor a name that leads there.
+    # Tasks of one machine need neither the network nor the resolution of its name.
     host = first if more else "127.0.0.1"
     source = f"SLURM_STEP_NODELIST={_repr.repr(nodes)} and the numbers of job {job} and step {step}"
     return f"{host}:{_port('slurm', job, step)}", source
@@ -300,7 +301,7 @@ def _under_pmi(environ: Mapping[str, str], size: int) -> tuple[str, str]:
 
 
 def _ancestor(name: str) -> str:
-    """The process of this name that has started this one; empty if there is none."""
+    """Returns the id of the nearest ancestor process with this name; empty if there is none."""
     process = os.getppid()
     while process > 1:
         try:
@@ -315,9 +316,16 @@ def _ancestor(name: str) -> str:
 
 
 def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple[str, str]]:
-    """Where torchrun's variables say that rank 0 is; `step` ports from its own store."""
+    """Returns a function that reads the address of rank 0 from torchrun's variables.
 
-    def found(environ: Mapping[str, str], size: int) -> tuple[str, str]:
+    Args:
+        host: the variable of the host.
+        port: the variable of the port.
+        step: this is added to the port, or subtracted from a port near the highest one.
+        why: the reason for that, which follows the variables' names in messages.
+    """
+
+    def coordinator(environ: Mapping[str, str], size: int) -> tuple[str, str]:
         del size
         name, number = environ.get(host, "").strip(), environ.get(port, "").strip()
         if not name or not number:
@@ -334,7 +342,7 @@ def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple
             )
         return f"{name}:{number}", f"{host} and {port}{why}"
 
-    return found
+    return coordinator
 
 
 def _of_jax(environ: Mapping[str, str], size: int) -> tuple[str, str]:
@@ -380,7 +388,7 @@ _ENGINES = (
     ),
     _Engine("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "Kubeflow", _of_jax, outer=True),
     _Engine("SageMaker", "SM_CURRENT_HOST", "SM_HOSTS", "SageMaker", _of_sagemaker, outer=True),
-    # A batch script has SLURM_PROCID and SLURM_NTASKS, too; only a task of srun is in a step.
+    # A batch script has SLURM_PROCID and SLURM_NTASKS too. Only a task of srun has SLURM_STEP_ID.
     _Engine(
         "Slurm",
         "SLURM_PROCID",

@@ -1,13 +1,13 @@
-"""Where Horovod's processes find each other: a key-value store over HTTP.
+"""The rendezvous of Horovod's processes: a key-value store over HTTP.
 
-Gloo, Horovod's transport, puts the addresses of its connections there and polls for those of the
-others. `horovodrun` serves one, and so does `tfpara-launch --collectives=horovod`; in a cluster of
-TF_CONFIG the chief does. Gloo itself aborts the process where the store does not answer or a worker
-does not come, so the workers meet in the same store first.
+Gloo, Horovod's transport, puts the addresses of its connections into the store and polls for those
+of the others. `horovodrun` and `tfpara-launch --collectives=horovod` serve a store; in a cluster of
+TF_CONFIG the chief does. Gloo aborts the process if the store does not answer or a worker does not
+come, so the workers first meet in the same store.
 
-Gloo signs nothing. But what it takes for the store's host may be followed by a path: where the run
-has a secret, a path that is made of it leads to our store, and who does not know it gets nothing.
-It travels in the clear. Only the standard library is imported.
+Gloo's requests are not signed. But the variable of the store's host may have a path behind the
+host. If the run has a secret, that path contains a token derived from it, and the store refuses
+requests without it. The token is sent unencrypted. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _log = logging.getLogger(__name__)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """GET, PUT and DELETE of a path; the server's `values` has what is there."""
+    """The handler of GET, PUT and DELETE of a path, a key of the server's `values`."""
 
     server: Server
     raw_requestline: bytes
-    timeout = _ANSWER_SECONDS  # so that one who connects and says nothing is dropped
+    timeout = _ANSWER_SECONDS  # a client that sends nothing is dropped
 
     def parse_request(self) -> bool:
-        """Looks at the path before anything else that a client sends."""
+        """Refuses a request with a wrong path before anything else of it is parsed."""
         words, path = self.raw_requestline.split(b" "), self.server.path.encode()
         if len(words) > 1 and hmac.compare_digest(words[1][: len(path)], path):
             return super().parse_request()
@@ -71,7 +71,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(413)
         else:
             value = self.rfile.read(int(length))
-            if len(value) == int(length):  # else the client has gone
+            if len(value) == int(length):  # otherwise the client has closed the connection
                 self.server.values[self.path] = value
                 self._answer(200)
 
@@ -86,11 +86,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _refuse(self, status: int) -> None:
-        """Answers without having read all, and hangs up."""
+        """Answers with an error before the request is read, and closes the connection."""
         self.close_connection = True
         self._answer(status)
         with contextlib.suppress(OSError):
-            # What has come is read, for its sender would get a reset in place of the answer.
+            # Data that have arrived are read; otherwise the client gets a reset, not the answer.
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(_REFUSED_SECONDS)
             self.connection.recv(_LONGEST_VALUE)
@@ -103,8 +103,8 @@ class Server(http.server.ThreadingHTTPServer):
     """The store, served until `close` by a thread that ends with the process.
 
     Args:
-        port: to listen on; 0 takes a free one.
-        host: to listen on; all interfaces if empty.
+        port: port to listen on; 0 takes a free one.
+        host: address to listen on; all interfaces if empty.
         shared: the secret of the run; without one, everybody may read and write.
 
     Raises:
@@ -116,7 +116,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int = 0, host: str = "", shared: bytes = b"") -> None:
         self.values: dict[str, bytes] = {}
-        self._clients: dict[socket.socket, float] = {}  # since when, in order
+        self._clients: dict[socket.socket, float] = {}  # time of connection, in order
         self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -130,14 +130,14 @@ class Server(http.server.ThreadingHTTPServer):
         return int(self.server_address[1])
 
     def has_room(self, key: str, length: int) -> bool:
-        """Whether a value of some bytes may be put."""
+        """Returns whether a value of so many bytes may be put under a key."""
         if length > _LONGEST_VALUE or len(key) > _LONGEST_KEY:
             return False
         held = sum(len(each) + len(value) for each, value in list(self.values.items()))
         return held + len(key) + length <= _MOST_BYTES
 
     def process_request(self, request: Any, client_address: tuple[str, int]) -> None:
-        """Answers a client in a thread of its own; of too many the one that came first goes."""
+        """Answers a client in a thread of its own; if there are too many, drops the oldest."""
         with self._lock:
             self._clients[request] = time.monotonic()
             crowd = list(self._clients)[: max(0, len(self._clients) - _CLIENTS)]
@@ -151,14 +151,14 @@ class Server(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Cuts off clients that take too long, however they do it; called twice a second."""
+        """Drops clients that have taken too long; called twice a second."""
         now = time.monotonic()
         with self._lock:
             late = [each for each, at in self._clients.items() if now - at > _ANSWER_SECONDS]
         _cut(late)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing of clients that went away."""
+        """Prints nothing on clients that have closed their connection."""
 
     def close(self) -> None:
         """Frees the port."""
@@ -168,22 +168,22 @@ class Server(http.server.ThreadingHTTPServer):
 
 def _cut(clients: list[socket.socket]) -> None:
     for client in clients:
-        with contextlib.suppress(OSError):  # it has gone by itself
+        with contextlib.suppress(OSError):  # it may be closed already
             client.shutdown(socket.SHUT_RDWR)
 
 
 def _token(shared: bytes, port: int) -> str:
-    """The part of the path that only those know who have the secret; empty without one."""
+    """Returns the token in the path, which is derived from the secret; empty without a secret."""
     return secret.derive(shared, _PURPOSE, b"%d" % port).hex() if shared else ""
 
 
 def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"") -> dict[str, str]:
-    """What Horovod has to be told in the environment of one process of a cluster with addresses.
+    """Returns Horovod's environment variables for one process of a cluster with addresses.
 
     Args:
-        found: this process's view.
-        host: where the store is served.
-        port: the same.
+        found: this process's view of the cluster.
+        host: host of the store.
+        port: port of the store.
         shared: the secret of the run.
     """
     token = _token(shared, port)
@@ -191,7 +191,7 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
     own = hosts[found.rank]
     beside = [rank for rank, other in enumerate(hosts) if other == own]
     local_rank = beside.index(found.rank)
-    # Of each host that has as many processes: its one with the same local rank.
+    # Hosts that have a process with this local rank.
     across = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local_rank]
     return {
         "HOROVOD_RANK": str(found.rank),
@@ -203,7 +203,7 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
         "HOROVOD_HOSTNAME": own,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        # Gloo asks for http://ADDRESS:PORT/...
+        # Gloo requests http://ADDRESS:PORT/…, so ADDRESS holds host, port and token before ":PORT".
         ADDRESS: f"{host}:{port}/{token}" if token else host,
         PORT: str(port),
     }
@@ -218,14 +218,14 @@ def meet(
     """Waits until every process has come to the store that the environment names.
 
     Args:
-        found: this process's view.
+        found: this process's view of the cluster.
         environ: has HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT.
         timeout_seconds: longest wait.
-        shared: the secret of the run. What is put is signed with it, also in a store of others.
+        shared: the secret of the run. It signs all values, also in a store that horovodrun serves.
 
     Raises:
-        StartupError: the variables are missing or wrong, nobody serves there, a process does not
-            come in time, counts another number of processes or has another secret.
+        StartupError: the variables are missing or wrong, no store answers there, or a process does
+            not come in time, has another number of processes or another secret.
     """
     address, port = environ.get(ADDRESS, ""), environ.get(PORT, "")
     if not address or not (port.isdecimal() and 0 < int(port) < 65536):
@@ -266,12 +266,15 @@ def meet(
 
 
 class _Places(NamedTuple):
-    """What processes put into a store to say that they are there: signed, for all may write there.
+    """Access to the values by which processes show in a store that they have come.
+
+    The values are signed, since anyone may be able to write to the store.
 
     Attributes:
-        address, port: of the store, as Horovod is told.
+        address: address of the store, from Horovod's variable.
+        port: port of the store, from Horovod's variable.
         shared: the secret of the run.
-        deadline: until when the store may be silent.
+        deadline: time by which the store must answer.
     """
 
     address: str
@@ -280,12 +283,15 @@ class _Places(NamedTuple):
     deadline: float
 
     def put(self, rank: int, size: int) -> None:
-        """Says that a process is there, and how many it counts."""
+        """Stores that a process has come, with its number of processes."""
         value = {"size": size, "signature": self._signature(rank, size)}
         self._ask("PUT", rank, json.dumps(value).encode())
 
     def get(self, rank: int) -> int | None:
-        """How many processes one of them counts; None if it is not there, or `_FORGED`."""
+        """Returns the number of processes of one that has come.
+
+        It is None if the process has not come, and `_FORGED` if the value is not signed rightly.
+        """
         value = self._ask("GET", rank)
         if value is None:
             return None
@@ -307,7 +313,7 @@ class _Places(NamedTuple):
 
 
 def _patiently(ask: Callable[[], bytes | None], deadline: float) -> bytes | None:
-    """The answer of a store that may not be served yet."""
+    """Returns the answer of a store that may not be served yet; asks until the deadline."""
     while True:
         try:
             return ask()
@@ -322,7 +328,7 @@ def _patiently(ask: Callable[[], bytes | None], deadline: float) -> bytes | None
 
 
 def _request(address: str, port: int, method: str, rank: int, body: bytes | None) -> bytes | None:
-    """What the store answers about a rank; None if it has nothing."""
+    """Returns the store's answer about a rank; None if it has no value."""
     host, slash, token = address.partition("/")
     path = f"/{token}:{port}" if slash else ""
     host = host.rpartition(":")[0] if slash else host

@@ -1,15 +1,15 @@
-"""Gathers the workers of a cluster before TensorFlow starts.
+"""The meeting of a cluster's workers before TensorFlow starts.
 
-TensorFlow's own start waits for missing workers for ever, and does so inside C++ with Python's
-interpreter locked: no exception, no Ctrl-C, no thread of ours can end it. So the workers meet first
-over plain TCP, on the addresses that TensorFlow will use: every worker says hello to the chief, and
-the chief tells all of them whether to go on. That finds absent workers, workers whose TF_CONFIG
-differs, two workers with the same task, ports in use and addresses that lead nowhere, and all
-workers report the same cause. Messages are signed with the run's secret (`messages.py`).
+TensorFlow's own start waits for missing workers for ever, inside C++ and with Python's interpreter
+locked, so that no exception, no Ctrl-C and no Python thread can end it. So the workers meet first
+over plain TCP, at the addresses that TensorFlow will use. Every worker says hello to the chief, and
+the chief tells all of them whether to go on. This finds absent workers, workers whose TF_CONFIG
+differs, two workers with the same task, ports in use and wrong addresses, and all workers report
+the same cause. Messages are signed with the run's secret (`messages.py`).
 
-Workers that know their ranks alone, from an engine (`engines.py`), find each other first, in the
-same way: rank 0 listens at the coordinator's address, each says at which port of its own TensorFlow
-may listen, and all are told the addresses of all.
+Workers that know only their ranks, from an engine (`engines.py`), first find each other in the same
+way. Rank 0 listens at the coordinator's address, every worker sends its host and the port on which
+TensorFlow may listen, and rank 0 sends the addresses to all.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tfpara.cluster.reach import unreachable
 from tfpara.typing import Json
 
 _RETRY_SECONDS = 0.1
-_ANSWER_SECONDS = 10.0  # for one exchange between processes that are up
+_ANSWER_SECONDS = 10.0  # longest exchange between two running processes
 _LOG_SECONDS = 30.0
 # After the meeting TensorFlow connects within seconds, unless a worker dies just then.
 _CONNECT_SECONDS = 120.0
 _PURPOSE = "start"
 
 _met: set[Cluster] = set()
-_found: dict[Cluster, Cluster] = {}  # by what the engine has told
+_found: dict[Cluster, Cluster] = {}  # clusters without addresses to the same with addresses
 _log = logging.getLogger(__name__)
 
 
@@ -50,25 +50,25 @@ class StartupError(RuntimeError):
 
 @contextlib.contextmanager
 def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
-    """Waits for all workers, then runs a body that starts TensorFlow's server, and watches it.
+    """Waits for all workers, then limits the time of its body, which starts TensorFlow's server.
 
-    The body may not hang: if it takes over two minutes, the process prints where it is and exits
-    with code 1. That happens if a worker dies between the meeting and TensorFlow's connection.
-    SIGTERM does afterwards what it did before.
+    If the body takes over two minutes, the process prints a traceback and exits with code 1. That
+    happens if a worker dies between the meeting and TensorFlow's connection. After the body SIGTERM
+    has its former handler.
 
     Args:
-        cluster: this process's view of the cluster. Does nothing if that is one process, or if
-            this process has been through it with the same cluster.
+        cluster: this process's view of the cluster. Nothing is done for a single process, or if
+            this process has met the same cluster before.
         timeout_seconds: longest wait for the other workers.
 
     Raises:
-        StartupError: by `meet`.
+        StartupError: as by `meet`.
     """
     if cluster.num_workers == 1 or cluster in _met:
         yield
         return
     meet(cluster, timeout_seconds)
-    # Python threads stand still in TensorFlow's start; this timer is a thread in C.
+    # Python threads do not run during TensorFlow's start. This timer is a thread in C.
     faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=sys.__stderr__ or 2)
     try:
         with quiet.starting(), _sigterm_kept():
@@ -80,11 +80,11 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Undoes that TensorFlow's server, in C++, takes SIGTERM and does nothing on it.
+    """Restores the handler of SIGTERM, which TensorFlow's server replaces by one that does nothing.
 
-    The processes that this one forks would ignore it, too, and their pool could not end them.
-    Python sets signals in the main thread alone, and engines such as Ray train in another; the C
-    library's function is for any thread.
+    Otherwise this process would not hear SIGTERM, nor would processes that it forks, and a pool
+    could not end them. Python sets handlers in the main thread alone, and engines such as Ray train
+    in another. So the C library's function is called, which works in any thread.
     """
     libc = ctypes.CDLL(None)
     former = ctypes.create_string_buffer(1024)  # more than a struct sigaction
@@ -103,19 +103,19 @@ def meet(
 ) -> None:
     """Waits until every worker of the cluster has called this with the same arguments.
 
-    Listens on this worker's port meanwhile, and frees it.
+    Meanwhile it listens on this worker's port; then the port is free again.
 
     Args:
         cluster: this process's view of the cluster.
         timeout_seconds: longest wait for the other workers.
-        collectives: the backend that the worker goes on to start.
-        shared: the secret of the run; that of the environment if None.
+        collectives: the backend that the worker starts after this.
+        shared: the secret of the run; None takes that of the environment.
 
     Raises:
         StartupError: a worker did not come in time, has another TF_CONFIG, other collectives or
-            another secret, or has the same task as another; or an address is in use or leads
-            nowhere. All workers that came raise it.
-        tfpara.cluster.secret.SecretError: the secret of the environment is none.
+            another secret, or has the same task as another; or an address is in use or cannot be
+            reached. All workers that came raise it.
+        tfpara.cluster.secret.SecretError: the environment's secret is not valid.
     """
     if cluster.num_workers == 1:
         return
@@ -144,19 +144,20 @@ def meet(
 def find_each_other(
     cluster: Cluster, timeout_seconds: float, collectives: str = "tensorflow"
 ) -> Cluster:
-    """The cluster with addresses, of processes that an engine has told their ranks alone.
+    """Returns the cluster with addresses, for processes that know only their ranks.
 
     Args:
-        cluster: this process's view; returned as it is if it has addresses, or no others.
+        cluster: this process's view. It is returned as it is if it has addresses, or is a single
+            process.
         timeout_seconds: longest wait for the other workers.
-        collectives: the backend that the worker goes on to start.
+        collectives: the backend that the worker starts after this.
 
     Raises:
-        ClusterError: it is not known where rank 0 is.
-        StartupError: a worker did not come in time, counts other processes, has another secret or
-            other collectives, or the same rank as another; or rank 0 cannot listen at the
+        ClusterError: the address of rank 0 is not known.
+        StartupError: a worker did not come in time, has another number of processes, another secret
+            or other collectives, or has the same rank as another; or rank 0 cannot listen at the
             coordinator's address. All workers that came raise it.
-        tfpara.cluster.secret.SecretError: the secret of the environment is none.
+        tfpara.cluster.secret.SecretError: the environment's secret is not valid.
     """
     told = cluster.told
     if told is None:
@@ -165,7 +166,7 @@ def find_each_other(
         return _found[cluster]
     if not told.coordinator:
         raise workers.ClusterError(engines.no_coordinator(told))
-    level = logging.INFO if told.rank else logging.WARNING  # which is shown by default
+    level = logging.INFO if told.rank else logging.WARNING  # a warning is shown by default
     _log.log(level, "tfpara: %s.", told.described())
     shared = secret.read()
     deadline = time.monotonic() + timeout_seconds
@@ -200,7 +201,7 @@ def _tell_addresses(
     timeout_seconds: float,
     deadline: float,
 ) -> list[str]:
-    """Lets all workers in at the coordinator's address, and tells them the addresses of all."""
+    """Waits for all workers at the coordinator's address, and sends them the addresses of all."""
     host, _, number = told.coordinator.rpartition(":")
     try:
         listener = ports.bind(ports.own_host(host), int(number))
@@ -226,10 +227,10 @@ def _tell_addresses(
 
 
 def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
-    """Where the workers listen, by rank, as all of them can reach it.
+    """Returns the addresses of the workers, by rank, at which all of them can be reached.
 
-    Who came by loopback is on the chief's machine, and as reachable as the chief is for those who
-    came from elsewhere.
+    A worker that came by loopback is on the chief's machine. If others came from elsewhere, it has
+    the host at which they reach the chief.
     """
     at = {rank: guest.hello["at"] for rank, guest in guests.items()}
     outside = [rank for rank, (host, _) in at.items() if not secret.is_loopback(f"{host}:0")]
@@ -243,24 +244,24 @@ def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
 
 
 class _Guest(NamedTuple):
-    """A worker that has come."""
+    """A worker that has come to the chief: its connection and its hello."""
 
     channel: Channel
     hello: Mapping[str, Json]
 
 
 class _Terms(NamedTuple):
-    """What holds of a meeting.
+    """The terms of a meeting, which differ between workers of TF_CONFIG and those of an engine.
 
     Attributes:
         size: number of workers.
-        chief: where the chief listens, "host:port".
-        describe: names a worker in messages, by rank.
-        check: what is wrong with what a worker says, or None; given its rank and its hello.
-        known: whether a hello has the form of those of this kind of meeting.
-        twice: that two have the same rank, in a sentence; given the rank.
-        absent: what to do if workers do not come.
-        chief_where: where the chief is to be started, in words.
+        chief: "host:port" at which the chief listens.
+        describe: returns the name of a worker in messages, from its rank.
+        check: returns what is wrong with a hello, or None, from the worker's rank and the hello.
+        known: returns whether a hello has the form of this kind of meeting.
+        twice: returns the sentence that two workers have the same rank, from the rank.
+        absent: the fix if workers do not come, in words.
+        chief_where: where the chief must be started, in words.
     """
 
     size: int
@@ -274,7 +275,7 @@ class _Terms(NamedTuple):
 
 
 def _terms(cluster: Cluster, collectives: str) -> _Terms:
-    """Of workers that TF_CONFIG names."""
+    """Returns the terms for workers that TF_CONFIG names."""
 
     def check(rank: int, hello: Mapping[str, Json]) -> str | None:
         view = hello["cluster"]
@@ -302,7 +303,7 @@ def _terms(cluster: Cluster, collectives: str) -> _Terms:
 
 
 def _terms_of(told: engines.Told, collectives: str) -> _Terms:
-    """Of workers that an engine has told their ranks."""
+    """Returns the terms for workers that have their ranks from an engine."""
 
     def check(rank: int, hello: Mapping[str, Json]) -> str | None:
         if hello["size"] != told.size:
@@ -329,7 +330,7 @@ def _terms_of(told: engines.Told, collectives: str) -> _Terms:
 
 
 def _has_place(hello: Mapping[str, Json]) -> bool:
-    """Whether a hello says how many processes there are, and where this one is."""
+    """Returns whether a hello has the number of processes, and the address of its sender."""
     match hello:
         case {"size": int(), "at": [str() as host, int() as port]}:
             return ports.is_address(host) and 0 < port < 65536
@@ -349,14 +350,15 @@ def _other_collectives(rank: int, hello: Mapping[str, Json], collectives: str) -
 def _gather(
     terms: _Terms, door: Door, timeout_seconds: float, deadline: float
 ) -> dict[int, _Guest] | str:
-    """Lets all workers in; returns them by rank when all have come, or what is wrong."""
+    """Waits for all workers; returns them by rank, or the sentence on what is wrong."""
     guests: dict[int, _Guest] = {}
     log_at = time.monotonic() + _LOG_SECONDS
-    complete_since = float("inf")  # another with the same task may be just behind
+    # When all have come it waits a moment more, since a second process may have the same task.
+    complete_since = float("inf")
     while True:
         door.wait(_RETRY_SECONDS)
         for channel, said in door.poll():
-            if channel.closed:  # it came, died and may be started again
+            if channel.closed:  # the worker has ended, and may be started again
                 guests = {r: guest for r, guest in guests.items() if guest.channel is not channel}
                 door.drop(channel)
             elif all(channel is not guest.channel for guest in guests.values()):
@@ -381,9 +383,10 @@ def _gather(
 
 
 def _astray(cluster: Cluster, deadline: float) -> str | None:
-    """Which of the workers that have come cannot be reached, in a sentence; or None."""
+    """Returns the sentence on workers that have come but cannot be reached, or None."""
     while True:
-        # A pod's name may be known later than the pod runs; asked first, for it may come meanwhile.
+        # A pod's name may be known only some time after its start. Names are looked up before the
+        # probe, since a name may become known during it.
         unknown = ports.unknown(cluster.addresses)
         astray = unreachable(cluster, _ANSWER_SECONDS)
         if not astray or not unknown or time.monotonic() >= deadline:
@@ -404,10 +407,14 @@ def _admit(
     channel: Channel,
     hello: Mapping[str, Json],
 ) -> str | None:
-    """Lets in who says hello, and adds it to `guests`; returns what is wrong with it, or None."""
+    """Lets in a worker that says hello, and adds it to `guests`.
+
+    Returns:
+        The sentence on what is wrong with it, or None.
+    """
     rank = hello.get("rank")
     if not isinstance(rank, int) or rank < 0 or not terms.known(hello):
-        door.drop(channel)  # not one of us
+        door.drop(channel)  # not a worker
         return None
     door.let_in(channel)
     problem = terms.check(rank, hello)
@@ -424,15 +431,15 @@ def _report_to_chief(
     timeout_seconds: float,
     deadline: float,
 ) -> dict[str, Json]:
-    """Says hello until the chief is there; returns its answer.
+    """Says hello until the chief answers; returns its answer.
 
     Raises:
-        StartupError: nobody answers, or the chief says that something is wrong.
+        StartupError: the chief does not answer in time, or its answer is a problem.
     """
     log_at = time.monotonic() + _LOG_SECONDS
     while True:
         try:
-            # The chief, which may have started last, waits for the others in its turn.
+            # The chief may have started last, and waits up to timeout_seconds for the others.
             answer = _ask_chief(
                 terms, hello, shared, deadline, timeout_seconds + 2 * _ANSWER_SECONDS
             )
@@ -481,17 +488,17 @@ def _ask_chief(
 
 
 def _view(cluster: Cluster) -> list[Json]:
-    """What all workers must see alike, as JSON gives it back."""
+    """Returns what all workers must have alike, in the form in which JSON returns it."""
     return [list(cluster.addresses), cluster.has_chief_job]
 
 
 def listen(address: str, name: str, guests: int = 0) -> socket.socket:
-    """Listens on an address of this process: see `ports.own_host`.
+    """Returns a socket that listens on this process's address; see `ports.own_host`.
 
     Args:
         address: this process's "host:port".
-        name: this process in messages.
-        guests: how many may connect at once.
+        name: name of this process in messages.
+        guests: number of processes that may connect at once.
 
     Raises:
         StartupError: the port is in use.

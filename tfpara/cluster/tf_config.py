@@ -22,11 +22,12 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 
 
-# At the top level, of TensorFlow and of those who start its processes.
-# Former names of jobs, and those of Vertex AI's CLUSTER_SPEC.
+# Former names of jobs.
 _FORMER = {"master": "chief"}
+# Names of jobs in Vertex AI's CLUSTER_SPEC.
 _POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
 _POOLS["workerpool3"] = _EVALUATOR = "evaluator"
+# Keys at the top level that TensorFlow, or an engine that starts its processes, writes.
 _KEYS = {"cluster", "task", "environment", "job", "rpc_layer", "session_master", "trial"}
 
 
@@ -39,14 +40,14 @@ class EvaluatorTask(ClusterError):
 
 
 class Kind(NamedTuple):
-    """A kind of cluster: the jobs that it has, and what to say about mistakes.
+    """A kind of cluster: its jobs, and texts for messages about mistakes.
 
     Attributes:
         jobs: names of the jobs, in the order of messages.
         expected: the jobs in words, e.g. "the jobs are 'chief' (one, optional) and 'worker'".
-        why_not: for other jobs that people write, why this kind has none, and what to do.
-        example: a TF_CONFIG.
-        otherwise: what to do instead of writing one, e.g. ", or unset it to …"; may be empty.
+        why_not: for other jobs that users write, why this kind has none, and the fix.
+        example: an example of a TF_CONFIG.
+        otherwise: an alternative to writing one, e.g. ", or unset it to …"; may be empty.
     """
 
     jobs: tuple[str, ...]
@@ -57,12 +58,12 @@ class Kind(NamedTuple):
 
 
 class TFConfig(NamedTuple):
-    """A TF_CONFIG that keeps the rules.
+    """The content of a valid TF_CONFIG.
 
     Attributes:
         jobs: "host:port" of each process by job, without empty jobs; all distinct.
         task_type: this process's job.
-        task_index: its index within the job.
+        task_index: this process's index within the job.
     """
 
     jobs: dict[str, tuple[str, ...]]
@@ -71,13 +72,12 @@ class TFConfig(NamedTuple):
 
 
 def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
-    """Reads and checks TF_CONFIG in `environ`, or what CLUSTER_SPEC of Vertex AI says in its place.
+    """Reads and checks TF_CONFIG in `environ`, or Vertex AI's CLUSTER_SPEC in its place.
 
-    The chief may be called "master". An evaluator is left out, and workers may be listed by a map
-    of their indices.
+    The chief may be called "master". An evaluator is left out. Addresses may be a map from indices.
 
     Returns:
-        What it says; None if it is unset or blank, or has no addresses.
+        Its content; None if it is unset or blank, or has no addresses.
 
     Raises:
         EvaluatorTask: this process is the evaluator.
@@ -118,7 +118,7 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
 
 
 def _of_pools(text: str) -> dict[str, Json]:
-    """CLUSTER_SPEC of Vertex AI as TF_CONFIG; empty if it is somebody else's, or not there."""
+    """Converts Vertex AI's CLUSTER_SPEC to TF_CONFIG; empty if it is unset or of another form."""
     try:
         config = json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
@@ -132,7 +132,12 @@ def _of_pools(text: str) -> dict[str, Json]:
 
 
 def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
-    """The same with jobs by the names that they have today."""
+    """Returns the configuration with former names of jobs replaced by the present ones.
+
+    Raises:
+        EvaluatorTask: this process is the evaluator.
+        ClusterError: it has a job under both names.
+    """
     spec, task = config.get("cluster"), config.get("task")
     if isinstance(spec, dict):
         spec = {job: value for job, value in spec.items() if value or job not in _FORMER}
@@ -160,7 +165,7 @@ def _present(job: Json) -> Json:
 
 
 def _listed(job: str, value: Json) -> Json:
-    """A map of addresses by index as a list."""
+    """Converts a map from indices to addresses to a list; returns other values as they are."""
     if not isinstance(value, dict) or not all(map(str.isdecimal, value)):
         return value
     if len(value) < 2 or sorted(map(int, value)) != list(range(len(value))):
@@ -174,7 +179,7 @@ def _listed(job: str, value: Json) -> Json:
 
 
 def dump(jobs: Mapping[str, tuple[str, ...]], task_type: str, task_index: int) -> str:
-    """The TF_CONFIG that `read` turns into these values; "{}" if there are no addresses."""
+    """Returns a TF_CONFIG from which `read` makes these values; "{}" if there are no addresses."""
     spec = {job: list(addresses) for job, addresses in jobs.items() if addresses}
     task = {"type": task_type, "index": task_index}
     return json.dumps({"cluster": spec, "task": task} if spec else {})
@@ -241,7 +246,7 @@ def _check_job(job: Json, what: str, kind: Kind) -> None:
 
 
 def address_problem(address: Json) -> str | None:
-    """What is wrong with an address, or None."""
+    """Returns what is wrong with an address, or None."""
     if not isinstance(address, str):
         return "is not a string"
     if "://" in address:

@@ -1,9 +1,9 @@
-"""What the workers say of themselves where others wait for them, or when they end.
+"""Messages on where each worker is in its script, for workers that wait, and on workers that end.
 
-Beside the collectives, in which a worker waits and cannot speak: every process has a thread that
-holds a connection to the chief's, and answers there. The chief asks all for one who waits. A worker
-that ends says so; one that is stopped or killed does not answer. Where the connection cannot be
-made, for a firewall perhaps, nothing is known and all else works as with it.
+A worker that waits in a collective cannot send messages. So every process has a thread with a
+connection to the chief's. If a worker waits for long, the chief asks all workers where they are. A
+worker that ends says so; one that is stopped or killed does not answer. If the connection cannot be
+made, for example because of a firewall, only these messages are missing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tfpara.typing import Json
 _PURPOSE = "where"
 _TICK_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
-_ANSWER_SECONDS = 1.5  # for a worker to the chief
-_TABLE_SECONDS = 3.0  # for the chief to a worker
-_BYE_SECONDS = 1.0
+_ANSWER_SECONDS = 1.5  # longest wait of the chief for the workers' answers
+_TABLE_SECONDS = 3.0  # longest wait of a worker for the chief's table
+_BYE_SECONDS = 1.0  # longest wait until the last message has left
 _LIBRARIES = tuple(
     sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 ) + (str(Path(__file__).parents[1]),)
 
 
 class Row(NamedTuple):
-    """What is known of a worker.
+    """The whereabouts of a worker.
 
     Attributes:
-        text: where it is, as in "worker 1 is TEXT"; empty if it does not answer.
+        text: its place, as in "worker 1 is TEXT"; empty if it does not answer.
         waits: the names of the exchanges in which it waits for the others.
     """
 
@@ -53,12 +53,12 @@ _SILENT = Row("")
 
 
 def awaited(table: Sequence[Row], own_rank: int) -> list[int]:
-    """Those for whom the others wait, by rank; nobody, if all wait."""
+    """Returns the ranks of the workers for whom the others wait; none if all wait."""
     return [rank for rank, row in enumerate(table) if rank != own_rank and not row.waits]
 
 
 def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
-    """For whom a worker waits in an exchange, and where these are."""
+    """Returns the line on the workers for whom this one waits in an exchange, and their places."""
     ranks = awaited(table, own_rank)
     lasting = f"for {seconds:.0f} s"
     if not ranks:
@@ -72,7 +72,10 @@ def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
 
 
 def apart(table: Sequence[Row]) -> str:
-    """Who is where, if all wait, and not in the same exchange, so that it has no end; else ""."""
+    """Returns which worker is where, if all wait but no exchange has all of them; else "".
+
+    Such a wait would never end.
+    """
     if all(row.waits for row in table) and not set.intersection(*(set(r.waits) for r in table)):
         others = ", ".join(f"worker {rank} {row.text}" for rank, row in enumerate(table))
         return f"{others.replace('worker 0', 'worker 0 is', 1)}; {Purpose('').advice}"
@@ -80,7 +83,7 @@ def apart(table: Sequence[Row]) -> str:
 
 
 def silent(table: Sequence[Row] | None, found: Cluster) -> str:
-    """Who was silent for too long, as in "WHO was silent for longer than"."""
+    """Returns the workers that were silent for too long, as in "WHO was silent for longer than"."""
     ranks = [] if table is None else awaited(table, found.rank)
     if not ranks or table is None:
         return ""
@@ -92,13 +95,16 @@ def silent(table: Sequence[Row] | None, found: Cluster) -> str:
 
 
 def mute(table: Sequence[Row] | None, found: Cluster) -> str:
-    """Who does not answer at all, by name; "" if nobody is, or nothing is known."""
+    """Returns the names of the workers that do not answer; "" if there are none, or none known."""
     rows = enumerate(table or ())
     return " and ".join(found.describe(rank) for rank, row in rows if not (row.text or row.waits))
 
 
 def line_of_script() -> str:
-    """Where the main thread is in code that is of no library, as "file.py, line 3"; else ""."""
+    """Returns the main thread's line in the user's script, as "file.py, line 3"; "" if unknown.
+
+    It is the innermost line that is not in a library.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -109,13 +115,13 @@ def line_of_script() -> str:
 
 
 class Whereabouts:
-    """This process's end, and its thread.
+    """The thread of this process that exchanges whereabouts with the other workers.
 
     Args:
         found: the cluster, with addresses.
-        here: what to say of this process when asked; called in the thread.
-        listener: of the chief, which listens already; None on the others.
-        port: of the chief.
+        here: returns the whereabouts of this process; called in the thread.
+        listener: the chief's listening socket; None on the other workers.
+        port: the port of that socket.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class Whereabouts:
     ) -> None:
         self._cluster, self._here = found, here
         self._lock = threading.Lock()
-        self._asked = False  # by this process
+        self._asked = False  # whether this process wants a table
         self._table: list[Row] | None = None
         self._has_table = threading.Event()
         self._stop = threading.Event()
@@ -142,7 +148,10 @@ class Whereabouts:
         _all.append(self)
 
     def table(self) -> list[Row] | None:
-        """Where each worker is, by rank; asks all, and waits for some seconds. None: not known."""
+        """Asks all workers where they are; returns their whereabouts by rank, None if unknown.
+
+        It waits at most 3 s.
+        """
         if not self._thread.is_alive():
             return None
         self._has_table.clear()
@@ -150,15 +159,16 @@ class Whereabouts:
             self._table, self._asked = None, True
         if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
             return self._table
-        # The chief does not answer; where the others are it alone would know.
+        # The chief does not answer, and no other worker knows the places of all. In this table only
+        # the chief is silent.
         return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
 
     def end(self) -> None:
-        """Has the thread say that this process ends, and end."""
+        """Lets the thread tell the others that this process ends, and then end itself."""
         self._stop.set()
 
     def join(self) -> None:
-        """Waits for that, for a while."""
+        """Waits for the thread's end, for a short time."""
         self._thread.join(_BYE_SECONDS + _TICK_SECONDS)
 
     def _take_asked(self) -> bool:
@@ -250,7 +260,7 @@ class Whereabouts:
             self._door.tell_guests(ended=message["ended"])
 
 
-_all: list[Whereabouts] = []  # of this process
+_all: list[Whereabouts] = []  # all objects of this process
 
 
 @atexit.register
@@ -270,12 +280,15 @@ def _note(ended: Sequence[Json]) -> None:
 def begin(
     found: Cluster, exchange: Callable[[int], Sequence[int]], here: Callable[[], Row]
 ) -> Whereabouts | None:
-    """Connects the workers; every one must call it.
+    """Connects the workers, if they have addresses; every worker must call it.
 
     Args:
-        found: the cluster; without addresses there is nothing to connect to.
-        exchange: tells all workers a number, and returns theirs by rank.
-        here: what to say of this process when asked.
+        found: the cluster.
+        exchange: sends a number to all workers, and returns the workers' numbers by rank.
+        here: returns the whereabouts of this process.
+
+    Returns:
+        This process's end of the connection; None if there is none.
     """
     listener = None
     if found.is_chief and found.addresses:

@@ -1,4 +1,4 @@
-"""Starts the workers of a run on this machine: the program `tfpara-launch`."""
+"""The program `tfpara-launch`, which starts the workers of a run on this machine."""
 
 from tfpara.launch.command import main
 

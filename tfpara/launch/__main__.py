@@ -1,4 +1,4 @@
-"""python -m tfpara.launch, which is `tfpara-launch`."""
+"""`python -m tfpara.launch`, which does the same as `tfpara-launch`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Clusters of processes of this machine, with ports that are free. No TensorFlow is imported."""
+"""Clusters of processes on this machine, with free ports. TensorFlow is not imported."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class LaunchError(ValueError):
 
 
 def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[cluster.Cluster]:
-    """The views that `count` workers of this machine have of their cluster, the chief's first.
+    """Returns a cluster of workers on this machine, as each of them sees it, the chief first.
 
     Args:
-        count: workers.
+        count: number of workers.
         host: an address of this machine.
         port: the first worker's port, the others' follow; 0 takes free ones.
 
@@ -37,12 +37,15 @@ def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[c
 def local_async_clusters(
     workers: int, ps: int, host: str = "127.0.0.1", port: int = 0
 ) -> list[async_cluster.AsyncCluster]:
-    """The views of the chief, workers and parameter servers of this machine, in this order.
+    """Returns a cluster with parameter servers on this machine, as each process sees it.
+
+    The chief comes first, then the workers, then the parameter servers.
 
     Args:
-        workers: workers; the chief is one more process.
-        ps: parameter servers.
-        host, port: as for `local_clusters`.
+        workers: number of workers; the chief is one more process.
+        ps: number of parameter servers.
+        host: an address of this machine.
+        port: the chief's port, the others' follow; 0 takes free ones.
 
     Raises:
         LaunchError: as by `local_clusters`.
@@ -56,7 +59,7 @@ def local_async_clusters(
 
 
 def ports(host: str, base: int, count: int) -> list[int]:
-    """Ports of this machine that nobody uses: from `base` on, or any if that is 0.
+    """Returns free ports of this machine: from `base` on, or any if `base` is 0.
 
     Raises:
         LaunchError: as by `local_clusters`.
@@ -78,7 +81,7 @@ def _is_free(host: str, port: int) -> bool:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As the workers do: connections that have ended do not keep a port from them.
+            # As the workers bind: a port with connections that have just ended is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

@@ -1,8 +1,9 @@
-"""Starts the workers of a cluster on this machine: `tfpara-launch -n 2 -- python -m scripts.train`.
+"""The command line of the launcher, as in `tfpara-launch -n 2 -- python -m scripts.train`.
 
-Every worker gets a free port and a TF_CONFIG, or the variables of Horovod; its output a prefix.
-When one fails, the others are ended; then all are started again, if asked, or its exit code is
-returned. No worker outlives the launcher, however that ends. Only the standard library is imported.
+Every worker gets a free port and a TF_CONFIG, or Horovod's variables, and its output gets a prefix.
+If a worker fails, the others are ended. Then all are started again, if asked for, or the launcher
+returns the exit code of the failed one. No worker outlives the launcher, however the launcher ends.
+Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(words: Sequence[str]) -> list[str]:
-    """The program to run and its arguments."""
+    """Returns the program to run and its arguments, after checks."""
     words = list(words[1:] if words[:1] == ["--"] else words)
     if not words:
         raise LaunchError("no command. Write it last: tfpara-launch -n 2 script.py")
@@ -116,7 +117,12 @@ def _command(words: Sequence[str]) -> list[str]:
 def _processes(
     options: argparse.Namespace, stores: contextlib.ExitStack
 ) -> list[launch_workers.Process]:
-    """What to start, the chief first; `stores` closes what is served for them."""
+    """Returns the processes to start, the chief first.
+
+    Args:
+        options: the parsed flags.
+        stores: closes the store that is served for Horovod's processes.
+    """
     if not options.ps:
         environments = _environments(options, stores)
         return [
@@ -136,7 +142,7 @@ def _processes(
 
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
-    """The part of the environment that all of `count` processes of a start share."""
+    """Returns the environment that all `count` processes of a start share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
     asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
@@ -149,13 +155,13 @@ def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
 def _environments(
     options: argparse.Namespace, stores: contextlib.ExitStack
 ) -> list[dict[str, str]]:
-    """One environment per worker, by rank."""
+    """Returns one environment for each worker, by rank."""
     count = options.workers
     common = _common(options, count)
     if options.collectives == "tensorflow":
         clusters = local_clusters(count, options.host, options.port)
         return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
-    # Each start has a store of its own, without the addresses of workers that have ended.
+    # Each start has a new store, which has no addresses of workers that have ended.
     stores.close()
     [port] = ports(options.host, options.port, 1)
     shared = secret.read(common)

@@ -22,8 +22,8 @@ class Console:
     """Writes whole lines to stdout and stderr, keeping a progress bar below them intact.
 
     Args:
-        out: where the workers' stdout goes.
-        err: where the workers' stderr goes.
+        out: stream for the workers' stdout.
+        err: stream for the workers' stderr.
         prefix: whether each line starts with the name of its worker.
     """
 
@@ -46,7 +46,7 @@ class Console:
             self._write(self._out, self._bar)
 
     def progress(self, rank: int, name: str, text: bytes) -> None:
-        """Passes on terminal output as it comes, with a prefix after each return of the carriage.
+        """Passes on terminal output as it comes, with a prefix after each carriage return.
 
         Raises:
             OSError: stdout is closed.
@@ -90,7 +90,7 @@ def read_chunks(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
 
 
 def read_lines(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
-    """Yields lines without their ends; of one rewritten by carriage returns, the last state."""
+    """Yields lines without their ends; a line rewritten by carriage returns in its last state."""
     pending = b""
     for chunk in read_chunks(descriptor, log):
         *lines, pending = (pending + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""The launcher's signals: those that it passes on, and what ends the workers if it is killed."""
+"""Signals that the launcher passes on, and the process that ends the workers if it is killed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Reads the number of each worker's process group, once at its start and again at its end, and at
-# the launcher's end, however that came, kills those that had none.
+# The program of the guardian. It reads the number of each worker's process group at the worker's
+# start and again at its end. When the launcher ends, for whatever reason, it kills the groups of
+# workers that have not ended.
 _GUARDIAN = """
 import os, signal, sys
 groups = set()
@@ -27,7 +28,7 @@ for group in groups:
 
 
 def name_of(number: int) -> str:
-    """A signal's name, such as "SIGTERM"."""
+    """Returns a signal's name, such as "SIGTERM"."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -36,7 +37,10 @@ def name_of(number: int) -> str:
 
 @contextlib.contextmanager
 def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
-    """Turns signals into events. Those ignored, as under nohup, stay ignored, by workers too."""
+    """Puts signals that arrive inside into a queue.
+
+    Signals that are ignored, as under nohup, stay ignored, also by the workers.
+    """
     handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     former = {
         number: signal.signal(number, lambda received, _: events.put(received))
@@ -51,7 +55,11 @@ def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guardian() -> Iterator[Callable[[int], None]]:
-    """Starts the process that ends the workers if the launcher is killed."""
+    """Starts the guardian, a process that ends the workers if the launcher is killed.
+
+    Yields a function for the number of a worker's process group, to be called at the worker's start
+    and at its end.
+    """
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _GUARDIAN],
         stdin=subprocess.PIPE,

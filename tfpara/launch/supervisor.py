@@ -1,4 +1,4 @@
-"""The launcher's work: start processes, pass on output and signals, and leave none behind."""
+"""The supervisor of the workers, which starts them, passes on output and signals, and ends all."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tfpara.cluster import quiet
 from tfpara.launch import output as output
 from tfpara.launch import signals as signals
 
-# After a failure the others have this long to end by themselves, so that their own error messages
-# come out, before they get SIGTERM.
+# After a failure the other workers have this time to print their own errors and end, before they
+# get SIGTERM.
 SETTLE_SECONDS = 2.0
-_BECAUSE = b"a sync failed because "  # `failures.explain` goes on with who it was
+_BECAUSE = b"a sync failed because "  # in `failures.explain` the names of lost workers follow
 
 
 class Process(NamedTuple):
-    """What to start.
+    """A process to start.
 
     Attributes:
-        name: in messages, before its output, and of its log file.
+        name: its name in messages, in the prefix of its output, and of its log file.
         environment: its environment.
-        expendable: whether the run goes on when it has failed, as long as another such is there.
+        expendable: whether the run continues without it, as long as another expendable one runs.
     """
 
     name: str
@@ -40,21 +40,21 @@ class Process(NamedTuple):
 
 
 class _Exit(NamedTuple):
-    rank: int  # place among the processes
-    code: int  # as a shell reports it
+    rank: int  # index of the process
+    code: int  # exit code as a shell reports it
     how: str
     by_signal: bool
 
 
 class Launcher:
-    """Runs sets of workers, one after the other.
+    """The launcher: it runs all workers, and starts them again after a failure.
 
     Args:
-        console: where their output goes.
+        console: the terminal for the workers' output.
         log_dir: an existing folder for one file of output per worker; None for no files.
         grace: seconds between asking workers to end and SIGKILL.
         max_restarts: how often all workers are started again after one has failed.
-        restart_workers: how often each expendable one is, while the others go on.
+        restart_workers: how often each expendable worker is started again while the others run.
     """
 
     def __init__(
@@ -71,18 +71,19 @@ class Launcher:
         self._restarts = 0
         self._command: Sequence[str] = ()
         self._processes: Sequence[Process] = ()
-        self._workers: list[subprocess.Popen[bytes]] = []  # as many
+        self._workers: list[subprocess.Popen[bytes]] = []  # one for each of `_processes`
         self._starts: list[int] = []
         self._readers: list[threading.Thread] = []
         self._exits: dict[int, _Exit] = {}
-        self._blamed: dict[int, list[int]] = {}  # by whom: those because of whom it has failed
+        # For each worker that says so in its output, the workers because of which it has failed.
+        self._blamed: dict[int, list[int]] = {}
 
     def run(self, command: Sequence[str], processes: Callable[[], Sequence[Process]]) -> int:
-        """Starts workers, again where one has failed, and waits; returns the exit code.
+        """Runs the workers, with restarts after failures, until their end; returns the exit code.
 
         Args:
             command: program and arguments of each worker.
-            processes: called for each start; gives the workers, the chief first.
+            processes: called for each start; returns the processes, the chief first.
         """
         self._command = command
         with signals.signals_to(self._events), signals.guardian() as tell_guardian:
@@ -99,7 +100,7 @@ class Launcher:
                 self._restarts += 1
                 _say(f"restart {self._restarts} of {self._max_restarts}: {text}")
         _say(text)
-        if received == signal.SIGPIPE:  # else Python complains at its end
+        if received == signal.SIGPIPE:  # otherwise Python reports an error at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return failure.code if failure else 0
 
@@ -116,11 +117,11 @@ class Launcher:
             threads = []
             for rank in range(len(self._processes)):
                 threads += self._start(rank, end, tell_guardian)
-            for thread in threads:  # not before: the first outputs shall not delay the last start
+            for thread in threads:  # after the last start, so that no output delays a start
                 thread.start()
             ended = self._supervise(end, tell_guardian)
             for reader in self._readers:
-                reader.join(SETTLE_SECONDS)  # a process that left its group may hold the pipe
+                reader.join(SETTLE_SECONDS)  # a process that left its group may keep the pipe open
         failure, received = ended
         while not self._events.empty():  # signals that came too late to be passed on
             event = self._events.get()
@@ -130,14 +131,17 @@ class Launcher:
     def _start(
         self, rank: int, end: contextlib.ExitStack, tell_guardian: Callable[[int], None]
     ) -> list[threading.Thread]:
-        """Starts a process; returns the threads, to be started, that look after it."""
+        """Starts a process; returns the threads that read its output and wait for its end.
+
+        The threads are not started yet.
+        """
         name, environment, _ = self._processes[rank]
         log: BinaryIO | None = None
         if self._log_dir is not None:
             path = self._log_dir / f"{name.replace(' ', '-')}.log"
             again = self._restarts or self._starts[rank]
             log = end.enter_context(path.open("ab" if again else "wb", buffering=0))
-        terminal = rank == 0 and sys.stdout.isatty()  # so that Keras draws its progress bar
+        terminal = rank == 0 and sys.stdout.isatty()  # Keras draws a progress bar on a terminal
         out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
         err, err_end = os.pipe()
         try:
@@ -175,9 +179,9 @@ class Launcher:
                 for line in output.read_lines(source, log):
                     self._listen(rank, line)
                     if to_stderr and quiet.is_chatter(line):
-                        continue  # of TensorFlow's import, before the program could leave it out
+                        continue  # from TensorFlow's import, before the program could filter it
                     self._console.line(rank, name, line, to_stderr)
-        except OSError as error:  # nobody reads our output any more, or a disk is full
+        except OSError as error:  # the launcher's output is closed, or a disk is full
             if not isinstance(error, BrokenPipeError):
                 _say(f"cannot write the output of {name} ({error})")
             self._events.put(signal.SIGPIPE)
@@ -186,7 +190,7 @@ class Launcher:
         os.close(source)
 
     def _await(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
-        if hasattr(os, "waitid"):  # until the worker is reaped, its group cannot be another's
+        if hasattr(os, "waitid"):  # before the worker is reaped, its group's number is not reused
             os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
             _signal_group(worker, signal.SIGKILL)
         status = worker.wait()
@@ -203,7 +207,8 @@ class Launcher:
         received: int | None = None
         deadline, at_deadline, forced = float("inf"), signal.SIGTERM, False
         running = set(range(len(self._workers)))
-        spared: dict[int, tuple[float, _Exit]] = {}  # failed expendable ones, and when to see to it
+        # Expendable workers that have failed, each with the time when to restart or do without it.
+        spared: dict[int, tuple[float, _Exit]] = {}
         while running or spared:
             due = min((when, rank) for rank, (when, _) in spared.items()) if spared else None
             event = self._next_event(min(deadline, due[0]) if due else deadline)
@@ -226,20 +231,22 @@ class Launcher:
                 self._exits[event.rank] = event
                 tell_guardian(self._workers[event.rank].pid)
                 if self._processes[event.rank].expendable:
-                    # Not at once: it may have ended because the chief has, or is about to.
+                    # It is not restarted at once: it may have ended because the chief ends.
                     if event.code:
                         spared[event.rank] = now + SETTLE_SECONDS, event
                 elif event.code and failure is None:
                     failure = event
-                    if received is None:  # else they have been asked to end, and have --grace
+                    if received is None:  # otherwise all were asked to end already, with --grace
                         deadline = min(deadline, now + SETTLE_SECONDS)
                 else:
                     of_chief = event.rank == 0 and self._asynchronous()
                     if of_chief:
-                        deadline = min(deadline, now + self._grace)  # the others have no more to do
+                        # Without the chief the others have nothing to do.
+                        deadline = min(deadline, now + self._grace)
                     if event.code and not forced and failure and not failure.by_signal:
-                        # Others end with the chief, mostly before it; and with one that SIGKILL
-                        # ends, which is never the answer to another's end, sometimes before it.
+                        # If the chief fails, the others end too, mostly before it. A worker ended
+                        # by SIGKILL has not reacted to another's end, so it is the cause, even if
+                        # others have ended before it.
                         killed = event.code == 128 + signal.SIGKILL and received is None
                         failure = event if of_chief or killed else failure
             elif event != signal.SIGPIPE or received is None:
@@ -252,7 +259,7 @@ class Launcher:
         return failure, received
 
     def _listen(self, rank: int, line: bytes) -> None:
-        """Notes because of whom a worker has failed, as `failures.explain` says it."""
+        """Notes the workers because of which a worker has failed, from its line of output."""
         _, found, rest = line.partition(_BECAUSE)
         if found:
             because = rest.decode(errors="replace")
@@ -263,7 +270,7 @@ class Launcher:
             ]
 
     def _cause_of(self, failure: _Exit | None) -> _Exit | None:
-        """The end of the worker because of which others failed, as far as they have said it."""
+        """Returns the end of the worker because of which others failed, as their output says."""
         cause, seen = failure, set()
         while cause is not None and cause.rank not in seen:
             seen.add(cause.rank)
@@ -271,7 +278,7 @@ class Launcher:
             if not others:
                 return cause
             cause = self._exits[others[0]]
-        return failure  # where they name each other
+        return failure  # they name each other
 
     def _asynchronous(self) -> bool:
         return any(process.expendable for process in self._processes)
@@ -285,7 +292,7 @@ class Launcher:
         return True
 
     def _can_spare(self, ended: _Exit, running: set[int], spared: Collection[int]) -> bool:
-        """Whether the run goes on without a worker: as long as there is another."""
+        """Returns whether the run goes on without a worker, which it does if another one runs."""
         if not any(self._processes[rank].expendable for rank in running.union(spared)):
             return False
         _say(f"{self._processes[ended.rank].name} failed: {ended.how}; the others go on")
