@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what is in them, and how they are kept on disk."""
+"""Checkpoints of a run: their content, and their storage on disk."""

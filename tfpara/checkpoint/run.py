@@ -101,8 +101,8 @@ class Checkpoints:
         """Writes a checkpoint at a sync; returns its number.
 
         Raises:
-            CheckpointError: on every worker, naming the one that could not write; the checkpoints
-                before it are intact.
+            CheckpointError: on every worker, if one could not write; the message names it. Earlier
+                checkpoints are intact.
         """
         number, self._next = self._next, self._next + 1
         rank = self._strategy.worker_index
@@ -168,7 +168,7 @@ class Checkpoints:
             variable.assign(value)
         self._of_epoch = []
 
-    # -- agreeing ------------------------------------------------------------------------------
+    # -- exchanges between workers -------------------------------------------------------------
 
     def _everyones(self, value: Json, name: str) -> list[Json]:
         advice = "give tfpara.callbacks.Checkpoint to fit on every worker"

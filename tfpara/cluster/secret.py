@@ -1,8 +1,7 @@
-"""The secret by which the processes of a run know each other from strangers.
+"""The secret by which the processes of a run tell each other from strangers.
 
-It comes from the launcher, or from the user, in TFPARA_SECRET or in the file that
-TFPARA_SECRET_FILE names, and is never sent: what is sent is signed with keys made of it. Only the
-standard library is imported.
+The launcher or the user gives it, in TFPARA_SECRET or in the file that TFPARA_SECRET_FILE names. It
+is never sent: messages are signed with keys derived from it. Only the standard library is imported.
 """
 
 from __future__ import annotations

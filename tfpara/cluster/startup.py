@@ -35,7 +35,7 @@ from tfpara.typing import Json
 _RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0  # longest exchange between two running processes
 _LOG_SECONDS = 30.0
-# After the meeting TensorFlow connects within seconds, unless a worker dies just then.
+# Longest start of TensorFlow after the meeting. It takes seconds, unless a worker dies meanwhile.
 _CONNECT_SECONDS = 120.0
 _PURPOSE = "start"
 
@@ -505,7 +505,7 @@ def listen(address: str, name: str, guests: int = 0) -> socket.socket:
     """
     given, _, port = address.rpartition(":")
     try:
-        # TensorFlow's server will take the port on all interfaces, so it must be free on all.
+        # TensorFlow's server binds the port on all interfaces, so it must be free on all.
         ports.bind("", int(port)).close()
         listener = ports.bind(ports.own_host(given), int(port))
         listener.listen(max(128, guests))

@@ -81,7 +81,7 @@ def _is_free(host: str, port: int) -> bool:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As the workers bind: a port with connections that have just ended is free.
+            # The workers set it too: a port with connections that have just ended is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The launcher's terminal: lines of many workers, and the progress bar of one, on one screen."""
+"""The launcher's terminal, which shows lines of many workers and the progress bar of the chief."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Launcher:
                 _say(f"cannot write the output of {name} ({error})")
             self._events.put(signal.SIGPIPE)
             for _ in output.read_chunks(source, None):
-                pass  # a full pipe would keep the worker from ending
+                pass  # the pipe is read on, since a full pipe would keep the worker from ending
         os.close(source)
 
     def _await(self, rank: int, worker: subprocess.Popen[bytes]) -> None:

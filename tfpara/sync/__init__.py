@@ -1,1 +1,1 @@
-"""A synchronous run: replicas that train by themselves and meet every few minibatches."""
+"""Synchronous runs: replicas that train independently and are averaged every τ minibatches."""

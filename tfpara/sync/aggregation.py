@@ -108,7 +108,7 @@ class Sharded:
         self._sizes = list(bucket_sizes)
         self._collectives = collectives
         self._replicas = collectives.size * len(devices)
-        self._lengths = [-(-size // self._replicas) for size in self._sizes]  # of one part
+        self._lengths = [-(-size // self._replicas) for size in self._sizes]  # lengths of one part
 
     def parts(self, holder: int) -> list[Part]:
         """Returns the part of each bucket that this worker's replica `holder` keeps."""

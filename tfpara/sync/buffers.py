@@ -1,4 +1,4 @@
-"""Many variables as a few flat float32 buffers, and back."""
+"""The layout of many variables in a few flat float32 buffers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def bucket_sizes(self) -> list[int]:
-        """Length of each bucket, in elements."""
+        """The length of each bucket, in elements."""
         return [sum(p.stop - p.start for p in bucket) for bucket in self._buckets]
 
     def places(self, variable: int) -> list[tuple[int, int, Piece]]:
@@ -125,7 +125,7 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
     runs = []
     for number in range(1, count + 1):
         stop = start
-        last = len(sizes) - (count - number)  # the others need one each
+        last = len(sizes) - (count - number)  # leaves one variable for each further run
         while stop < last and (
             number == count or stop == start or before + sizes[stop] / 2 < total * number / count
         ):

@@ -77,7 +77,7 @@ _TRAIN = Purpose("beginning to train a model", "train the same models on every w
 
 @contextlib.contextmanager
 def _own_iterators() -> Iterator[None]:
-    """Has iterators over devices made that own their dataset and do not use tf.data's tuner.
+    """Replaces iterators over devices by such as own their dataset and do not use tf.data's tuner.
 
     TensorFlow makes a dataset for each device, and no public name reaches its options. When such an
     iterator is deleted, every device in turn waits for its tuner's thread; see `without_tuner`.

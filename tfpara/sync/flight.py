@@ -192,7 +192,7 @@ class Flight:
         end = _WELL
         try:
             self._fly()
-        except BaseException as error:  # whatever it is, training must hear of it
+        except BaseException as error:  # any error is passed on to the training thread
             message = f"the sync beside the training failed: {type(error).__name__}: {error}"
             end = message, isinstance(error, _OF_COLLECTIVES) and bool(_WORDS.search(message))
         with self._lock:

@@ -340,7 +340,7 @@ class GlobalState:
 
     @property
     def nbytes(self) -> list[int]:
-        """Bytes of state that each local holder keeps."""
+        """The number of bytes of state that each local holder keeps."""
         totals = [0] * len(self.aggregation.holders)
         for cell in self.cells():
             totals[cell.holder] += cell.variable.shape.num_elements() * cell.variable.dtype.size

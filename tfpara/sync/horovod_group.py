@@ -102,7 +102,7 @@ def leave(orderly: bool) -> None:
     """Leaves the group, if this process is in it; the others' operations fail from then on.
 
     Args:
-        orderly: whether to wait a moment for the others to leave as well.
+        orderly: whether to wait up to 2 s for the others to leave as well.
     """
     global _joined
     if _joined is None:
@@ -128,7 +128,7 @@ def _source(found: Cluster) -> str:
 def _meet(
     hvd: Any, found: Cluster, timeout_seconds: float, shared: bytes
 ) -> rendezvous.Server | ports.OpenPort | None:
-    """Meets the others; returns this process's open port, if others know of it already."""
+    """Waits for all processes of the group; returns this process's open port, if it has one."""
     if not found.rank_variable:
         startup.meet(found, timeout_seconds, "horovod", shared)
         chief, _, chief_port = found.addresses[0].rpartition(":")

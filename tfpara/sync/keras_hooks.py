@@ -103,11 +103,11 @@ def install() -> None:
         _replace(_CALLBACKS.CallbackList, hook, make)
     _replace(_trainer, "TFEpochIterator", _with_divided_data)
     _replace(keras.Model, "_maybe_symbolic_build", _without_reading)
-    _replace(keras.Model, "_maybe_symbolic_build", _looking)  # around the former
+    _replace(keras.Model, "_maybe_symbolic_build", _looking)  # outside of the line above
 
 
 def watch_fit() -> None:
-    """Has `fit` call the functions given to `fit_call.at_end`; a second call changes nothing."""
+    """Makes `fit` call the functions given to `fit_call.at_end`; a second call changes nothing."""
     _replace(keras.Model, "fit", _watched)
 
 

@@ -39,52 +39,52 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
     made and compiled in the strategy's scope. A replica is one device of one worker; the workers
     are those of TF_CONFIG, or those that srun, mpirun, horovodrun, torchrun or another engine has
-    started (docs/engines.md; without them, this process alone). Nothing is exchanged in a training
-    step but every `sync_period`-th.
+    started (docs/engines.md; without them, this process alone). Only every `sync_period`-th
+    training step exchanges anything.
 
     The end of an epoch closes the open block: all workers, however much data each had, join a last
-    sync, so the metrics of the epoch's log, validation and callbacks come after it. Metrics are
+    sync. The metrics of the epoch's log, validation and callbacks come after that sync. Metrics are
     reduced over all replicas of all workers.
 
     Args:
         rule: `tfpara.BSP()`, `BMUF(...)`, `EASGD(...)`, `BMUFAdam(...)`, `DiLoCo(...)`,
             `SlowMo(...)` or, around a Keras optimizer, `Outer(...)`.
         sync_period: τ ≥ 1, the minibatches of each replica between two syncs.
-        averages: averages of the global model by name, e.g. `{"ema": tfpara.EMA(0.99)}`; they never
-            touch training.
-        local_state: what becomes of the optimizer's slots (momentum …) at a sync: "keep", "reset"
-            to their initial value, or "average" over the replicas.
+        averages: averages of the global model by name, e.g. `{"ema": tfpara.EMA(0.99)}`; they do
+            not change the training.
+        local_state: what a sync does to the optimizer's slots (momentum …): "keep", "reset" to
+            their initial value, or "average" over the replicas.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
-            where there are several replicas and the model has 16 MB or more, or with `compression`;
-            without it not between two workers of Horovod over Gloo, where on a slow link a sharded
-            sync takes up to twice as long.
+            with `compression`, or if there are several replicas and the model has 16 MB or more.
+            Without compression "auto" does not shard between two workers of Horovod over Gloo,
+            where a sharded sync takes up to twice as long on a slow link.
         devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`. None: all GPUs, or CPU:0.
         overlap: False: training stops for a sync. True: a sync runs while the next block trains,
-            and is merged where that block ends. A number d ≤ τ: it is merged d minibatches after it
-            began. See docs/syncs.md.
-        fragments: parts of the model that take turns at the sync points: each is synchronised at
-            every `fragments`-th. 1: the whole model at each.
-        compression: "none"; "bf16", "fp16": half the bytes; "int8": a quarter, on the wire between
-            workers. What rounding leaves out is sent at the next sync.
-        device_sync_period: a worker's devices also average their weights every so many minibatches,
-            of which τ is a multiple. None: only syncs of all replicas.
-        data_plan: facts about the data that all workers must share (numbers and strings by name);
-            compared before the first step.
+            and is merged at that block's end. A number d ≤ τ: it is merged d minibatches after its
+            start. See docs/syncs.md.
+        fragments: number of fragments of the model, which are synchronised in turn: one at each
+            sync point, and so each at every `fragments`-th. 1: the whole model at each.
+        compression: format of the bytes between workers. "none": float32. "bf16" and "fp16": half
+            the bytes. "int8": a quarter. Rounding errors are added to what the next sync sends.
+        device_sync_period: number of minibatches after which a worker's devices also average their
+            weights among themselves; τ must be a multiple. None: only syncs of all replicas.
+        data_plan: facts about the data that must be equal on all workers (numbers and strings by
+            name); compared before the first step.
         timeout_seconds: longest wait for other workers inside a sync. It must exceed the time by
             which the slowest worker can be late, first-step compilation included.
         startup_timeout_seconds: longest wait for all workers to appear.
-        communication: "AUTO", "RING" or "NCCL", between workers; of TensorFlow's collectives.
-        collectives: what connects the workers: "tensorflow" (TF_CONFIG), "horovod", or "auto":
-            Horovod where horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started
-            the process, else TensorFlow. See docs/horovod.md.
+        communication: "AUTO", "RING" or "NCCL": how TensorFlow's collectives connect workers.
+        collectives: the backend that connects the workers: "tensorflow", "horovod", or "auto":
+            Horovod if horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started the
+            process, else TensorFlow. See docs/horovod.md.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
-        ValueError: a value outside its range.
-        tfpara.FingerprintError: workers that were started with different settings.
-        tfpara.cluster.ClusterError: TF_CONFIG, or what an engine has told, is wrong.
-        tfpara.StartupError: workers that did not come, or see another cluster.
+        ValueError: a value is outside its range.
+        tfpara.FingerprintError: the workers were started with different settings.
+        tfpara.cluster.ClusterError: TF_CONFIG, or an engine's variables, are wrong.
+        tfpara.StartupError: some workers did not come, or have another cluster.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         communication: str = "AUTO",
         collectives: str = "auto",
     ) -> None:
-        """Joins the other workers, and compares settings with them; arguments as above."""
+        """Joins the other workers and compares settings with them; the class has the arguments."""
         settings = Settings(
             rule=rule,
             sync_period=sync_period,
@@ -208,16 +208,16 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         return self.extended.sync_period
 
     def set_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ from here on. Every worker must call it, between blocks: where an epoch begins.
+        """Sets τ from here on. Every worker must call it between blocks: where an epoch begins.
 
         Args:
             sync_period: minibatches of each replica between two syncs, at least 1. None: the
-                replicas are independent until it is set again; the end of an epoch averages
-                nothing either.
+                replicas are independent until it is set again, and the end of an epoch averages
+                nothing.
 
         Raises:
-            ValueError: not a whole number of at least 1, or one that does not go with `overlap` or
-                `device_sync_period`; or steps were taken since the last sync.
+            ValueError: `sync_period` is not a whole number of at least 1, or does not go with
+                `overlap` or `device_sync_period`; or steps were taken since the last sync.
         """
         extended = self.extended
         if sync_period is not None:
@@ -264,10 +264,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def run(
         self, fn: Callable[..., Nest], args: Nest = (), kwargs: Nest = None, options: object = None
     ) -> Nest:
-        """Runs `fn` on every local replica and, where it takes an optimizer step, counts it.
+        """Runs `fn` on every local replica; counts a step if `fn` takes an optimizer step.
 
-        A replica whose part of the batch is empty takes no step. Where `fn` updates the weights of
-        a model, the sync of every `sync_period`-th call is part of this call.
+        A replica whose part of the batch is empty takes no step. If `fn` updates the weights of a
+        model, every `sync_period`-th call includes a sync.
         """
         extended = self.extended
         with self.scope():
@@ -348,7 +348,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         )
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Has the state of an object kept in checkpoints and restored from them.
+        """Adds the state of an object to checkpoints, from which it is restored.
 
         Args:
             name: name of the state; a second object with the same name replaces the first.

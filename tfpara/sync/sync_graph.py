@@ -208,7 +208,7 @@ class SyncGraph:
             self.note(reports, committed, tf.stack([ended - began, met - began]))
             self.block.close(self.block.turn.read_value(), is_last)
 
-    # -- reports, and what they decide -------------------------------------------------------
+    # -- reports and the decision ------------------------------------------------------------
 
     def report(self, running: tf.Tensor | bool) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns when this worker came to the sync, as by `now`, and its reports.
@@ -382,7 +382,7 @@ class SyncGraph:
             self.averaging.commit_others(means)
         return tf.constant(0, tf.int64)
 
-    # -- what is known of syncs --------------------------------------------------------------
+    # -- counters, waits and requests --------------------------------------------------------
 
     def note(self, reports: tf.Tensor, committed: tf.Tensor, seconds: tf.Tensor) -> None:
         """Updates the counters after a sync.

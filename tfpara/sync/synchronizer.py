@@ -139,7 +139,7 @@ class Synchronizer:
         if not self._in_the_air:
             self.graph.forget_waiting()
 
-    # -- what all agree on, and what was done ------------------------------------------------
+    # -- agreement and period ----------------------------------------------------------------
 
     @property
     def _in_the_air(self) -> bool:

@@ -32,7 +32,7 @@ class TrainingState:
         strategy: Any = model.distribute_strategy
         self._go_back = lambda: None
         if shared and hasattr(strategy, "snapshot"):
-            self._go_back = strategy.snapshot(model)  # of parameter servers
+            self._go_back = strategy.snapshot(model)  # the parameter servers' state
         else:
             build_optimizers(model)
         if shared and hasattr(strategy, "synchronize"):

@@ -36,7 +36,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tfpara-watchdog", daemon=True)
         self._thread.start()
-        # The thread must not look at TensorFlow while the interpreter is taken down.
+        # The thread must not call TensorFlow while the interpreter is taken down.
         atexit.register(self.stop)
 
     def stop(self) -> None:
