@@ -84,7 +84,7 @@ class Averaging:
     Args:
         replicas: the local replicas.
         wire: the transport of the weights.
-        global_state: the state of the rule and the averages. Moments are aggregated as it is.
+        global_state: the state of the rule and the averages, whose holders keep the moments too.
 
     Attributes:
         anchors: buckets of the replicas' state as the last sync wrote it.

@@ -202,7 +202,7 @@ class CompressedWire:
         return received, kept
 
     def bytes_sent(self, fragment: int) -> int:
-        """Returns the bytes of the words to all other workers, in both directions."""
+        """Returns the number of bytes sent to all other workers in `gather` and `spread`."""
         size = self._collectives.size
         lengths = [e.shape[0] for e in self._errors[0][self._replicas.layout.buckets[fragment]]]
         words = sum(words_of(length // (size * self._rows), self._kind) for length in lengths)

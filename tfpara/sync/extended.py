@@ -323,7 +323,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def part(self) -> None:
         """Waits for all workers at the end of the program.
 
-        When it returns without an error, all others have finished what came before. An error is
+        If this exchange succeeds, all others have finished their work. If it fails, the error is
         ignored, since nothing follows.
         """
         with contextlib.suppress(tf.errors.OpError, MismatchError):
