@@ -63,7 +63,7 @@ def explain(
         return f"{_apart or (apart[1] if apart else '')}."
     gone = _gone(cluster)
     if gone:
-        return f"a sync failed because {gone}."
+        return gone
     # Horovod's error has no cause. But a worker that ends closes its port first, and all ports are
     # open, so a worker is silent.
     silent = "Horovod has" in text and bool(cluster.addresses)
@@ -139,20 +139,23 @@ def last_words() -> str | None:
 
 
 def _gone(cluster: Cluster) -> str:
-    """Returns which workers are gone, the cause if it is known, and the fix; "" if none is."""
+    """Returns the sentence on workers that are gone, with the cause if known; "" if none is."""
     names = {rank: cluster.describe(rank) for rank in range(cluster.num_workers)}
     closed = unreachable(cluster, _PROBE_SECONDS)
     if closed and not _ended:
         time.sleep(_HEAR_SECONDS)
     failed = [f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why]
     gone = [f"{n} is gone" for rank, n in names.items() if n in closed and rank not in _ended]
-    again = "start all workers again"
     # If a worker has failed or died, others that have ended are a consequence, and not named.
     if failed or gone:
-        return f"{' and '.join(failed or gone)}; {again}"
+        lost = " and ".join(failed or gone)
+        return f"a sync failed because {lost}; start all workers again."
+    if not _ended:
+        return ""
     ended = [f"{names[rank]} has ended its program while others went on" for rank in _ended]
     # Those ended without an error, so the exchange that failed in this process needs the fix.
-    return f"{' and '.join(ended)}; {_advice() or again}" if ended else ""
+    advice = _advice() or "start all workers again"
+    return f"a sync failed because {' and '.join(ended)}; {advice}."
 
 
 def know(cluster: Cluster, timeout_seconds: float) -> None:

@@ -106,7 +106,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         communication: str = "AUTO",
         collectives: str = "auto",
     ) -> None:
-        """Joins the other workers and compares settings with them; the class has the arguments."""
+        """Joins the other workers and compares settings with them; for the arguments see above."""
         settings = Settings(
             rule=rule,
             sync_period=sync_period,
