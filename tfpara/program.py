@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -131,6 +131,22 @@ def watch(strategy: tf.distribute.Strategy, found: Cluster, timeout_seconds: flo
     _strategy = strategy
     failures.know(found, timeout_seconds)
     exit_codes.lost_worker()  # which may be wrong, and is not to be found so at the end
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[None]:
+    """Adds to an error of TensorFlow what it means, in a thread.
+
+    An error that ends a thread does not come to `sys.excepthook`; engines such as Ray show it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if threading.current_thread() is not threading.main_thread() and not _is_ours(error):
+            sentence = _sentence(error)
+            if sentence is not None and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"tfpara: {sentence}")
+        raise
 
 
 def on_leaving(leave: Callable[[bool], None]) -> None:

@@ -50,6 +50,14 @@ def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run)
     assert 'KeyError: "the user\'s"' in worker.output
 
 
+def test_an_error_in_a_thread_has_the_sentence_as_a_note():
+    options = [{"how": "leave", "rank": 1, "run": False, "thread": rank == 0} for rank in (0, 1)]
+    chief, _ = run("end.py", options, environ=QUIET)
+    *_, failed, end = lines(chief.output)
+    assert chief.output.count("Traceback") == 1 and end == "end"
+    assert re.fullmatch(GONE.format("worker 1"), failed)
+
+
 def test_the_frames_are_shown_if_they_are_asked_for():
     options = {"how": "leave", "rank": 0, "run": True}
     _, worker = run("end.py", [options] * 2, environ=[{"TFPARA_TRACEBACK": "1"}] * 2)

@@ -49,7 +49,7 @@ from keras.src.saving import saving_lib as _saving_lib
 from keras.src.trainers import data_adapters as _adapters
 from keras.src.trainers.data_adapters import data_adapter_utils as _adapter_utils
 
-from tfpara import files, fit_call
+from tfpara import files, fit_call, program
 from tfpara.cluster.place import EVALUATE, FIT_END, Place
 from tfpara.keras_model import (
     build_optimizer,
@@ -223,7 +223,7 @@ def _together(fit: Method) -> Method:
             return fit(model, *args, **kwargs)
         _refuse_spent(signature.bind(model, *args, **kwargs).arguments)
         extended = strategy.extended
-        with extended.in_fit(model), _with_data("fit", strategy):
+        with program.noting(), extended.in_fit(model), _with_data("fit", strategy):
             history = fit(model, *args, **kwargs)
             if strategy.num_workers > 1:
                 extended.finish_blocks(FIT_END)
