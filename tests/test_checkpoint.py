@@ -147,13 +147,9 @@ def assert_same(first, second):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("rule", "aggregation"),
-    [(tfpara.BMUF(0.5), "sharded"), (tfpara.EASGD(0.2), "replicated")],
-    ids=["bmuf-sharded", "easgd-replicated"],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, rule, aggregation):
-    options = {"rule": rule, "aggregation": aggregation}
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
+    """EASGD, replicated: test_data_that_know_no_epochs_are_read_again_up_to_the_position."""
+    options = {"rule": tfpara.BMUF(0.5), "aggregation": "sharded"}
     whole, history, strategy = uninterrupted(**options)
     options["every_syncs"] = 1
     broken = tmp_path / "broken"
@@ -174,6 +170,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, rule, a
 def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
     """Epochs of 8 minibatches in blocks of 3, and of 6 for each of two fragments."""
     options = {"every_syncs": 1, "rule": tfpara.BMUF(0.5), "sync_period": 3, "fragments": 2}
+    options["small"] = True
     whole, _, _ = run(tmp_path / "whole", **options)
     # After a part of a block, inside one, and before the next part of one.
     assert run(tmp_path / "broken", stop=(1, 4), **options) is None
@@ -186,7 +183,7 @@ def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
     ("first", "second"), [("sharded", "replicated"), ("replicated", "sharded")]
 )
 def test_a_run_resumes_under_another_aggregation(tmp_path, first, second):
-    whole, _, _ = uninterrupted(rule=tfpara.BMUF(0.5), aggregation=first)
+    whole, _, _ = uninterrupted(rule=tfpara.BMUF(0.5), aggregation="sharded")
     options = {"every_syncs": 1, "rule": tfpara.BMUF(0.5)}
     assert run(tmp_path / "moved", stop=(0, 4), aggregation=first, **options) is None
     moved, _, _ = run(tmp_path / "moved", aggregation=second, **options)
@@ -320,9 +317,9 @@ def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("options", [{"overlap": 1, "fragments": 2}, {}], ids=str)
-def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path, options):
+def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path):
     log = []
+    options = {"overlap": 1, "fragments": 2, "small": True}
     assert run(tmp_path, every_syncs=1, stop=(0, 4), **options) is None
     # 2 syncs of 2 steps of 2 replicas, then 1 of 3 replicas, then what is left to 1 replica.
     three, one = ([f"CPU:{i}" for i in range(n)] for n in (3, 1))

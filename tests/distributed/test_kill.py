@@ -16,12 +16,10 @@ from resumable_runs import Run, assert_same
 # for any number of workers; before it looks for a checkpoint ("start") a kill changes nothing.
 OF_ONE_PROCESS = [
     ("step", 3, [0]),
-    ("restored", 1, [0]),
     ("begin", 2, [0]),
     ("written", 2, [0]),
     ("removing", 2, [0]),
     ("removed", 1, [0]),
-    (None, 0.4, [0]),
 ]
 OF_TWO_WORKERS = [
     ("renamed", 3, [0]),  # at step 8, after which worker 1 has no data left in that epoch

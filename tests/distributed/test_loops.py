@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "programs"))
 import train_loops  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
-DEVICES = [f"CPU:{k}" for k in range(4)]
+DEVICES = [f"CPU:{k}" for k in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,18 @@ def assert_alike(found, expected, name):
 
 @pytest.mark.parametrize("name", ["own_step", "tutorial"])
 def test_devices_of_a_process_do_what_plain_keras_does(plain, name):
-    four = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, devices=DEVICES)
-    assert_alike(train_loops.CASES[name](four), plain(name), name)
+    two = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, devices=DEVICES)
+    assert_alike(train_loops.CASES[name](two), plain(name), name)
 
 
+@pytest.mark.one_version
 def test_the_run_of_a_gan_is_resumed_exactly(workers):
     for found in workers:
         np.testing.assert_array_equal(found["whole"], found["resumed"])
         assert np.ptp(found["whole"]) > 0.1
 
 
+@pytest.mark.one_version
 def test_a_log_without_metrics_waits_for_workers_that_have_more_data(workers):
     """Each has two replicas, which take a minibatch each: the last ones are 2 and 3, or 4 and 5."""
     minibatches = train_loops.X.reshape(train_loops.STEPS, -1)
@@ -69,11 +71,13 @@ def test_a_log_without_metrics_waits_for_workers_that_have_more_data(workers):
         np.testing.assert_allclose(worker["first"], [minibatches[2:6].mean()] * 2, rtol=1e-5)
 
 
+@pytest.mark.one_version
 def test_workers_do_not_reduce_inside_a_tf_function(workers):
     for worker in workers:
         assert "have the workers wait for each other in every step" in str(worker["message"])
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("name", train_loops.CASES)
 def test_two_workers_do_what_plain_keras_does(workers, plain, name):
     for worker in workers:

@@ -42,20 +42,14 @@ SHARDED = {"aggregation": "sharded", "averages": AVERAGES, "minibatches": UNEVEN
 UNEVEN_TWICE = {"minibatches": UNEVEN, "epochs": 2, "steps_per_execution": 2}
 OVERLAPPED = {"minibatches": ONE_EACH, "epochs": 2, "aggregation": "sharded"}
 
-# Every rule once and every option once, in pairs: what a rule computes does not depend on how the
-# weights came. One process has the rest of the product: test_strategy.py, test_syncs.py.
+# Every kind of broadcast and every option once, in pairs: what a rule computes does not depend on
+# how the weights came. One process has the rest of the product: test_strategy.py, test_syncs.py.
 TRAININGS = {
     # One worker closes its epoch from Python while the other syncs in its compiled step.
     "bsp-uneven": Training(
         "tfpara.BSP()", "bsp", {}, {"minibatches": ONE_EACH, "epochs": 2, "local_state": "reset"}
     ),
     "bmuf-sharded": Training(*BMUF, {**SHARDED, "evaluated": True}),
-    "bmuf-classical": Training(
-        "tfpara.BMUF(0.5, block_learning_rate=1.2, nesterov=False)",
-        "classical",
-        {"eta": 0.5, "zeta": 1.2},
-        UNEVEN_TWICE,
-    ),
     "bmuf-cntk": Training(
         "tfpara.BMUF(0.6, compat='cntk')",
         "lookahead_anchor",
@@ -63,7 +57,6 @@ TRAININGS = {
         {"local_state": "average"},
     ),
     "easgd-uneven": Training(*EASGD, {**UNEVEN_TWICE, "averages": AVERAGES}),
-    "diloco": Training("tfpara.DiLoCo()", None, {}, {"aggregation": "sharded"}),
     "bmuf_adam": Training(
         "tfpara.BMUFAdam()",
         None,
@@ -78,14 +71,13 @@ TRAININGS = {
         {"delay": 2, "runs": HALVES, "device_period": 1, "devices": 2},
     ),
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
-    "easgd-int8": Training(EASGD[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
 }
 # One of each way in which weights and reports travel.
 ON_HOROVOD = ("bsp-uneven", "bmuf-sharded", "easgd-uneven", "bmuf_adam", "all-at-once", "int8")
 # Also of replicas that one process simulates on as many devices.
-SIMULATED = ("bmuf-sharded", "easgd-overlap", "int8", "easgd-int8")
+SIMULATED = ("bmuf-sharded", "easgd-overlap", "int8")
 # Where only TensorFlow is another one.
-ON_EVERY_VERSION = ("bsp-uneven", "bmuf-sharded", "easgd-uneven", "all-at-once", "int8")
+ON_EVERY_VERSION = ("bsp-uneven", "bmuf-sharded", "all-at-once")
 WEIGHTS = 4
 
 

@@ -237,32 +237,37 @@ class Set(keras.callbacks.Callback):
 RULES = [tfpara.ASGD(), tfpara.Downpour(), tfpara.AsyncEASGD(0.3)]
 
 
+# How often a fit of two epochs calls them.
+HOOKS = {"on_train_begin": 1, "on_epoch_begin": 2, "on_epoch_end": 2, "on_train_end": 1}
+
+
 @pytest.mark.parametrize(
-    ("rule", "hook", "value"),
+    ("rule", "hooks"),
     [  # Workers of EASGD have models of their own.
-        (tfpara.AsyncEASGD(0.3), "on_train_begin", 1),
-        (tfpara.AsyncEASGD(0.3), "on_epoch_begin", 2),
-        (tfpara.AsyncEASGD(0.3), "on_epoch_end", 2),
-        (tfpara.AsyncEASGD(0.3), "on_train_end", 1),
-        (tfpara.ASGD(), "on_epoch_begin", 2),
-        (tfpara.Downpour(), "on_epoch_end", 2),
+        (tfpara.AsyncEASGD(0.3), [*HOOKS]),
+        (tfpara.ASGD(), ["on_epoch_begin"]),
+        (tfpara.Downpour(), ["on_epoch_end"]),
     ],
     ids=str,
 )
-def test_weights_that_a_callback_sets_are_trained_on(rule, hook, value):
+def test_weights_that_a_callback_sets_are_trained_on(rule, hooks):
+    """One hook after the other on the same model, which is traced once."""
     still = keras.optimizers.SGD(0.0)
     strategy, model = made(rule, still, servers=2, averages={"ma": tfpara.MA()})
     before = model.get_weights()
     train(strategy, model, 1)  # workers of EASGD have models of their own now
     for got, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
-    train(strategy, model, 2, [Set(hook)])
-    are_all(model.get_weights(), value)
-    are_all(global_weights(strategy, model), value)
-    train(strategy, model, 1)
-    are_all(global_weights(strategy, model), value)
-    with strategy.weights(model, "ma"):  # started anew
+    for number, hook in enumerate(hooks):
+        first = 10.0 * number + 1
+        train(strategy, model, 2, [Set(hook, first)])
+        value = first + HOOKS[hook] - 1
         are_all(model.get_weights(), value)
+        are_all(global_weights(strategy, model), value)
+        train(strategy, model, 1)
+        are_all(global_weights(strategy, model), value)
+        with strategy.weights(model, "ma"):  # started anew
+            are_all(model.get_weights(), value)
 
 
 def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path):
