@@ -45,7 +45,10 @@ _OUTER_MOMENTUM = flags.DEFINE_float(
     "outer_momentum", None, "DiLoCo and SlowMo: in [0, 1); 0.9 for DiLoCo, 0.7 for SlowMo"
 )
 _LOCAL_STATE = flags.DEFINE_enum(
-    "local_state", "keep", ["keep", "reset", "average"], "the local momentum at a sync"
+    "local_state",
+    "auto",
+    ["auto", "keep", "reset", "average"],
+    "the local momentum at a sync; auto: reset of SGD's where the rule has a momentum of its own",
 )
 _AGGREGATION = flags.DEFINE_enum(
     "aggregation",

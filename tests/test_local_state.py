@@ -12,6 +12,7 @@ import tensorflow as tf
 from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
+from tfpara.optimizers import NGSGD
 from tfpara.sync.settings import warn_of_outlasting_momentum
 
 EVEN = [[4] * 8] * 2
@@ -135,11 +136,111 @@ def test_gradients_under_way_stay_through_a_reset():
     assert seen == [1, 2, 1, 2, 3, 0, 1, 2]
 
 
-def test_adams_beta_is_not_taken_for_momentum(recwarn):
-    rule = tfpara.BMUF(0.9, nesterov=False)
-    settings = make(rule).extended.settings
-    warn_of_outlasting_momentum(settings, keras.optimizers.Adam(0.1))
-    assert not [w for w in recwarn if "remembers" in str(w.message)]
+LOCAL = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "without momentum": lambda: keras.optimizers.SGD(0.1),
+    "ng_sgd": lambda: NGSGD(0.1, 0.9),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "optimizer", "expected", "warns"),
+    [
+        (tfpara.BMUF(0.75), {}, "sgd", "reset", False),
+        (tfpara.BMUF(0.75), {}, "ng_sgd", "reset", False),
+        (tfpara.BMUF(0.5, nesterov=False), {}, "sgd", "reset", False),
+        (tfpara.DiLoCo(0.7, 0.9), {}, "sgd", "reset", False),
+        (tfpara.SlowMo(1.0, 0.5), {}, "sgd", "reset", False),
+        (tfpara.BMUF(), {}, "sgd", "keep", False),  # two replicas: 1 - 1/2
+        (tfpara.BSP(), {}, "sgd", "keep", False),
+        (tfpara.EASGD(), {}, "sgd", "keep", False),
+        (tfpara.BMUF(0.9), {}, "without momentum", "keep", False),
+        (tfpara.BMUF(0.9, nesterov=False), {}, "adam", "keep", False),
+        (tfpara.BMUF(0.9), {}, "rmsprop", "keep", False),
+        (tfpara.Outer(lambda: keras.optimizers.Adam(0.1)), {}, "sgd", "keep", False),
+        (tfpara.BMUFAdam(0.9), {}, "adam", "keep", False),
+        # What cannot be reset, or is not to be, is told.
+        (tfpara.BMUF(0.75), {"overlap": True}, "sgd", "keep", True),
+        (tfpara.BMUF(0.75), {"fragments": 2}, "sgd", "keep", True),
+        (tfpara.BMUF(0.75), {"local_state": "keep"}, "sgd", "keep", True),
+        (tfpara.BMUF(0.75), {"local_state": "average"}, "sgd", "average", True),
+        (tfpara.BMUF(0.75), {"local_state": "reset"}, "adam", "reset", False),
+        (tfpara.BMUF(0.75), {"local_state": "keep", "sync_period": 11}, "sgd", "keep", False),
+    ],
+)
+def test_momentum_is_reset_where_the_rule_has_its_own(
+    rule, options, optimizer, expected, warns, recwarn
+):
+    settings = make(rule, **options).extended.settings
+    optimizer = LOCAL[optimizer]()
+    assert settings.local_state_of(optimizer) == expected
+    warn_of_outlasting_momentum(settings, optimizer)
+    assert bool([w for w in recwarn if "remembers about 10" in str(w.message)]) == warns
+
+
+RATE, MOMENTUM, ETA = 0.01, 0.9, 0.875  # η of eight replicas
+
+
+def on_a_parabola(local_state, blocks, period):
+    """W of Nesterov block momentum on replicas that descend the loss w² from w = 1, in NumPy."""
+    point, model, delta, velocity = 1.0, 1.0, 0.0, 0.0
+    for _ in range(blocks):
+        weight = point
+        for _ in range(period):
+            velocity = MOMENTUM * velocity - RATE * 2.0 * weight
+            weight += velocity
+        delta = ETA * delta + (weight - point)
+        model += delta
+        point = model + ETA * delta
+        velocity = velocity if local_state == "keep" else 0.0
+    return model
+
+
+@pytest.mark.parametrize(("local_state", "grows"), [("auto", False), ("keep", True)])
+@pytest.mark.filterwarnings("ignore:the local optimizer's momentum")
+def test_momentum_of_replicas_and_of_blocks_in_a_row(local_state, grows, capfd):
+    """Where one replica is stable to a rate 200 times as high, so are those of the default."""
+    blocks, period = 30, 5
+    strategy = make(tfpara.BMUF(ETA), sync_period=period, local_state=local_state)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(RATE, momentum=MOMENTUM), "mse")
+    model.set_weights([np.ones((1, 1), np.float32)])
+    ones = np.ones((2 * blocks * period, 1), np.float32)
+    data = tf.data.Dataset.from_tensor_slices((ones, 0.0 * ones)).batch(2)
+    model.fit(data, verbose=0, shuffle=False)
+    expected = on_a_parabola(local_state, blocks, period)
+    assert (abs(expected) > 1.0) == grows
+    with strategy.weights(model, "global"):
+        np.testing.assert_allclose(model.get_weights()[0].item(), expected, rtol=1e-4)
+    assert capfd.readouterr().err.count("momentum of local SGD starts anew") == (not grows)
+
+
+@pytest.mark.filterwarnings("ignore:the local optimizer's momentum")
+def test_of_two_optimizers_the_one_with_momentum_is_reset():
+    strategy = make(tfpara.BMUF(ETA), sync_period=2)
+    with strategy.scope():
+        models = [
+            keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name=f"dense_{name}")])
+            for name in "ab"
+        ]
+        optimizers = [keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1)]
+        for optimizer, model in zip(optimizers, models, strict=True):
+            optimizer.build(model.trainable_variables)
+    strategy.track(models, optimizers=optimizers)
+
+    def step():
+        for optimizer, model in zip(optimizers, models, strict=True):
+            variables = model.trainable_variables
+            optimizer.apply([tf.ones(v.shape) for v in variables], variables)
+
+    for _ in range(2):
+        strategy.run(tf.function(step))
+    sgd, adam = ([v.numpy() for v in o.variables if "kernel" in v.path] for o in optimizers)
+    assert not np.any(sgd)
+    assert np.all(adam) and optimizers[1].iterations.numpy() == 2
 
 
 class BmufAdam:

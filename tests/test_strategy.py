@@ -973,7 +973,7 @@ def test_models_that_share_weights_are_refused():
         (tfpara.BMUF, {}, TypeError, r"write tfpara.BMUF\(\) with parentheses"),
         (None, {"sync_period": 0}, ValueError, "sync_period=0 must be a whole number"),
         (None, {"sync_period": 2.5}, ValueError, "sync_period=2.5"),
-        (None, {"local_state": "drop"}, ValueError, "local_state='drop' is not one of keep"),
+        (None, {"local_state": "drop"}, ValueError, "local_state='drop' is not one of auto"),
         (None, {"averages": {"ema": 0.9}}, TypeError, r"averages\['ema'\]=0.9"),
         (None, {"averages": {"ema": tfpara.EMA}}, TypeError, "the class; write it with its arg"),
         (None, {"averages": [tfpara.EMA(0.9)]}, TypeError, r"averages=\[EMA.* must map names"),
@@ -1006,7 +1006,7 @@ def test_unknown_weights_are_refused_with_a_list():
 
 
 def test_classical_bmuf_warns_where_kept_momentum_outlasts_the_block():
-    strategy = make_strategy(tfpara.BMUF(nesterov=False))
+    strategy = make_strategy(tfpara.BMUF(nesterov=False), local_state="keep")
     with strategy.scope():
         model = compiled(*MODELS["dense"])
     with pytest.warns(UserWarning, match="momentum 0.9 remembers about 10 minibatches"):

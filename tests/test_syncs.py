@@ -64,6 +64,7 @@ def check(
 ):
     """Trains and compares; `exact`: with what the rule is without compression."""
     rule, kind, settings = RULES[name]
+    options = {"local_state": "keep", **options}
     strategy = make(rule, len(minibatches), fragments=fragments, **options)
     model = network(strategy, steps_per_execution=steps_per_execution)
     initial = model.get_weights()

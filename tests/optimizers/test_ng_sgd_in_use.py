@@ -85,7 +85,9 @@ def test_replicas_agree_after_a_sync_and_keep_their_own_scatters(local_state):
     for a, b in zip(first, second, strict=True):
         if a.dtype == np.float32:
             np.testing.assert_array_equal(a, b)
-    names = replica_variables(model, strategy.experimental_local_results).slot_names
+    names = replica_variables(
+        model, strategy.experimental_local_results, strategy.extended.settings
+    ).slot_names
     assert names and not any("scatter" in name for name in names)
     variables = [v for v in fisher_variables(model) if "basis" in v.path]
     assert len(variables) == 4

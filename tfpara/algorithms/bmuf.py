@@ -120,6 +120,11 @@ class BMUF(Rule):
             raise ValueError("Call resolve(num_replicas) first: block_momentum is still None.")
         return self._anchor(after, self.block_momentum)
 
+    def resets_momentum(self) -> bool:
+        """In Nesterov's form where η > 1/2, and in the classical one where η > 0; see `Rule`."""
+        eta = self.block_momentum or 0.0
+        return eta > 0.5 or (eta > 0.0 and not self.nesterov)
+
     def _momentum(self, num_replicas: int) -> float:
         eta = self.block_momentum
         return 1.0 - 1.0 / num_replicas if eta is None else eta

@@ -108,6 +108,12 @@ class Outer(Rule):
         self._check_element_by_element()
         return self
 
+    def resets_momentum(self) -> bool:
+        """With an outer SGD as BMUF with its momentum; see `Rule`."""
+        outer = self._optimizer
+        momentum = outer.momentum if isinstance(outer, keras.optimizers.SGD) else 0.0
+        return momentum > 0.5 or (momentum > 0.0 and not outer.nesterov)
+
     def init(self, weights: Array) -> State:
         """State of a run that starts at `weights`: a NamedTuple of W, the slots and the syncs.
 

@@ -80,6 +80,14 @@ class Rule:
         del local
         return broadcast
 
+    def resets_momentum(self) -> bool:
+        """Whether `local_state="auto"` resets the momentum of local SGD at each sync.
+
+        A rule says so where its global step has a momentum of its own: the two in a row are stable
+        only at far smaller learning rates than either (docs/rules.md).
+        """
+        return False
+
     def measured_from(self, state: State, received: Array) -> Array:
         """The point that the mean of the replicas' differences from `received` is added to.
 

@@ -392,6 +392,8 @@ def check_run(
     mine = json.loads(json.dumps(mine, default=repr))
     # Version 0.1 listed its version among the settings. The format's number decides instead.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
+    if mine.get("local_state") == "auto" and theirs.get("local_state") == "keep":
+        theirs["local_state"] = "auto"  # what was the default before there was "auto"
     differing = differences({"the checkpoint": theirs, "this run": mine})
     if differing:
         raise CheckpointError(

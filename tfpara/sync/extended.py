@@ -255,6 +255,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._trained: dict[int, _Trained] = {}  # trained models, by id
         self.recent: keras.Model | None = None  # the trained model that was trained last
         self._synchronizers_made = 0
+        self._told_of_reset = False  # whether the user knows that momentum is reset
         self._creates_alone = False  # whether this worker creates variables that others do not
         self._undivided = False  # whether each worker gets the whole of distributed data
         # All optimizers that have taken steps in run(), by id.
@@ -470,7 +471,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         build_optimizer(model)
         settings = self.settings
         local_results = self._container_strategy().experimental_local_results
-        variables = replica_variables(model, local_results, settings.rule, settings.local_state)
+        variables = replica_variables(model, local_results, settings)
         # Layers' names are left out: their numbers count every model that a process has made.
         shapes = [
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
@@ -479,6 +480,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
         for optimizer in optimizers(model):
             warn_of_outlasting_momentum(settings, optimizer)
+        if settings.local_state == "auto" and variables.local_state == "reset":
+            self._say_that_momentum_is_reset()
         site = Site(
             name=f"model{self._synchronizers_made}",
             num_replicas=self._num_replicas_in_sync,
@@ -503,6 +506,17 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
         self.recent = model
         return synchronizer
+
+    def _say_that_momentum_is_reset(self) -> None:
+        """Tells the user, once, of a choice that they did not make."""
+        if self._is_chief and not self._told_of_reset:
+            self._told_of_reset = True
+            print(
+                "tfpara: the momentum of local SGD starts anew after each sync, since the rule has "
+                'its own (local_state="auto"; docs/rules.md)',
+                file=sys.stderr,
+                flush=True,
+            )
 
     def of_those_that_stepped(self, outputs: Nest, samples: Sequence[Scalar]) -> Nest:
         """Replaces the outputs of replicas that had no samples by the mean of the others'.
@@ -542,10 +556,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Raises ValueError if a sync writes slots, and `run` steps with an unknown optimizer."""
         used, self.used = self.used, []
         settings = self.settings
-        if model is None or (
-            settings.local_state == "keep" and not hasattr(settings.rule, "check_optimizer")
-        ):
+        if model is None:
             return
+        if not hasattr(settings.rule, "check_optimizer"):
+            used = [each for each in used if settings.local_state_of(each) != "keep"]
         setting = (
             "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
         )

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpara.keras_model import optimizers
 from tfpara.sync.replicas import ReplicaVariables
+from tfpara.sync.settings import Settings
 from tfpara.typing import Variable
 
 
 def replica_variables(
     model: keras.Model,
     components_of: Callable[[Variable], tuple[tf.Variable, ...]],
-    rule: Any = None,
-    local_state: str = "keep",
+    settings: Settings,
 ) -> ReplicaVariables:
     """Returns the model's weights, averaged state and optimizer slots, by device.
 
     Args:
         model: a built model, whose optimizer, if it has one, is built too.
         components_of: returns a distributed variable's component on each local device.
-        rule: the rule. One with a method `check_optimizer` filters the optimizer's moments.
-        local_state: "keep", "reset" or "average", what a sync does to the slots.
+        settings: the strategy's. A rule with a method `check_optimizer` filters the optimizer's
+            moments. `local_state_of` an optimizer is what a sync does to its slots.
 
     Raises:
         ValueError: the rule, or the choice of `local_state`, does not work with the model's
@@ -42,9 +41,13 @@ def replica_variables(
         # A frozen weight (trainable to TensorFlow, not to Keras) does not move: it is not state.
         if v.value.dtype.is_floating and not v.value.trainable
     ]
-    slots = [slot for optimizer in optimizers(model) for slot in _slots(optimizer)]
+    states = {settings.local_state_of(optimizer) for optimizer in optimizers(model)} - {"keep"}
+    local_state = states.pop() if states else "keep"  # "auto" makes "reset" of some, or none
+    written = [o for o in optimizers(model) if settings.local_state_of(o) != "keep"]
+    slots = [slot for optimizer in written for slot in _slots(optimizer)]
     moments: list[keras.Variable] = []
-    counting = _counting(optimizers(model), local_state)
+    counting = _counting(written, local_state)
+    rule = settings.rule
     if hasattr(rule, "check_optimizer"):
         (optimizer,) = _only_optimizer(model)
         rule.check_optimizer(optimizer)
@@ -63,6 +66,7 @@ def replica_variables(
         slots=components([v for v, _ in slots]),
         slot_names=[v.path for v, _ in slots],
         slot_resets=[value for _, value in slots],
+        local_state=local_state,
         moments=moments,
         counts=components([optimizer._iterations for optimizer in counting]),
         cycles=[optimizer.gradient_accumulation_steps or 1 for optimizer in counting],
@@ -87,8 +91,6 @@ def _counting(
         ValueError: a reset would also set a learning-rate schedule back, or an optimizer has slots
             that do not start from a constant.
     """
-    if local_state == "keep":
-        return []
     if local_state == "average":
         return list(model_optimizers)
     counting = []

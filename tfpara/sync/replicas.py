@@ -48,8 +48,9 @@ class ReplicaVariables:
 
     weights: trainable variables, to which the rule is applied.
     state: other float variables, such as batch-norm statistics, which are averaged without a rule.
-    slots: the optimizers' slots, which a sync keeps, resets or averages.
+    slots: the optimizers' slots that a sync resets or averages.
     slot_resets: values of the slots after a reset.
+    local_state: "keep", "reset" or "average", what a sync does to the slots.
     moments: the first and the second moments, if the rule filters them.
     counts: step counts of the optimizers whose slots or moments a sync writes.
     cycles: for each of `counts`, the number of steps over which gradients are accumulated.
@@ -63,6 +64,7 @@ class ReplicaVariables:
     slots: Sequence[Sequence[tf.Variable]]
     slot_names: Sequence[str]
     slot_resets: Sequence[float]
+    local_state: str = "keep"
     moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
     counts: Sequence[Sequence[tf.Variable]] = ()
     cycles: Sequence[int] = ()
@@ -82,8 +84,8 @@ class Replicas:
         self.variables = variables
         self.site = site
         self.devices = list(site.devices)
-        self._local_state = settings.local_state
-        self.averaged_slots = variables.slots if settings.local_state == "average" else []
+        self._local_state = variables.local_state
+        self.averaged_slots = variables.slots if self._local_state == "average" else []
         shapes = [v[0].shape for v in variables.weights]
         self.layout = Layout(shapes, BUCKET_BYTES, settings.fragments)
         self.state_layout = Layout([v[0].shape for v in variables.state], BUCKET_BYTES)

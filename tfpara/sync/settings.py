@@ -15,7 +15,7 @@ from tfpara.collectives.choice import COLLECTIVES
 from tfpara.typing import Json
 from tfpara.whole_number import checked_whole
 
-LOCAL_STATE = ("keep", "reset", "average")
+LOCAL_STATE = ("auto", "keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 
@@ -109,18 +109,24 @@ class Settings:
 
     def _check_local_state(self) -> None:
         chosen = f"local_state={self.local_state!r}"
-        if isinstance(self.rule, algorithms.BMUFAdam) and self.local_state != "keep":
+        written = self.local_state in ("reset", "average")
+        if isinstance(self.rule, algorithms.BMUFAdam) and written:
             raise ValueError(
                 f"{chosen}: BMUFAdam filters the optimizer's moments itself. Leave local_state "
                 "out, or use tfpara.BMUF."
             )
         _check_choice("local_state", self.local_state, LOCAL_STATE)
-        if self.local_state != "keep" and (self.overlap or self.fragments > 1):
+        if written and self._trains_on:
             raise ValueError(
                 f"{chosen} is for syncs of the whole model at which training stops: where syncs "
                 "overlap training, or are of fragments, the optimizer's slots belong to the steps "
-                'under way. Give local_state="keep".'
+                "under way. Leave local_state out."
             )
+
+    @property
+    def _trains_on(self) -> bool:
+        """Whether replicas train on, on part of the weights at least, while a sync is under way."""
+        return bool(self.overlap) or self.fragments > 1
 
     def _check_overlap(self) -> None:
         overlap = self.overlap
@@ -179,27 +185,41 @@ class Settings:
                 "sync_period is a multiple."
             )
 
+    def local_state_of(self, optimizer: keras.optimizers.Optimizer) -> str:
+        """What a sync makes of an optimizer's slots: "keep", "reset" or "average".
+
+        "auto" is "reset" for SGD with momentum, and its kin, where the rule has a momentum of its
+        own that makes theirs unstable (`Rule.resets_momentum`), and "keep" for all others. Adam's
+        first moment is an average of gradients, and its steps are bounded by the learning rate.
+        """
+        if self.local_state != "auto":
+            return self.local_state
+        resets = self.rule.resets_momentum() and _momentum(optimizer) > 0.0
+        return "reset" if resets and not self._trains_on else "keep"
+
 
 def warn_of_outlasting_momentum(settings: Settings, optimizer: keras.optimizers.Optimizer) -> None:
-    """Warns where classical block momentum meets local momentum that outlasts a block."""
-    rule = settings.rule
-    if not isinstance(rule, algorithms.BMUF) or rule.nesterov or settings.local_state != "keep":
-        return
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    # Adam's beta_1 is not meant: it averages gradients, and does not carry movement on.
-    momentum = getattr(inner, "momentum", None) or 0.0
-    if not isinstance(momentum, int | float) or not 0.0 < momentum < 1.0:
+    """Warns where local momentum outlasts a block, and the rule's own momentum repeats it."""
+    momentum, rule = _momentum(optimizer), settings.rule
+    if not rule.resets_momentum() or settings.local_state_of(optimizer) == "reset":
         return
     memory = 1.0 / (1.0 - momentum)
-    if rule.block_momentum and memory > settings.sync_period:
+    if momentum and memory > settings.sync_period:
+        fix = "momentum 0" if settings._trains_on else 'local_state="reset"'
         warnings.warn(
             f"the local optimizer's momentum {momentum:g} remembers about {memory:.0f} "
             f"minibatches, longer than a block of sync_period={settings.sync_period}; kept across "
-            "syncs under "
-            "classical block momentum it is counted twice, and training may diverge. Use "
-            'BMUF(nesterov=True), local_state="reset", or a longer sync_period.',
+            f"syncs under {type(rule).__name__} it is counted twice, and training may diverge. Use "
+            f"{fix}, or a longer sync_period.",
             stacklevel=2,
         )
+
+
+def _momentum(optimizer: keras.optimizers.Optimizer) -> float:
+    """Of SGD and its kin, 0 ≤ m < 1; 0 for other optimizers, and where it is no number."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    given = inner.momentum if isinstance(inner, keras.optimizers.SGD) else 0.0
+    return float(given) if isinstance(given, int | float) and 0.0 <= given < 1.0 else 0.0
 
 
 def _is_of_a_user(given: object) -> bool:

@@ -53,7 +53,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         averages: averages of the global model by name, e.g. `{"ema": tfpara.EMA(0.99)}`; they do
             not change the training.
         local_state: what a sync does to the optimizer's slots (momentum …): "keep", "reset" to
-            their initial value, or "average" over the replicas.
+            their initial value, or "average" over the replicas. "auto" is "reset" for SGD
+            with momentum where the rule has a momentum of its own (BMUF with N > 2), since the
+            two in a row are unstable; else it is "keep". See docs/rules.md.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
             with `compression`, or if there are several replicas and the model has 16 MB or more.
@@ -93,7 +95,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         *,
         sync_period: int,
         averages: Mapping[str, Average] | None = None,
-        local_state: str = "keep",
+        local_state: str = "auto",
         aggregation: str = "auto",
         overlap: bool | int = False,
         fragments: int = 1,
