@@ -149,3 +149,22 @@ def _logical_devices() -> None:
     gc.set_threshold(20_000, 10, 5)
     if os.environ.get("TFPARA_TEST_GRAPPLER") == "0":
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _graphs() -> Iterator[None]:
+    """The graphs of a file go with it: else a process has gigabytes of them by the end.
+
+    TensorFlow keeps for good the gradient of each all-reduce that was traced, and each Python
+    function that a graph calls. They lead to the strategy, its models and all graphs of theirs.
+    """
+    yield
+    import tensorflow as tf
+    from tensorflow.python.framework import ops
+
+    gradients = ops.gradient_registry._registry
+    for name in [name for name in gradients if name.startswith("CustomGradient-")]:
+        del gradients[name]
+    called = getattr(tf.compat.v1.get_default_graph(), "_py_funcs_used_in_graph", [])
+    called[:] = [f for f in called if not getattr(f, "__module__", "").startswith("tfpara.sync")]
+    gc.collect()
