@@ -1,4 +1,4 @@
-"""Phone times to one class per frame: three states to a phone."""
+"""Turns phone times into one class for each frame; each phone has three states."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ STATES = 3
 
 
 def class_names(phones: list[str]) -> list[str]:
-    """Names of the classes of `phones`: "a.0", "a.1", "a.2", and so on, in the order given."""
+    """Returns the names of the classes of `phones`, in this order: "a.0", "a.1", "a.2", "b.0", …"""
     return [f"{phone}.{state}" for phone in phones for state in range(STATES)]
 
 
@@ -19,20 +19,21 @@ def frame_labels(
     inventory: dict[str, int],
     first_middle: float = FRAME_LENGTH / 2,
 ) -> np.ndarray:
-    """The class of each frame: that of its middle.
+    """Returns the class of each frame, which is the class at the frame's middle.
 
-    A phone lasts until the next one starts, the last one until the end of the utterance, and is
-    divided into three states of equal length.
+    A phone lasts until the next one starts, and the last one until the end of the utterance. Each
+    phone is divided into three states of equal length.
 
     Args:
       phones: (start in seconds, name), ascending, the first at 0.
-      duration: of the utterance, in seconds.
-      num_frames: number of frames of 25 ms every 10 ms.
-      inventory: number of each phone, from 0.
-      first_middle: the first frame's middle, in seconds; by default that of its window.
+      duration: length of the utterance, in seconds.
+      num_frames: number of frames; a frame starts every 10 ms.
+      inventory: the number of each phone, from 0.
+      first_middle: time of the first frame's middle, in seconds; by default the middle of its 25 ms
+        window.
 
     Returns:
-      int32 [num_frames] of 3 * inventory[phone] + state.
+      int32 [num_frames]: 3 * inventory[phone] + state of each frame.
     """
     starts = np.array([start for start, _ in phones])
     lengths = np.diff(np.append(starts, duration))

@@ -20,19 +20,19 @@ def resample(samples: np.ndarray, source_rate: int, target_rate: int) -> np.ndar
       ValueError: soxr is not installed.
     """
     soxr = packages.load("soxr")
-    # As float: for integers soxr would dither its output.
+    # soxr dithers integer output, so it is given floats.
     wide = samples.astype(np.float32)
     converted: np.ndarray = soxr.resample(wide, source_rate, target_rate, quality="HQ")
     return converted
 
 
 def coloured_noise(num_samples: int, exponent: float, generator: np.random.Generator) -> np.ndarray:
-    """Gaussian noise of unit power whose power spectrum falls as 1 / frequency ** exponent.
+    """Returns Gaussian noise of unit power; its power spectrum is 1 / frequency ** exponent.
 
     Args:
-      num_samples: length.
+      num_samples: number of samples.
       exponent: 0 is white, 1 pink, 2 brown noise.
-      generator: where the randomness comes from.
+      generator: source of the randomness.
 
     Returns:
       float64 [num_samples].
@@ -44,7 +44,12 @@ def coloured_noise(num_samples: int, exponent: float, generator: np.random.Gener
 
 
 def add_noise(samples: np.ndarray, noise: np.ndarray, snr: float) -> np.ndarray:
-    """Adds noise of unit power at a signal-to-noise ratio in dB over the whole of `samples`.
+    """Adds noise of unit power, scaled to a signal-to-noise ratio.
+
+    Args:
+      samples: int16 or float [num_samples].
+      noise: float [num_samples], of unit power.
+      snr: signal-to-noise ratio over all of `samples`, in dB.
 
     Returns:
       float64 [num_samples].

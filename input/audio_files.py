@@ -1,9 +1,9 @@
-"""Recordings: FLAC and WAV files, and what a `wav.scp` names, as samples at one rate.
+"""Reads recordings (FLAC and WAV files, and entries of a `wav.scp`) as samples at one rate.
 
-Two decoders give the same samples. soundfile (libsndfile) is the default: it runs on every
-TensorFlow, reads any width of samples and streamed headers, notices damage, and is ten times as
-fast. tensorflow-io decodes plain files of 16 bits within the graph, where it loads (up to
-TensorFlow 2.17). Either way decoding runs in tf.data, ahead of who takes the samples.
+Two decoders give the same samples. soundfile (libsndfile) is the default: it works with every
+version of TensorFlow, reads samples of any width and streamed headers, notices damage, and is ten
+times as fast. tensorflow-io decodes plain files of 16 bits within the graph; it loads on TensorFlow
+up to 2.17. With both, decoding runs in tf.data, ahead of the consumer of the samples.
 """
 
 import hashlib
@@ -21,26 +21,26 @@ from input.kaldi_tables import Location
 from input.records import CorpusError
 
 DECODERS = ("soundfile", "tensorflow-io")
-_SCALE = 32768.0  # of 16-bit integers: Kaldi's
-_UNKNOWN = 0x7FFFF000  # bytes; a stream's WAV header that gives this length or more knows none
+_SCALE = 32768.0  # Kaldi's samples have the scale of 16-bit integers
+_UNKNOWN = 0x7FFFF000  # bytes; streamed WAV files have this length or more in place of their own
 
 
 class AudioError(CorpusError):
-    """A recording that cannot be read, or is at another sample rate."""
+    """An error of a recording: it cannot be read, or is at another sample rate."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How recordings are read.
+    """Options for reading recordings.
 
     Raises:
       ValueError: a value is out of range, or the decoder's package does not load.
     """
 
     sample_rate: int = 16000  # Hz, of the result
-    resample: bool = False  # a file of another rate, instead of refusing it
+    resample: bool = False  # whether a file at another rate is resampled, not refused
     decoder: str = "soundfile"
-    parallel: int = 2  # files that are decoded at once
+    parallel: int = 2  # number of files that are decoded at once
 
     def __post_init__(self) -> None:
         if self.sample_rate < 1000 or self.parallel < 1:
@@ -61,14 +61,14 @@ class Options:
 def decoded(
     recordings: Sequence[Location], options: Options
 ) -> Iterator[tuple[int, np.ndarray | AudioError]]:
-    """The samples of each recording in order, or what is wrong with it.
+    """Yields the samples of each recording in order, or its error.
 
     Yields:
-      The recording's number and its samples, float32 [num_samples] on the scale of 16-bit integers
-      at `options.sample_rate`; or an `AudioError` that names the file.
+      The recording's number with its samples, float32 [num_samples] on the scale of 16-bit integers
+      at `options.sample_rate`; or its number with an `AudioError` that names the file.
     """
     first = 0
-    while first < len(recordings):  # an error ends a dataset's iterator
+    while first < len(recordings):  # an error ends the dataset's iterator, so a new one is made
         number = first
         try:
             for samples in dataset(recordings[first:], options):
@@ -81,7 +81,10 @@ def decoded(
 
 
 def dataset(recordings: Sequence[Location], options: Options) -> tf.data.Dataset:
-    """The same as a tf.data.Dataset of float32 [num_samples], which fails at the first bad one."""
+    """Returns the samples as a tf.data.Dataset of float32 [num_samples].
+
+    The dataset fails at the first recording that cannot be read.
+    """
     if options.decoder == "tensorflow-io":
         return _tfio_dataset(recordings, options)
 
@@ -96,10 +99,10 @@ def dataset(recordings: Sequence[Location], options: Options) -> tf.data.Dataset
 
 
 def read(recording: Location, options: Options) -> np.ndarray:
-    """One recording, decoded by soundfile (and one within an archive by kaldiio).
+    """Returns the samples of one recording; soundfile decodes files, kaldiio entries of archives.
 
     Raises:
-      AudioError: it cannot be read, has several channels, or is at another rate.
+      AudioError: the recording cannot be read, has several channels, or is at another rate.
     """
     if recording.offset:
         samples, rate = _read_in_archive(recording)
@@ -118,7 +121,7 @@ def read(recording: Location, options: Options) -> np.ndarray:
 
 
 def _read_whole(file: BinaryIO, size: int, recording: Location) -> tuple[np.ndarray, int]:
-    """float32 [num_samples, channels] in [-1, 1) and the rate."""
+    """Returns samples, float32 [num_samples, channels] in [-1, 1), and the sample rate in Hz."""
     soundfile = _soundfile()
     if size == 0:
         raise _error(recording, "is empty")
@@ -132,20 +135,24 @@ def _read_whole(file: BinaryIO, size: int, recording: Location) -> tuple[np.ndar
 
 
 def _check_length(file: BinaryIO, size: int, recording: Location) -> bool:
-    """Whether a WAV file of `size` bytes starts here; an AudioError if it is longer than that."""
+    """Returns whether a WAV file starts here; `size` is the number of bytes that are left.
+
+    Raises:
+      AudioError: the length in the WAV header is more than `size`.
+    """
     start = file.tell()
     head = file.read(8)
     file.seek(start)
     if head[:4] != b"RIFF" or len(head) < 8:
         return False
     length = struct.unpack("<I", head[4:])[0] + 8
-    if 8 < length < _UNKNOWN and length > size:  # libsndfile and kaldiio read what there is
+    if 8 < length < _UNKNOWN and length > size:  # libsndfile and kaldiio do not report this
         raise _error(recording, f"is cut short: {size} of {length} bytes")
     return True
 
 
 def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
-    """A WAV file within a Kaldi archive, as `wav-copy` writes them."""
+    """Reads a WAV file within a Kaldi archive, as `wav-copy` writes them."""
     wavio = packages.load("kaldiio.wavio")
     try:
         with open(recording.path, "rb") as file:
@@ -215,9 +222,10 @@ def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.D
 
 
 def _as_encoded(samples: np.ndarray, path: str) -> bool:
-    """Whether samples have the MD5 sum in a FLAC file's header.
+    """Returns whether the samples have the MD5 sum in the FLAC file's header.
 
-    tensorflow-io can put zeros where a file is damaged, and say nothing.
+    Where a file is damaged, tensorflow-io can return zeros without an error. Files of other formats
+    have no such sum, and count as right.
     """
     with open(path, "rb") as file:
         head = file.read(42)
@@ -227,12 +235,12 @@ def _as_encoded(samples: np.ndarray, path: str) -> bool:
 
 
 def _explain(recording: Location, options: Options, error: Exception) -> AudioError:
-    """What is wrong with a recording that could not be decoded in the graph."""
+    """Returns the error of a recording that could not be decoded in the graph."""
     try:
         read(recording, options)
     except AudioError as found:
         return found
-    except CorpusError as found:  # a command that failed
+    except CorpusError as found:  # the command of a pipe failed
         return AudioError(str(found))
     return _error(
         recording, f"cannot be decoded by {options.decoder} ({type(error).__name__}). Try soundfile"

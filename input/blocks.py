@@ -1,7 +1,7 @@
 """The partition of an epoch: M blocks, N splits of each, tau minibatches to a split.
 
-Papers 000 and 003 (BMUF): the data are cut into M non-overlapping blocks, a block
-into N splits, one for each worker. Here with every frame of an epoch used exactly once:
+In papers 000 and 003 (BMUF) the data are cut into M non-overlapping blocks, and each block into N
+splits, one for each worker. Here every frame of an epoch is used exactly once:
 
 1. The utterances are put in an order drawn for (seed, epoch), which gives each frame a *position*.
 2. Positions are cut into *windows* of W frames, W = `shuffle_frames` rounded up to a multiple of
@@ -22,9 +22,9 @@ import numpy as np
 
 
 class Partition(NamedTuple):
-    """How an epoch's frames are divided. Make it with `partition`, which validates.
+    """The division of an epoch's frames. Make it with `partition`, which checks the arguments.
 
-    `window` is in frames; `sync_period` in minibatches of one replica.
+    `window` is in frames, `sync_period` in minibatches of one replica.
     """
 
     num_frames: int
@@ -35,7 +35,7 @@ class Partition(NamedTuple):
 
     @property
     def num_minibatches(self) -> int:
-        """Minibatches of the epoch, over all replicas."""
+        """Number of minibatches of the epoch, over all replicas."""
         return -(-self.num_frames // self.minibatch)
 
     @property
@@ -49,32 +49,32 @@ class Partition(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Minibatches of replica 0, of which no other replica has more."""
+        """Number of minibatches of replica 0; no other replica has more."""
         return len(self.minibatches(0))
 
     def minibatches(self, replica: int) -> range:
-        """Numbers k of the minibatches of one replica, in order."""
+        """Returns the numbers k of the minibatches of one replica, in order."""
         if not 0 <= replica < self.num_replicas:
             raise ValueError(f"replica must lie in [0, {self.num_replicas}). Received: {replica}")
         return range(replica, self.num_minibatches, self.num_replicas)
 
     def split(self, block: int, replica: int) -> range:
-        """Numbers k of the at most tau minibatches of one replica in one block."""
+        """Returns the numbers k of one replica's minibatches in one block, at most tau."""
         first = block * self.sync_period
         return self.minibatches(replica)[first : first + self.sync_period]
 
     def frames(self, minibatch: int) -> range:
-        """Indices of one minibatch in the epoch's (shuffled) sequence of frames."""
+        """Returns the indices of one minibatch in the epoch's (shuffled) sequence of frames."""
         start = minibatch * self.minibatch
         return range(start, min(start + self.minibatch, self.num_frames))
 
     def window_frames(self, window: int) -> range:
-        """Positions of one window."""
+        """Returns the positions of one window."""
         start = window * self.window
         return range(start, min(start + self.window, self.num_frames))
 
     def window_minibatches(self, window: int) -> range:
-        """Numbers k of the minibatches that one window holds."""
+        """Returns the numbers k of the minibatches in one window."""
         frames = self.window_frames(window)
         return range(frames.start // self.minibatch, -(-frames.stop // self.minibatch))
 
@@ -87,17 +87,17 @@ def partition(
     sync_period: int,
     shuffle_frames: int,
 ) -> Partition:
-    """The division of `num_frames` frames.
+    """Returns the division of `num_frames` frames.
 
     Args:
       num_frames: frames of the epoch.
       minibatch: frames of a minibatch.
-      num_replicas: N.
+      num_replicas: N, the number of replicas of all workers.
       sync_period: tau, minibatches of one replica between two syncs.
       shuffle_frames: frames that are permuted together, rounded up to a multiple of `minibatch`.
 
     Raises:
-      ValueError: one of them is not an integer of at least 1.
+      ValueError: an argument is not an integer of at least 1.
     """
     for name, value in (
         ("num_frames", num_frames),
@@ -115,16 +115,16 @@ def partition(
 
 
 def utterance_order(num_utterances: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [num_utterances]: the utterances in the order of one epoch."""
+    """Returns the utterances' numbers in the order of one epoch: int64 [num_utterances]."""
     return _generator(seed, epoch, 0).permutation(num_utterances)
 
 
 def frame_order(plan: Partition, window: int, seed: int, epoch: int) -> np.ndarray:
-    """int64: the positions of one window in the order in which its minibatches take them."""
+    """Returns the positions of one window, int64, in the order in which minibatches take them."""
     frames = plan.window_frames(window)
     return frames.start + _generator(seed, epoch, 1, window).permutation(len(frames))
 
 
 def _generator(seed: int, *key: int) -> np.random.Generator:
-    # A spawn key, unlike a longer seed, keeps (1, 0) and (1, 0, 0) apart.
+    # As a longer seed, (1, 0) and (1, 0, 0) would give the same numbers; as a spawn key they don't.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

@@ -1,22 +1,22 @@
 """A corpus in chunks, read by TensorFlow operations alone.
 
-For training in which chunks of speech go to workers one at a time (paper 002, section 2.4; an hour
-each, section 4.2) and a worker runs a graph and no program of ours. Which utterances a chunk has is
-computed with NumPy where the chunks are handed out, and goes to the worker as `arguments`; the
-worker reads and shuffles them.
+Chunks are for asynchronous training: workers get chunks of speech one at a time (paper 002, section
+2.4; an hour each, section 4.2), and a worker runs a graph and no Python program. The process that
+hands out the chunks computes with NumPy which utterances a chunk has. It sends that to the worker
+as `arguments`, and the worker reads and shuffles the utterances.
 
 1. The utterances are put in the order of `blocks.utterance_order`, drawn for (seed, epoch). So a
-   chunk is speech of many speakers, of which the first few percent say how the rest will do. They
-   lie scattered over the shards, which costs one seek for each: little, for a record has about
-   0.2 MB, and no index of what is near what has to be kept.
+   chunk has speech of many speakers, and its first few percent are typical of all of it. The
+   utterances of a chunk lie scattered over the shards, so each costs a seek; that is little, since
+   a record has about 0.2 MB.
 2. The order is cut into `count` runs of whole utterances, of about equal length, none empty. The
    number of chunks is the same in every epoch.
 3. A chunk of frames is cut into windows and minibatches as `input.blocks` does with an epoch; see
-   `input.frame_chunks`. One of streams is divided by `input.stream_plan`; see
+   `input.frame_chunks`. A chunk of streams is divided by `input.stream_plan`; see
    `input.stream_chunks`.
 
-So every frame is in one minibatch of one chunk, and what a chunk holds is a function of the corpus
-and (seed, epoch, chunk).
+So every frame is in one minibatch of one chunk, and the contents of a chunk are a function of the
+corpus and (seed, epoch, chunk).
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ SECONDS = 3600.0  # paper 002, section 4.2
 
 
 class CorpusChunks(NamedTuple):
-    """A corpus in chunks; the arguments of `tfpara.Chunks`, in its order.
+    """A corpus in chunks: the arguments of `tfpara.Chunks`, in the same order.
 
     Attributes:
-      count: chunks of an epoch.
-      dataset: called with int64 tensors, while a graph is made, as
-        `dataset(epoch, chunk, *arguments)`: the minibatches of a chunk. When it runs, an utterance
-        that cannot be read raises tf.errors.InvalidArgumentError that names it and its file.
-      arguments: called as `arguments(epoch, chunk)` with numbers: arrays that say what to read.
-      num_minibatches: if known, of the first epoch; others differ by less than one for each chunk,
-        or, with streams, by a few.
+      count: number of chunks of an epoch.
+      dataset: a function that returns the minibatches of a chunk. It is called with int64 tensors,
+        while a graph is made, as `dataset(epoch, chunk, *arguments)`. When the dataset runs, an
+        utterance that cannot be read raises tf.errors.InvalidArgumentError, which names the
+        utterance and its file.
+      arguments: a function that returns arrays that say what to read. It is called with numbers, as
+        `arguments(epoch, chunk)`.
+      num_minibatches: number of minibatches of the first epoch, if known. Other epochs differ by
+        less than one for each chunk, or, with streams, by a few.
     """
 
     count: int
@@ -54,18 +56,18 @@ class CorpusChunks(NamedTuple):
 
 
 class Division:
-    """Which utterances of a split go together.
+    """The division of a split's utterances into chunks.
 
     Args:
       corpus: from `index.read`.
       split: "train", "validation" or "test".
-      seconds: of a chunk, about; the split's length, if shorter.
+      seconds: approximate length of a chunk; a split that is shorter is one chunk.
       seed: with the epoch, decides the order.
       shuffle: False keeps the order of the corpus.
 
     Raises:
-      ValueError: an argument is out of range, the split has no frames, or it has fewer utterances
-        than chunks of so many seconds.
+      ValueError: an argument is out of range, the split has no frames, or it would have more chunks
+        than utterances.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Division:
         self._kept: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __call__(self, epoch: int, chunk: int) -> np.ndarray:
-        """int64: the utterances of a chunk, by their numbers in the split, in order."""
+        """Returns the utterances of a chunk as their numbers in the split, int64, in order."""
         for name, value in (("epoch", epoch), ("chunk", chunk)):
             if value < 0:
                 raise ValueError(f"{name} must be 0 or more. Received: {value}")
@@ -102,13 +104,14 @@ class Division:
         return order[bounds[chunk] : bounds[chunk + 1]]
 
     def _divide(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of an epoch, and where its chunks begin and end."""
+        """Returns the order of an epoch, and the bounds of its chunks in that order."""
         count, total = self.count, len(self._split)
         order = np.arange(total)
         if self._shuffle:
             order = blocks.utterance_order(total, self._seed, epoch)
         ends = np.cumsum(self._split.frames[order])
-        # Each bound behind the utterance whose middle is nearest below, and none twice.
+        # Each bound is behind the last utterance whose middle is before the ideal bound; then the
+        # bounds are moved so that no two are equal.
         middles = ends - self._split.frames[order] / 2
         number = np.arange(count + 1)
         bounds = np.searchsorted(middles, ends[-1] * number / count)
@@ -116,6 +119,9 @@ class Division:
         return order, np.minimum(bounds, total - count + number)
 
     def seed(self, epoch: int, chunk: int) -> np.ndarray:
-        """int64 [2], of the frames' order in a chunk; blocks.py uses the keys 0 and 1."""
+        """Returns the seed of the order of the frames in a chunk, int64 [2].
+
+        The second number of the spawn key is 2; input.blocks uses 0 and 1 there.
+        """
         words = np.random.SeedSequence(self._seed, spawn_key=(epoch, 2, chunk)).generate_state(2)
         return words.astype(np.int64)
