@@ -1,4 +1,4 @@
-"""The books of a parameter server: pushes, their staleness, and how far each chunk is."""
+"""Counters of the pushes, their staleness, and the minibatches done of each chunk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 if TYPE_CHECKING:
     from tfpara.parameter_server.server import Push
 
-# Staler pushes are counted together with those of this staleness.
+# Pushes of a higher staleness are counted in the last row of the histogram, that of this one.
 LARGEST_STALENESS = 255
 
 # A variable and its next value.
@@ -20,8 +20,8 @@ class Pushed(NamedTuple):
     """A line of a record: push number `version` (from 0) of a run.
 
     Attributes:
-        worker: who pushed.
-        chunk: of which chunk.
+        worker: index of the worker that pushed.
+        chunk: number of the chunk that the minibatches are from.
         pulled: pushes before the pull.
         version: pushes before this one; `version − pulled` is its staleness.
     """
@@ -35,19 +35,20 @@ class Pushed(NamedTuple):
 class Books:
     """Counters on the first parameter server, written inside its lock.
 
-    Made on the current device.
+    The variables are created on the current device.
 
     Args:
-        num_workers: how many may push.
+        num_workers: number of workers.
         record: whether to keep a line for each push.
 
     Attributes:
-        histogram: int64 [256], pushes by staleness; the last counts the staler ones too.
+        histogram: int64 [256], pushes by staleness; the last counts all staler ones too.
         by_worker: int64 [workers], pushes of each worker.
-        samples, minibatches: int64, of all pushes.
-        progress: int64 [chunks], minibatches of each chunk of this epoch that are in the model.
-        finished: bool [chunks].
-        halted: whether workers stop where they are.
+        samples, minibatches: int64, totals of all pushes.
+        progress: int64 [chunks], minibatches of each chunk of this epoch that are in the weights
+            of the first parameter server.
+        finished: bool [chunks], whether all minibatches of the chunk are in the model.
+        halted: whether workers have to stop; they read it with each pull, and push once more.
     """
 
     def __init__(self, num_workers: int, record: bool) -> None:
@@ -67,16 +68,16 @@ class Books:
         self.divide(1, Progress(1))
 
     def divide(self, num_chunks: int, progress: Progress) -> None:
-        """Epochs have so many chunks from here on; on the current device, outside graphs."""
+        """Sets the number of chunks of the next epochs; on the current device, outside graphs."""
         self.progress = progress.done
         self.finished = tf.Variable(tf.zeros([num_chunks], tf.bool), trainable=False)
 
     def begin_epoch(self) -> None:
-        """No chunk of the new epoch is finished."""
+        """Marks all chunks as not finished."""
         self.finished.assign(tf.zeros_like(self.finished))
 
     def changes(self, push: Push, staleness: tf.Tensor) -> list[Change]:
-        """What a push changes; inside the lock."""
+        """Returns the counters that a push changes, with their next values; inside the lock."""
         row = tf.minimum(staleness, LARGEST_STALENESS)
         one = tf.ones([], tf.int64)
         return [
@@ -93,16 +94,16 @@ class Books:
             self._log.insert([pulled + staleness], [line])
 
     def finish(self, chunk: tf.Tensor, finished: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
-        """Enters whether all minibatches of a chunk are in the model; inside the lock."""
+        """Sets the chunk's element of `finished`; inside the lock. Returns `ended`."""
         now = tf.tensor_scatter_nd_update(self.finished.read_value(), [[chunk]], [finished])
         with tf.control_dependencies([self.finished.assign(now)]):
             return tf.identity(ended)
 
     def lines(self) -> list[Pushed]:
-        """The record, in the order of the pushes.
+        """Returns the record, in the order of the pushes.
 
         Raises:
-            ValueError: none is kept.
+            ValueError: no record is kept.
         """
         if self._log is None:
             raise ValueError("no record is kept: give the strategy record=True.")
@@ -114,59 +115,65 @@ class Books:
         return found
 
     def variables(self) -> dict[str, tf.Variable]:
-        """What a checkpoint must hold, by name: what lasts longer than a process."""
+        """Returns the variables that a checkpoint must hold, by name.
+
+        `by_worker` and the record are of this process only, so they are left out. The progress is
+        among the variables of each `Shard`.
+        """
         kept = {"histogram": self.histogram, "samples": self.samples, "finished": self.finished}
         kept["minibatches"] = self.minibatches
         return {f"books/{name}": variable for name, variable in kept.items()}
 
 
 class Progress:
-    """Which minibatches of an epoch are in the weights of one parameter server.
+    """The number of minibatches of each chunk that are in the weights of one parameter server.
 
-    So one that is pushed again, since its worker died before it was told, is in but once.
+    A worker may die after its push and before it gets the answer; another worker then pushes the
+    same minibatches again. With these numbers the second push is recognised and left out.
 
-    Made on the current device; used inside the server's lock.
+    The variables are created on the current device, and used inside the server's lock.
 
     Args:
-        num_chunks: of an epoch.
+        num_chunks: chunks of an epoch.
 
     Attributes:
-        done: int64 [chunks], minibatches of each chunk that are in.
+        done: int64 [chunks], minibatches of each chunk that are in the weights.
     """
 
     def __init__(self, num_chunks: int) -> None:
-        # Not one variable of open shape, which TensorFlow's workers abort on.
+        # A new variable for each number of chunks: TensorFlow's workers abort on a variable whose
+        # shape is not fixed.
         self.done = tf.Variable(tf.zeros([num_chunks], tf.int64), trainable=False)
         self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def open(self, epoch: int, anew: bool) -> None:
-        """Pushes are of this epoch from here on; `anew`: it has none yet."""
+        """Accepts pushes of an epoch; with `anew` the epoch starts with no minibatch done."""
         if anew:
             self.done.assign(tf.zeros_like(self.done))
         self._epoch.assign(epoch)
 
     def close(self) -> None:
-        """Pushes are of no epoch from here on."""
+        """Accepts no push from here on."""
         self._epoch.assign(-1)
 
     def is_of(self, epoch: tf.Tensor) -> tf.Tensor:
-        """Whether this is the epoch."""
+        """Returns whether pushes of this epoch are accepted."""
         return tf.equal(self._epoch, epoch)
 
     def next_is(self, push: Push) -> tf.Tensor:
-        """Whether a push has the next minibatches of its chunk."""
+        """Returns whether a push has the next minibatches of its chunk."""
         done = tf.gather(self.done.read_value(), push.place.chunk)
         return tf.logical_and(self.is_of(push.place.epoch), tf.equal(done, push.place.start))
 
     def includes(self, push: Push) -> tf.Tensor:
-        """Whether the minibatches of a push are in."""
+        """Returns whether the minibatches of a push are in the weights."""
         done = tf.gather(self.done.read_value(), push.place.chunk)
         return tf.logical_and(
             self.is_of(push.place.epoch), done >= push.place.start + push.minibatches
         )
 
     def change(self, push: Push) -> Change:
-        """What having them in changes."""
+        """Returns `done` and its value after a push."""
         return _counted(self.done, push.place.chunk, push.minibatches)
 
 

@@ -1,4 +1,4 @@
-"""The model in the chief beside the one on the servers, and what goes from one to the other."""
+"""The copy of the model in the chief, and its exchange of weights with the parameter servers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from tfpara.typing import Array, Variable
 
 
 class ChiefModel:
-    """Notices which weights Python code has set in the chief, and sends them to the servers.
+    """Finds out which weights were set in the chief's model, and sends them to the servers.
 
     Args:
-        model: in the chief, with the same weights as the servers.
+        model: the chief's model, with the same weights as the servers.
         server: the global model.
-        work: which of the model's variables workers share.
+        work: tells which of the model's variables are shared moving statistics, or frozen.
     """
 
     def __init__(self, model: keras.Model, server: Server, work: Work) -> None:
         self._server = server
         self._work = work
         self._weights = model.trainable_variables
-        self._shown: str | None = None  # what `showing` has put into the model
+        self._shown: str | None = None  # the name that `showing` was given, inside its context
         self._remember()
 
     def _remember(self) -> None:
-        """Chief and servers are alike now. No copies: tensors are those of the variables."""
+        """Keeps the present values, which the servers have too, to find later changes.
+
+        They are not copied: the tensors share the variables' memory until a variable is assigned.
+        """
         self._seen = _values(self._weights)
         self._seen_state = _values(self._work.state)
 
     @property
     def shows(self) -> bool:
-        """Whether other weights are in the chief's model for a while."""
+        """Whether the chief's model shows weights of `showing` now."""
         return self._shown is not None
 
     def read(self) -> None:
@@ -47,14 +50,14 @@ class ChiefModel:
         self._remember()
 
     def write(self, within_epoch: bool, within_fit: bool) -> None:
-        """Sends what was set in the chief's model since it was read.
+        """Sends the weights and moving statistics that were set in the chief's model since `read`.
 
         Args:
-            within_epoch: whether workers train on.
-            within_fit: whether the workers' graphs are made.
+            within_epoch: whether workers are training now.
+            within_fit: whether a `fit` is running; its graphs have the frozen weights in them.
 
         Raises:
-            ValueError: weights that cannot be sent now. The sentence says when they can be.
+            ValueError: weights were set that cannot be sent now. The message says when they can be.
         """
         if self._shown is not None:
             raise ValueError(
@@ -94,7 +97,7 @@ class ChiefModel:
         """Puts the "global" model or an average into the chief's model for a while.
 
         Raises:
-            ValueError: weights were set meanwhile.
+            ValueError: weights were set inside the context.
         """
         variables = [*self._weights, *self._work.state]
         kept, former = _values(variables), self._shown
@@ -118,7 +121,7 @@ class ChiefModel:
             _assign(variables, kept)
 
     def snapshot(self) -> Callable[[], None]:
-        """Keeps the servers' model and optimizer; what is returned goes back to them."""
+        """Keeps the servers' model and optimizer; returns a function that restores them."""
         restore = self._server.snapshot()
 
         def go_back() -> None:
@@ -138,6 +141,6 @@ def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:
 
 
 def _differ(variables: Sequence[Variable], values: Sequence[Array]) -> list[int]:
-    """Which variables have other values now."""
+    """Returns the indices of the variables whose values differ from these."""
     pairs = zip(variables, values, strict=True)
     return [k for k, (v, value) in enumerate(pairs) if not np.array_equal(v.numpy(), value)]

@@ -21,18 +21,21 @@ from tfpara.whole_number import checked_whole
 class Chunks:
     """Training data that every epoch divides into the same number of chunks.
 
-    A chunk is what one worker trains on before it asks for more; when the worker dies, another
-    goes on with it. Reading happens on the workers, as TensorFlow operations: no Python.
+    A worker trains one chunk at a time, and then gets the next. When a worker dies, another one
+    goes on with its chunk. The workers read the data by TensorFlow operations, without Python.
 
     Args:
         count: chunks of an epoch, at least 1.
         dataset: called, while a graph is made, as `dataset(epoch, chunk, *arguments)` with int64
-            tensors; returns the chunk's minibatches, (x, y) or (x, y, sample_weight). The same
-            minibatches in the same order whenever it is called alike: a chunk that is taken up
-            again skips those that are done. So a shuffle needs a seed, `shuffle(n, seed=epoch)`.
+            tensors; returns the chunk's minibatches, (x, y) or (x, y, sample_weight). Equal
+            arguments must give the same minibatches in the same order, because a chunk that is
+            continued skips the minibatches that are done. So a shuffle needs a seed:
+            `shuffle(n, seed=epoch)`.
         arguments: called on the chief as `arguments(epoch, chunk)` with numbers; returns a tuple of
-            arrays that go to the worker with the chunk. Of the same types and ranks for all chunks.
-        num_minibatches: of an epoch, if known, for the progress bar.
+            arrays that are sent to the worker with the chunk. Their types and ranks must be the
+            same for all chunks.
+        num_minibatches: minibatches of an epoch, if known. The progress bar needs it; so do
+            `ChunkRateSearch(part=...)` and the check that no chunk is shorter than `sync_period`.
 
     Attributes:
         shares: whether each chunk reads one dataset whole and keeps every `count`-th minibatch.
@@ -56,7 +59,7 @@ class Chunks:
         self._arguments = arguments
 
     def dataset(self, epoch: tf.Tensor, chunk: tf.Tensor, *arguments: Nest) -> tf.data.Dataset:
-        """The minibatches of a chunk."""
+        """Returns the minibatches of a chunk."""
         in_order = tf.data.Options()
         in_order.deterministic = True
         dataset = self._dataset(epoch, chunk, *arguments)
@@ -64,24 +67,24 @@ class Chunks:
 
     @property
     def element_spec(self) -> Nest:
-        """What a minibatch looks like."""
+        """The element spec of the minibatches."""
         zero = tf.zeros([], tf.int64)
         arguments = tf.nest.map_structure(tf.convert_to_tensor, self.arguments(0, 0))
         return self.dataset(zero, zero, *arguments).element_spec
 
     def arguments(self, epoch: int, chunk: int) -> tuple[Nest, ...]:
-        """The arrays that go with a chunk."""
+        """Returns the arrays that are sent to the worker with a chunk."""
         return () if self._arguments is None else tuple(self._arguments(epoch, chunk))
 
     def check(self, epoch: int, done: Sequence[int]) -> None:
-        """Looks whether the chunks of an epoch were shares of one dataset, if they are to be.
+        """Checks that the chunks of an epoch were shares of one dataset; only if `shares`.
 
         Args:
-            epoch: that has been trained.
-            done: minibatches of each chunk.
+            epoch: the epoch that has been trained.
+            done: trained minibatches of each chunk.
 
         Raises:
-            ValueError: they were not: minibatches have been left out or trained twice.
+            ValueError: the numbers do not fit, so minibatches have been left out or trained twice.
         """
         total = sum(done)
         shares = [len(range(chunk, total, self.count)) for chunk in range(self.count)]
@@ -105,21 +108,23 @@ def as_chunks(
     count: int | None = None,
     order: Sequence[int] = (0,),
 ) -> Chunks:
-    """What `fit` is given, as chunks.
+    """Returns the data of a `fit` as chunks.
 
     Args:
         x, y, sample_weight: arrays (or structures of arrays); or x alone, a `tf.data.Dataset` of
             minibatches or `Chunks`.
         batch_size: samples of a minibatch, for arrays; 32 if None.
-        shuffle: whether arrays are permuted anew in every epoch. A dataset's own shuffles are.
-        class_weight: weights by class, of integer labels.
-        count: chunks of an epoch.
-        order: numbers that the order depends on, beside the epoch. Read where a chunk begins.
+        shuffle: whether arrays are permuted in a new order in every epoch. It has no effect on
+            datasets and `Chunks`.
+        class_weight: sample weight of each class, for integer or one-hot labels.
+        count: chunks of an epoch; 1 if None.
+        order: numbers that the order depends on, beside the epoch. They are read when a chunk is
+            handed out, so changing the list changes the order of later chunks.
 
     Raises:
         TypeError: data of another kind.
-        ValueError: arrays of different lengths, arguments that do not belong to such data, or a
-            dataset with a Python function in it, or whose order cannot be repeated.
+        ValueError: arrays of different lengths, arguments that do not go with such data, or a
+            dataset that has a Python function in it or an order that cannot be repeated.
     """
     if isinstance(x, Chunks | tf.data.Dataset):
         _refuse(type(x).__name__, y=y, sample_weight=sample_weight, batch_size=batch_size)
@@ -146,11 +151,11 @@ def as_chunks(
 
 
 def _check(chunks: Chunks) -> None:
-    """Refuses chunks that would be others when they are taken up again."""
+    """Refuses chunks whose minibatches may differ when they are read again."""
 
     @tf.function(autograph=False)
     def read(*place_and_arguments: Nest) -> tf.Tensor:
-        # The global seed would stand where shuffles have none of their own.
+        # With a global seed, TensorFlow would fill in the seeds that shuffles lack.
         tf.compat.v1.get_default_graph().seed = None
         return tf.data.experimental.to_variant(chunks.dataset(*place_and_arguments))
 
@@ -172,7 +177,7 @@ def _refuse(kind: str, **given: object) -> None:
 
 
 def _of_dataset(dataset: tf.data.Dataset, count: int, order: Sequence[int]) -> Chunks:
-    """Chunk k of n has minibatches k, k + n, k + 2n, …"""
+    """Returns a dataset as chunks: chunk k of n has minibatches k, k + n, k + 2n, …"""
     size = int(dataset.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
@@ -213,7 +218,7 @@ def _of_arrays(
         )
 
     def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:
-        """The samples of a chunk: its minibatches, one after the other."""
+        """Returns the indices of a chunk's samples, one minibatch after the other."""
         rows = np.arange(lengths[0])
         if shuffle:
             rows = np.random.default_rng([*order, epoch]).permutation(rows)
@@ -233,7 +238,7 @@ def _of_arrays(
 
 
 def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
-    """The chunks with the sample weights of their classes."""
+    """Returns the chunks with sample weights that are the weights of the samples' classes."""
     classes = range(max(class_weight) + 1)
     table = np.asarray([class_weight.get(c, 1.0) for c in classes], np.float32)
 

@@ -1,4 +1,4 @@
-"""A chunk's training on a worker of a cluster, as one graph that the chief sends it."""
+"""The training of a chunk on a worker of a cluster, as one graph that the chief sends to it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class Cluster:
     """Trains chunks on the workers of a cluster.
 
-    A chunk whose worker dies is given to another, which goes on with the first minibatch that is
-    not in the model yet.
+    If a worker dies, its chunk is given to another one, which goes on with the first minibatch that
+    is not in the model yet.
 
     Args:
-        coordinator: of the cluster.
+        coordinator: TensorFlow's coordinator of the cluster.
         server, work, chunks, sync_period, choose_rate: as for `chunk_function`.
     """
 
@@ -42,11 +42,11 @@ class Cluster:
         self._chunks = chunks
         self._scheduled: list[
             tuple[tuple[int, int], tf.distribute.coordinator.RemoteValue]
-        ] = []  # places and results to come
+        ] = []  # (epoch, chunk) and the result, which may not be there yet
         self._train = chunk_function(server, work, chunks, sync_period, choose_rate)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
-        """Hands chunks of an epoch to the workers, one at a time."""
+        """Schedules chunks of an epoch on the workers; each worker gets one at a time."""
         for chunk in chunks:
             numbers = (epoch, chunk, self._server.generation)
             place = [tf.constant(number, tf.int64) for number in numbers]
@@ -57,11 +57,14 @@ class Cluster:
             self._scheduled.append(((epoch, chunk), value))
 
     def wait(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether all chunks are done, or have been halted.
+        """Waits at most so long; returns whether the runs of all chunks have ended.
+
+        A run ends at the end of its chunk, after a push that was left out, or when workers are
+        halted.
 
         Raises:
-            tf.errors.OpError: of a chunk, with its epoch and number in the attribute `chunk` where
-                that is known; the others are given up.
+            tf.errors.OpError: a chunk has failed; the others are given up. The attribute `chunk`
+                has its epoch and number, or None if these are not known.
         """
         until = time.monotonic() + seconds
         try:
@@ -77,7 +80,7 @@ class Cluster:
         return True
 
     def _chunk_of(self, error: tf.errors.OpError) -> tuple[int, int] | None:
-        """The chunk that has failed, where it is the chunk's fault."""
+        """Returns epoch and number of the chunk that failed; None if a process was lost instead."""
         if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
             return None
         for place, value in self._scheduled:
@@ -90,17 +93,17 @@ class Cluster:
         return None
 
     def halt(self) -> None:
-        """Nothing: workers that are halted end their chunks by themselves."""
+        """Does nothing: workers end their chunks themselves when `Books.halted` is set."""
 
 
 class _At(NamedTuple):
-    """Where a worker is in a chunk; what a loop of TensorFlow carries.
+    """A worker's position in a chunk: the loop variables of a `tf.while_loop`.
 
     Attributes:
         element: the next minibatch, a `tf.experimental.Optional`.
-        own: the worker's own state of the model.
-        done: minibatches of the chunk before it.
-        go: whether to go on, after the last push.
+        own: the model's state that is the worker's own (`Block.own`).
+        done: minibatches of the chunk before this one.
+        go: whether to go on after the last push.
     """
 
     element: tf.experimental.Optional
@@ -116,20 +119,18 @@ def chunk_function(
     sync_period: int,
     choose_rate: ChooseRate | None = None,
 ) -> Callable[..., tf.Tensor]:
-    """A graph function for `ClusterCoordinator.schedule`.
+    """Returns a graph function for `ClusterCoordinator.schedule` that trains one chunk.
 
-    It is called as `fn(epoch, chunk, generation, *arguments)`, with numbers and with the chunk's
-    arguments.
-
-    It loops over the chunk, from where the books say that it is: pull, `sync_period` minibatches,
-    push; and ends early when workers are halted.
+    It is called as `fn(epoch, chunk, generation, *arguments)`: three int64 scalars, and the chunk's
+    arguments. It starts with the first minibatch that is not in the model yet, and repeats: pull,
+    `sync_period` minibatches, push. It ends early when workers are halted or a push is left out.
 
     Args:
         server: the global model.
         work: the computation of a minibatch.
         chunks: the data.
         sync_period: τ, minibatches of a push; the last push of a chunk may have fewer.
-        choose_rate: gives the learning rate of a chunk, from its minibatches.
+        choose_rate: returns the learning rate of a chunk, given its minibatches.
     """
     local = _LocalModel(work, server) if work.local else None
 
@@ -160,7 +161,8 @@ def chunk_function(
             if local:
                 written += local.write(*work.kept(trained, answer.moves), generation)
             with tf.control_dependencies(written):
-                # A push that is left out has come too late: what follows it would be left out too.
+                # Once a push is left out, all later ones of this chunk would be left out too,
+                # because each must have the chunk's next minibatches.
                 go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
                 return (_At(element, trained.own, at.done + trained.minibatches, go),)
 
@@ -169,7 +171,7 @@ def chunk_function(
         at = _At(first, work.own_start(stream), done, tf.logical_not(halted))
         (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
         with tf.control_dependencies([at.go]):
-            # Where the last push was left out, somebody has to make it again.
+            # If the last push was left out, the chunk is not finished and is handed out again.
             all_in = server.done(chunk) >= at.done
             ended = tf.logical_and(tf.logical_not(at.element.has_value()), all_in)
             return server.finish(epoch, chunk, ended)
@@ -184,7 +186,7 @@ def _minibatches(
     iterator: tf.data.Iterator,
     count: int,
 ) -> tuple[Block, tf.experimental.Optional]:
-    """Adds up to `count` minibatches, of which there is one."""
+    """Adds up to `count` minibatches to a block; there must be at least one."""
     block = work.add(block, element.get_value())
     element = iterator.get_next_as_optional()
     if count == 1:
@@ -197,11 +199,12 @@ def _minibatches(
 
 
 class _LocalModel:
-    """A worker's own optimizer, and weights if it has them, kept in its process between blocks.
+    """A worker's local optimizer, and local weights if the rule has them, kept between blocks.
 
-    The variables are known by name on whatever worker the graph runs, so the next `fit` goes on
-    with them. A worker that has none, at first or since it was started again, or one of a former
-    generation of the server's model, begins with the server's model.
+    They are variables in the worker's process. The graph finds them by name on whichever worker it
+    runs, so the next `fit` goes on with them. A worker begins with the server's model if it has no
+    such variables (it is new or was restarted), or if these are of an earlier generation of the
+    server's model.
     """
 
     def __init__(self, work: Work, server: Server) -> None:
@@ -212,7 +215,7 @@ class _LocalModel:
     def read(
         self, weights: Sequence[tf.Tensor], generation: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The local weights and optimizer; `weights` and a new optimizer at first."""
+        """Returns the local weights and optimizer; at first `weights` and a new optimizer."""
         first = [*weights[: self._count], *self._start, generation]
         handles = self._handles(first)
 
@@ -239,7 +242,7 @@ class _LocalModel:
         optimizer: Sequence[tf.Tensor],
         generation: tf.Tensor,
     ) -> list[tf.Operation]:
-        """Keeps both, and the generation that they are of."""
+        """Writes both, and the generation that they belong to; returns the operations."""
         values = [*weights, *optimizer, generation]
         return [
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)

@@ -1,4 +1,4 @@
-"""What goes wrong in asynchronous training, in words."""
+"""The errors of asynchronous training, with a cause and a fix in place of TensorFlow's messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfpara.parameter_server.server import NOT_FINITE
 if TYPE_CHECKING:
     from tfpara.parameter_server.strategy import AsyncStrategy
 
-# How long the processes' connections may take to show who is gone, in seconds.
+# Seconds to wait, after an error of TensorFlow, until the control connections show a lost process.
 _SETTLE_SECONDS = 3.0
 
 
@@ -26,7 +26,7 @@ class ChunkError(RuntimeError):
 
 
 def explained(error: tf.errors.OpError, strategy: AsyncStrategy) -> Exception:
-    """The error to raise for one of TensorFlow's, of training on the workers."""
+    """Returns the error to raise in place of one that TensorFlow raised for work on the workers."""
     found = re.search(re.escape(NOT_FINITE) + r" '([^']*)'", error.message)
     if found:
         return DivergedError(
@@ -42,7 +42,10 @@ def explained(error: tf.errors.OpError, strategy: AsyncStrategy) -> Exception:
 
 
 def lost(error: BaseException, strategy: AsyncStrategy) -> Exception | None:
-    """What says that a process is gone, if that is what an error of TensorFlow's is about."""
+    """Returns the error that ends the run, if a lost process has caused an error of TensorFlow.
+
+    Returns None for other errors, and if the run can go on. Waits up to 3 seconds for the news.
+    """
     if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
@@ -55,7 +58,7 @@ def lost(error: BaseException, strategy: AsyncStrategy) -> Exception | None:
 
 
 def _cause(message: str) -> str:
-    """The sentence of an error's message, among the places in graphs and programs."""
+    """Returns the cause in an error's message: its last line, without names of graph nodes."""
     remote = re.search(r'"?grpc_message"?:"((?:[^"\\]|\\.)*)"', message)
     if remote:
         message = remote[1].replace("\\n", "\n").replace("\\t", "\t")

@@ -1,4 +1,4 @@
-"""Keras' `fit` for the asynchronous strategy: epochs, callbacks, progress and what goes wrong."""
+"""Keras' `fit` for the asynchronous strategy: epochs, callbacks, progress and errors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Fit:
     Attributes:
         epoch: the epoch that is trained, from 0.
         order: numbers that the order of the data depends on, beside the epoch: the strategy's seed
-            and how many fits came before.
-        within_epoch: whether workers train, or pause, in the middle of it.
-        chunks_done: chunks of it that are in the model.
+            and the number of fits before this one.
+        within_epoch: whether the epoch has begun and is not over; workers may be paused.
+        chunks_done: chunks of the epoch that are in the model.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Fit:
         if search_rate is not None:
             choose_rate = search_rate.function(self.server, self.work, self._chunks)
         self._executor = strategy.executor(self.server, self.work, self._chunks, choose_rate)
-        self._seen = 0  # minibatches of this epoch that callbacks were told of
+        self._seen = 0  # minibatches of this epoch at the last call of the batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = 0
         self.within_epoch = False
@@ -85,7 +85,17 @@ class Fit:
         callbacks: Any,
         validation: tuple[Data, int | None, int | Collection[int]],
     ) -> keras.callbacks.History:
-        """Trains the epochs `first` … `epochs` − 1, or from where a checkpoint was."""
+        """Trains the epochs `first` … `epochs` − 1, or goes on from a restored checkpoint.
+
+        Args:
+            epochs: the number of the last epoch, counted from 1.
+            first: the first epoch, counted from 0.
+            verbose, callbacks: as in Keras' `fit`.
+            validation: Keras' `validation_data`, `validation_batch_size` and `validation_freq`.
+
+        Returns:
+            The history: metrics of each epoch.
+        """
         model = self.model
         model.stop_training = False
         _check_frequency(validation[-1])
@@ -116,7 +126,7 @@ class Fit:
             self._train_epoch(callbacks)
             if not model.stop_training:
                 self._chunks.check(self.epoch, self.server.books.progress.numpy().tolist())
-            self._strategy.write(model)  # what was set in the epoch would be lost
+            self._strategy.write(model)  # raises if weights were set in the middle of the epoch
             self.within_epoch = False
             self._strategy.read(model)
             logs = self._logs()
@@ -129,19 +139,21 @@ class Fit:
         return model.history
 
     def resume(self, epoch: int, within: bool, finished: bool, order: Sequence[int]) -> None:
-        """Goes on where a checkpoint was; in `on_train_begin`.
+        """Continues from a restored checkpoint; called in `on_train_begin`.
 
         Args:
-            epoch: to go on with.
-            within: whether some of it is in the model, as the servers' books say.
-            finished: whether the run has stopped before.
-            order: of the data, as it was then.
+            epoch: the epoch to go on with.
+            within: whether the checkpoint is from the middle of that epoch; the servers' restored
+                counters then tell which minibatches are in the model.
+            finished: whether the run had already been stopped (`stop_training`).
+            order: the attribute `order` at the time of the checkpoint.
         """
         self.epoch = epoch
         self.order[:] = order
         self.server.generation += 1  # workers begin with what the servers have now
         self._resumed_epoch = epoch if within else None
-        # The checkpoint has both rates; a search moves that of the servers alone.
+        # The checkpoint has the rates of the model's optimizer and of the servers. They may differ,
+        # for a ChunkRateSearch changes the servers' only; that is no change by a callback.
         self.server.told_rate = self._chiefs_rate()
         self._strategy.read(self.model)
         self.model.stop_training = finished
@@ -149,20 +161,21 @@ class Fit:
     def give_up(self) -> None:
         """Leaves the workers idle and the model with the global weights; `run` has failed."""
         with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
-            self._halt(self._strategy.timeout_seconds)  # what is under way ends in this fit
+            # Wait, so that no push of this fit arrives during the next one.
+            self._halt(self._strategy.timeout_seconds)
         with contextlib.suppress(tf.errors.OpError):
             self._strategy.read(self.model)
 
     @property
     def num_chunks(self) -> int:
-        """Of an epoch."""
+        """Chunks of an epoch."""
         return self._chunks.count
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No worker is between a pull and a push: the servers' state is whole and stands still.
+        """Pauses the workers inside the context, so that the servers' state does not change.
 
-        Chunks that were under way go on afterwards.
+        No worker is between a pull and a push then. Afterwards unfinished chunks go on.
         """
         self._halt()
         yield
@@ -170,7 +183,7 @@ class Fit:
         self._submit()
 
     def _halt(self, longest_seconds: float = float("inf")) -> None:
-        """Has workers stop, and waits until they have, or for so long."""
+        """Tells the workers to stop, and waits until they have, at most for so long."""
         self.server.books.halted.assign(True)
         self._executor.halt()
         until = time.monotonic() + longest_seconds
@@ -185,7 +198,7 @@ class Fit:
             done = self._wait()
             self.chunks_done = int(np.sum(self.server.books.finished))
             if self._tell(callbacks) and first:
-                self._strategy.write(self.model)  # so that an error does not wait for the end
+                self._strategy.write(self.model)  # raises early if a batch hook has set weights
                 first = False
             self._follow_rate()
             if self.model.stop_training and not done:
@@ -199,7 +212,10 @@ class Fit:
         self._executor.submit(self.epoch, [int(chunk) for chunk in left])
 
     def _submit_left(self) -> bool:
-        """Submits again what was not finished, though its run has ended; False if nothing."""
+        """Submits again the chunks whose run ended before they were finished.
+
+        Returns False if there are none, or training is to stop.
+        """
         left = not bool(np.all(self.server.books.finished))
         if left and not self.model.stop_training:
             self._submit()
@@ -215,7 +231,7 @@ class Fit:
             raise explained(error, self._strategy) from error
 
     def _tell(self, callbacks: keras.callbacks.CallbackList) -> bool:
-        """Calls the batch hooks, where there were pushes, for the newest minibatch."""
+        """Calls the batch hooks for the newest minibatch; returns False if there was no push."""
         seen = int(np.sum(self.server.books.progress))
         if seen <= self._seen:
             return False
@@ -225,13 +241,13 @@ class Fit:
         return True
 
     def _follow_rate(self) -> None:
-        """Gives the servers the rate of the model's optimizer where a callback has changed it."""
+        """Sends the rate of the model's optimizer to the servers if a callback has changed it."""
         rate = self._chiefs_rate()
         if rate is not None and rate != self.server.told_rate:
             self.server.learning_rate = self.server.told_rate = rate
 
     def _chiefs_rate(self) -> float | None:
-        """That of the model's optimizer, where it is a number that the servers have."""
+        """Returns the rate of the model's optimizer; None if the servers have no rate to set."""
         if self.server.learning_rate is None:
             return None
         return float(self.model.optimizer.learning_rate)
@@ -259,7 +275,7 @@ class Fit:
 
 
 def _minibatches(x: Data, batch_size: int | None) -> int:
-    """Of an epoch; 0 if it is not known."""
+    """Returns the number of minibatches of an epoch; 0 if it is not known."""
     if isinstance(x, tf.data.Dataset):
         return max(0, int(x.cardinality()))
     first: Any = next(iter(tf.nest.flatten(x)), None)

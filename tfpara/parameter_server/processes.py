@@ -1,4 +1,4 @@
-"""The processes of a cluster with parameter servers, as the chief's program uses them."""
+"""The chief's access to the other processes of a cluster with parameter servers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from tfpara.parameter_server.work import ChooseRate, Work
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
-_joined: dict[str, Processes] = {}  # by TF_CONFIG: a program may make several strategies
+_joined: dict[str, Processes] = {}  # by TF_CONFIG; several strategies share the processes
 
 
 def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
-    """The processes of TF_CONFIG; in a worker or parameter server it never returns.
+    """Returns the processes of TF_CONFIG to the chief; a worker or parameter server never returns.
 
     Args:
-        timeout_seconds: a parameter server that is silent for so long is given up.
+        timeout_seconds: silence after which another process is taken for lost.
         startup_timeout_seconds: longest wait for all processes.
 
     Raises:
         tfpara.cluster.ClusterError: TF_CONFIG is wrong.
-        tfpara.StartupError: processes that did not come, or see another cluster.
+        tfpara.StartupError: processes did not come, or have another TF_CONFIG.
     """
     found = taking_part(cluster.read)
     if not found.is_chief:
@@ -50,7 +50,13 @@ def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
 
 
 class Processes:
-    """Workers and parameter servers, from the chief."""
+    """The workers and parameter servers, as the chief uses them.
+
+    Args:
+        kind: the class that gathers and watches the processes.
+        found: the chief's view of the cluster.
+        timeout_seconds, startup_timeout_seconds: as for `join`.
+    """
 
     chief_device = _DEVICE.format("chief", 0)
 
@@ -92,12 +98,12 @@ class Processes:
         choose_rate: ChooseRate | None,
         seed: int,
     ) -> Cluster:
-        """What runs chunks on the workers."""
+        """Returns the object that trains chunks on the workers."""
         del seed
         return Cluster(self._coordinator, server, work, chunks, sync_period, choose_rate)
 
     def check(self) -> None:
-        """Raises what the processes' connections have shown to be wrong.
+        """Raises an error if the run cannot go on.
 
         Raises:
             tfpara.ParameterServerError: a parameter server is gone, or all workers are.
@@ -106,11 +112,11 @@ class Processes:
 
     @property
     def asked_to_end(self) -> str | None:
-        """A sentence, if a parameter server waits for the run to end in good order."""
+        """A sentence if a parameter server got SIGTERM or SIGINT and waits for the run's end."""
         return self._lobby.asked_to_end
 
     def lost(self) -> list[int]:
-        """Workers that were lost since the last call."""
+        """Returns the indices of workers that were lost since the last call."""
         found = []
         with contextlib.suppress(IndexError):
             while True:
@@ -118,7 +124,7 @@ class Processes:
         return found
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """What the other processes end with when this one does."""
+        """Sets the exit code and last sentence of the other processes, for when this one ends."""
         self._exit_code, self._failure = exit_code, sentence
 
     def _watch_the_end(self) -> None:
@@ -132,13 +138,13 @@ class Processes:
             previous(kind, error, traceback)
 
         sys.excepthook = hook
-        # After the last line of the program, before TensorFlow's own end.
+        # Runs after the last line of the program and before TensorFlow's own exit handlers.
         atexit.register(self._end)
 
     def _end(self) -> None:
         self._lobby.end_with_process(self._exit_code, self._failure)
         if self._exit_code:
-            # What is to be said has been said. TensorFlow would add, for each of its functions and
-            # each process, that it cannot be removed from there.
+            # The cause has been printed. TensorFlow would still print, for each of its functions
+            # and each process, that it cannot remove the function there.
             sys.stderr.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

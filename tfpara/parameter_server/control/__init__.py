@@ -1,1 +1,1 @@
-"""How the processes of an asynchronous run know of each other, come, fail and end."""
+"""The control channel of an asynchronous run: start, signs of life, failures, and the end."""

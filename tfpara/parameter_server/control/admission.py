@@ -1,4 +1,4 @@
-"""What may keep the processes of an asynchronous run from coming together, in sentences."""
+"""The checks of the processes at the start of an asynchronous run, and their messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST_FREE_PORT = 1024
 
 
 def absent(cluster: AsyncCluster, names: str, seconds: float) -> str:
-    """That some processes have not come in time."""
+    """Returns the message that some processes have not come in time."""
     return (
         f"after {seconds:g} s these processes have not started: {names}. Start one process for "
         "each address of TF_CONFIG within startup_timeout_seconds, and see to it that they reach "
@@ -23,7 +23,10 @@ def absent(cluster: AsyncCluster, names: str, seconds: float) -> str:
 
 
 def astray(cluster: AsyncCluster) -> str | None:
-    """What is wrong with the addresses, to which TensorFlow is about to connect; or None."""
+    """Returns the message on addresses at which nothing accepts a connection; None if all do.
+
+    TensorFlow would wait for them without end.
+    """
     addresses = {
         cluster.describe(job, index): cluster.spec()[job][index] for job, index in cluster.members
     }
@@ -40,13 +43,13 @@ def astray(cluster: AsyncCluster) -> str | None:
 def objection(
     cluster: AsyncCluster, member: tuple[str, int], view: object, their_version: object
 ) -> str | None:
-    """What is wrong with a process that says hello, or None.
+    """Returns the message why a process that says hello is refused; None if it is not.
 
     Args:
         cluster: the chief's view of the cluster.
-        member: the job and index of the process, as it says.
-        view: its view of the addresses by job.
-        their_version: of its tfpara.
+        member: the job and index that the process has sent.
+        view: the addresses by job that it has sent.
+        their_version: the version of its tfpara.
     """
     name = " ".join(map(str, member))
     if view != cluster.spec() or member not in cluster.members:
@@ -64,7 +67,7 @@ def objection(
 
 
 def twins(cluster: AsyncCluster, member: tuple[str, int]) -> str:
-    """That two processes say that they are the same."""
+    """Returns the message that two processes have the same job and index."""
     return (
         "two processes have the same task in TF_CONFIG: both are "
         f"{cluster.describe(*member)}. Give each process an index of its own."
@@ -72,7 +75,13 @@ def twins(cluster: AsyncCluster, member: tuple[str, int]) -> str:
 
 
 def free_address(cluster: AsyncCluster) -> str:
-    """The chief's host with the first free port above its own, of no process of the cluster."""
+    """Returns "host:port": the chief's host, and a free port that no address of the cluster has.
+
+    The search goes up from the chief's own port, and then from 1024.
+
+    Raises:
+        tfpara.StartupError: no port is free.
+    """
     host, _, own = cluster.address.rpartition(":")
     addresses = itertools.chain.from_iterable(cluster.spec().values())
     taken = {int(address.rpartition(":")[2]) for address in addresses}

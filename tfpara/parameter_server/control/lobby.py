@@ -1,18 +1,18 @@
-"""The chief's side of the control channel: who is there, who is lost, and when the run is over.
+"""The chief's side of the control channel: gathers and watches the processes, and ends the run.
 
-TensorFlow waits for ever for a process that does not start or stops answering, and nothing tells a
-parameter server that the run is over. So every worker and parameter server keeps a plain TCP
-connection to the chief's address of TF_CONFIG for the whole run, over which both ends send a sign
-of life (`member.py` has the other end). TensorFlow's own server of the chief takes another port.
+TensorFlow waits without end for a process that does not start or stops answering, and it does not
+tell a parameter server that the run is over. So every worker and parameter server keeps a TCP
+connection to the chief's address of TF_CONFIG for the whole run. Both ends send signs of life over
+it; `member.py` has the other end. TensorFlow's server in the chief listens on another port.
 
-A lost worker costs the run nothing but its work, and may come again at any time. A lost parameter
-server takes a part of the model with it: all processes end, and name it.
+If a worker is lost, the others go on without it, and it may come back at any time. If a parameter
+server is lost, its part of the model is lost too: all processes end, with a message that names it.
 
-Messages are signed with the run's secret (`tfpara/cluster/messages.py`). From members: `hello` (who
-they are), `serving` (TensorFlow's server listens), `problem` (why it does not), `leaving` (the
-signal that asked a parameter server to end). From the chief: `welcome`, `end` (exit code and a
-sentence), `finishing` (the run is over when the connection ends). Empty ones, from both, are signs
-of life.
+Messages are signed with the run's secret (`tfpara/cluster/messages.py`). Workers and parameter
+servers send `hello` (job, index, addresses and version), `serving` (TensorFlow's server listens),
+`problem` (why it does not) and `leaving` (the signal that asked a parameter server to end). The
+chief sends `welcome`, `end` (exit code and a sentence) and `finishing` (the same, for when the
+connection ends). Empty messages, from both sides, are signs of life.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from tfpara.parameter_server.control.member import PURPOSE, beat_seconds
 from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
-_ANSWER_SECONDS = 10.0  # for the others' end
+_ANSWER_SECONDS = 10.0  # longest wait for the other processes to end
 _LOG_SECONDS = 30.0
-# The chief's program has this long to end itself once the run has failed: TensorFlow may hold it.
+# Seconds that the chief's program has, once the run has failed, to end by itself. A call of
+# TensorFlow may block it; then the lobby's thread ends the process.
 _LAST_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
@@ -50,14 +51,14 @@ class ParameterServerError(RuntimeError):
 class Lobby:
     """Gathers the workers and parameter servers, and watches them until the run is over.
 
-    Listens on the chief's address from its making on. The callbacks are called on the lobby's own
-    thread, after `gather` has returned; they may not wait.
+    It listens on the chief's address as soon as it is made. The callbacks are called in the lobby's
+    own thread, after `gather` has returned; they must not block.
 
     Args:
         cluster: the chief's view of the cluster.
         startup_timeout_seconds: longest wait for all processes to come.
         timeout_seconds: silence after which a process is taken for lost; also how long the run
-            waits while there is no worker.
+            goes on waiting when there is no worker.
         on_worker_lost: called with the index of a worker that is gone or silent.
         on_worker_joined: called with the index of a worker that has come back.
         shared: the secret of the run; that of the environment if None.
@@ -70,7 +71,7 @@ class Lobby:
 
     Raises:
         tfpara.StartupError: the chief's port is in use.
-        tfpara.cluster.secret.SecretError: the secret of the environment is none.
+        tfpara.cluster.secret.SecretError: the secret of the environment is not valid.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Lobby:
         self._serving: set[tuple[str, int]] = set()
         self._problem: str | None = None  # why the processes cannot come together
         self._gathered = False
-        self._end: dict[str, Json] | None = None  # the last word, for those who come later too
+        self._end: dict[str, Json] | None = None  # the last message, for late processes too
         self._without_workers_since: float | None = None
         self._failed_at = 0.0
         self._beat_at = 0.0
@@ -115,7 +116,7 @@ class Lobby:
         Raises:
             tfpara.StartupError: a process did not come in time, has another TF_CONFIG or another
                 version of tfpara, has the same task as another, could not start its server, or has
-                an address that leads nowhere. All that came end with the same sentence.
+                an address that cannot be reached. All that came end with the same sentence.
         """
         deadline = time.monotonic() + self._startup_timeout
         log_at = time.monotonic() + _LOG_SECONDS
@@ -125,7 +126,7 @@ class Lobby:
             if not problem and not missing:
                 astray = admission.astray(self._cluster)
                 missing = self._missing()
-                problem = None if missing else astray  # who has died since may come back
+                problem = None if missing else astray  # one that has just died may come back
             names = ", ".join(missing)
             if missing and now >= deadline:
                 absent = admission.absent(self._cluster, names, self._startup_timeout)
@@ -134,7 +135,7 @@ class Lobby:
                 self.fail(problem)
                 raise startup.StartupError(problem)
             with self._changed:
-                # None may have left during the look at the addresses.
+                # A process may have left while the addresses were checked.
                 if not missing and not self._missing() and not self._problem:
                     self._gathered = True
                     return
@@ -155,17 +156,17 @@ class Lobby:
             return tuple(sorted(index for job, index in self._serving if job == "worker"))
 
     def finish(self) -> None:
-        """Tells all that the run is over, waits until they have gone, and stops listening."""
+        """Tells all processes that the run is over, waits until they end, and stops listening."""
         self._close(0, "")
 
     def end_with_process(self, code: int = 0, sentence: str = "") -> None:
-        """Tells all that the run is over once this process is gone.
+        """Tells all processes to end as soon as this process is gone.
 
-        For the end of the chief's program: TensorFlow's own end still speaks to them.
+        This is for the exit of the chief's program: until then TensorFlow still needs them.
 
         Args:
             code: their exit code.
-            sentence: the cause, unless it is 0.
+            sentence: the cause; empty if the code is 0.
         """
         with self._changed:
             if self._end is None:
@@ -174,12 +175,11 @@ class Lobby:
                     guest.send(finishing=self._end)
 
     def fail(self, sentence: str, code: int = 1) -> None:
-        """Tells all to print a sentence and to exit with a code, waits, and stops listening.
+        """Tells all processes to end with an error, waits until they do, and stops listening.
 
         Args:
-            sentence: the cause.
-            code: their exit code; 75 where the chief has written a checkpoint and asks for a
-                restart.
+            sentence: the cause, which they print.
+            code: their exit code; 75 if the chief has written a checkpoint and asks for a restart.
         """
         self._close(code, sentence)
 
@@ -193,7 +193,7 @@ class Lobby:
         self._door.close()
 
     def _say_end(self, code: int, sentence: str) -> None:
-        """Sends the last word, unless another was sent before."""
+        """Sends `end` to all processes, unless the end of the run was sent before."""
         if self._end is None:
             self._end = {"code": code, "sentence": sentence}
             for guest in self._guests.values():
@@ -248,11 +248,11 @@ class Lobby:
         return []
 
     def _greet(self, channel: Channel, message: dict[str, Json]) -> None:
-        """Admits a process by its hello, or turns it away."""
+        """Admits a process that has sent `hello`, or refuses it."""
         try:
             member = (str(message["job"]), int(message["index"]))
             view, their_version = message["hello"], message["version"]
-        except (KeyError, TypeError, ValueError, OverflowError):  # not one of us
+        except (KeyError, TypeError, ValueError, OverflowError):  # not a process of tfpara
             self._drop(channel)
             return
         former = self._guests.get(member)
@@ -263,7 +263,7 @@ class Lobby:
             channel.send(end=self._end or {"code": 1, "sentence": problem})
             if not self._gathered:
                 self._problem = self._problem or problem
-            # It is not closed here: it goes by itself, or the door drops it.
+            # The channel stays open: the process closes it, or `Door` drops it.
             return
         if former is not None:  # silent: its machine may have died
             self._drop(former)
@@ -297,14 +297,14 @@ class Lobby:
         return told
 
     def _lose(self, channel: Channel, how: str) -> list[Callable[[], None]]:
-        """Takes a connection for lost; returns calls of callbacks."""
+        """Gives up a connection as lost; returns the callbacks to call."""
         member = self._member(channel)
         if member is None:
             self._drop(channel)
             return []
         name = self._cluster.describe(*member)
         was_serving = member in self._serving
-        # Read by a process that was stopped, if it ever goes on.
+        # A process that was suspended reads this when it goes on.
         channel.send(end={"code": 1, "sentence": f"the chief has given {name} up: {how}."})
         self._drop(channel)
         if not (was_serving and self._gathered) or self._end is not None:
@@ -336,7 +336,7 @@ class Lobby:
 
 
 def _leave(sentence: str) -> NoReturn:
-    """Ends this process at once, for TensorFlow holds its program."""
+    """Ends this process at once, because a call of TensorFlow blocks its program."""
     with contextlib.suppress(OSError):
         print(sentence, file=sys.stderr, flush=True)
     os._exit(1)

@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 def beat_seconds(timeout_seconds: float) -> float:
-    """Time between two signs of life, where silence of `timeout_seconds` means a loss."""
+    """Returns the seconds between two signs of life; `timeout_seconds` of silence mean a loss."""
     return min(2.0, timeout_seconds / 5.0)
 
 
 class Ending(NamedTuple):
-    """How the part of a worker or parameter server in a run ended.
+    """The end of a worker's or parameter server's part in a run.
 
     Attributes:
         code: the exit code of the process.
@@ -43,7 +43,7 @@ class Ending(NamedTuple):
 
 
 class _Over(Exception):
-    """Carries the ending to where it is handled."""
+    """Raised when this process has to end; `attend` returns its `ending`."""
 
     def __init__(self, code: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -97,15 +97,15 @@ def attend(
     received: list[int],
     shared: bytes | None = None,
 ) -> Ending:
-    """`serve`, but returns how it ended.
+    """Takes part in a run as `serve` does, but returns the exit code and cause.
 
     Args:
         cluster, start_server, startup_timeout_seconds: as for `serve`.
-        received: where signals appear that ask this process to end.
+        received: a list to which a signal handler appends signals that ask this process to end.
         shared: the secret of the run; that of the environment if None.
 
     Raises:
-        tfpara.cluster.secret.SecretError: the secret of the environment is none.
+        tfpara.cluster.secret.SecretError: the secret of the environment is not valid.
     """
     shared = secret.read() if shared is None else shared
     try:
@@ -122,7 +122,11 @@ def attend(
 def _enter(
     cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float
 ) -> tuple[Channel, dict[str, Json]]:
-    """Connects to the chief, tries until it is there, and says hello; returns its welcome."""
+    """Connects to the chief, again and again until it is there, and says hello.
+
+    Returns:
+        The connection, and the chief's welcome.
+    """
     deadline = time.monotonic() + startup_timeout_seconds
     log_at = time.monotonic() + _LOG_SECONDS
     while True:
@@ -172,7 +176,7 @@ def _start(
     start_server: Callable[[dict[str, list[str]]], None],
     spec: dict[str, list[str]],
 ) -> None:
-    """Starts TensorFlow's server; tells the chief that it listens, or why it does not."""
+    """Starts TensorFlow's server; tells the chief that it listens, or why it cannot start."""
     try:
         startup.listen(cluster.address, cluster.name).close()
         start_server(spec)
@@ -203,7 +207,7 @@ def _stay(
             raise _Over(int(finishing["code"]), str(finishing["sentence"]))
         now, before = time.monotonic(), looked_at
         looked_at = now
-        if now - before > timeout_seconds / 2:  # this process was stopped itself
+        if now - before > timeout_seconds / 2:  # this process itself was suspended
             channel.heard = now
         lost = ""
         if channel.closed:
@@ -224,6 +228,6 @@ def _stay(
 
 
 def _obey(message: dict[str, Json]) -> None:
-    """Ends this process's part if the chief says so."""
+    """Raises `_Over` if the message tells this process to end."""
     if "end" in message:
         raise _Over(int(message["end"]["code"]), str(message["end"]["sentence"]))

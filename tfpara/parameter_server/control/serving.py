@@ -1,4 +1,4 @@
-"""What a worker or parameter server does: it runs TensorFlow's server until the run is over."""
+"""The program of a worker or parameter server: TensorFlow's server, until the run is over."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import tensorflow as tf
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.parameter_server.control import member
 
-_servers: list[tf.distribute.Server] = []  # a server ends when Python forgets it
+_servers: list[tf.distribute.Server] = []  # a server stops when its Python object is deleted
 
 
 def serve_forever(cluster: AsyncCluster, startup_timeout_seconds: float) -> NoReturn:
     """Runs TensorFlow's server for the chief; ends the process when the run is over.
 
-    Threads are those of `tf.config.threading`, or of TF_NUM_INTRAOP_THREADS and
-    TF_NUM_INTEROP_THREADS, the latter raised to one more than there are workers: what each of them
-    runs here may hold a thread while it waits for another process, and with none left all would
-    wait for ever. A parameter server uses no GPU.
+    The numbers of threads are those of `tf.config.threading`, or else of TF_NUM_INTRAOP_THREADS and
+    TF_NUM_INTEROP_THREADS. There are at least as many inter-op threads as workers, and one more:
+    a worker's call may occupy a thread here while it waits for another process, so fewer threads
+    could lead to a deadlock. A parameter server uses no GPU.
 
     Args:
         cluster: this process's view of the cluster: a worker's or a parameter server's.
@@ -41,7 +41,12 @@ def serve_forever(cluster: AsyncCluster, startup_timeout_seconds: float) -> NoRe
 
 
 def server_config(job: str, num_workers: int) -> tf.compat.v1.ConfigProto:
-    """The configuration of TensorFlow's server in a "worker" or "ps"."""
+    """Returns the configuration of TensorFlow's server.
+
+    Args:
+        job: "worker" or "ps".
+        num_workers: number of workers in the cluster.
+    """
     threading = tf.config.threading
     given = int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
     wanted = threading.get_inter_op_parallelism_threads() or given or os.cpu_count() or 1
