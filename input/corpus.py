@@ -1,13 +1,13 @@
 """The synthetic corpus: speech of many speakers in noise, with a class for every frame.
 
-Made in two passes, since the classes must be known before the first label is written: `_plan`
-speaks every sentence to learn its length and phones, `_write` speaks it again (eSpeak NG runs at
-hundreds of times real time, and says the same), adds noise and computes the features. Memory
-holds one utterance's audio at a time.
+It is made in two passes, since the classes must be known before the first label is written. `_plan`
+speaks every sentence to learn its length and phones. `_write` speaks it again, adds noise and
+computes the features; eSpeak NG runs at hundreds of times real time, and says the same both times.
+Memory holds one utterance's audio at a time.
 
-The classes are three states of each phone that occurs anywhere in the corpus, sorted by name: a
-phone that only a held-out speaker says is a class without training frames, and counts as an error.
-The same options and text give the same bytes.
+The classes are three states of each phone that occurs anywhere in the corpus, sorted by name. A
+phone that only a held-out speaker says is a class without training frames, so its frames are
+errors. The same options and text give the same bytes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from input import alignment, audio, features, index, shards, speakers, synthesis
 from input.index import SPLITS, CorpusIndex
 from input.speakers import Speaker
 
-# Variants that are no human speaker: whispers, robots, creaking doors.
+# Variants that are no human voice, such as whispers and robots.
 _NOT_HUMAN = ("whisper", "robo", "Robot", "Demonic", "croak")
 
 Progress = Callable[[str, float], None]  # (stage, seconds of speech done since the last call)
@@ -30,7 +30,7 @@ Progress = Callable[[str, float], None]  # (stage, seconds of speech done since 
 
 @dataclass(frozen=True)
 class Options:
-    """What is in a corpus. Minutes are minutes of speech, SNR is in dB.
+    """Options of a corpus. Minutes are minutes of speech, SNR is in dB.
 
     Raises:
       ValueError: a value is out of range.
@@ -86,8 +86,8 @@ def prepare(
     """Makes a corpus in `directory`, or finds it there already.
 
     Args:
-      directory: where it goes. It appears there whole or not at all.
-      options: what it holds.
+      directory: directory of the corpus. It appears whole or not at all.
+      options: options of the corpus.
       source: text to read aloud; None for `text.default()`.
       progress: called with ("planning" or "writing", seconds of speech) after each utterance.
 
@@ -116,7 +116,10 @@ def prepare(
 
 
 def _plan(options: Options, sentences: list[str], progress: Progress) -> dict[str, list[Utterance]]:
-    """Who says what: sentences in a drawn order, without repetition until all have been said."""
+    """Returns the utterances of each split.
+
+    The sentences are taken in a random order; none is repeated until all have been said.
+    """
     cast = speakers.draw(
         {split: options.speakers(split) for split in SPLITS},
         list(options.voices),
@@ -134,7 +137,7 @@ def _plan(options: Options, sentences: list[str], progress: Progress) -> dict[st
 def _plan_split(
     split: str, cast: list[Speaker], seconds: float, texts: Iterator[str], progress: Progress
 ) -> Iterator[Utterance]:
-    """Speakers speak one after another, until there are `seconds` of speech, for equal times."""
+    """Yields the utterances of a split: the speakers in turn, for equal shares of `seconds`."""
     done, count = 0.0, 0
     for number, speaker in enumerate(cast):
         with synthesis.Synthesiser() as synthesiser:
@@ -177,7 +180,7 @@ def _write(
 
 
 def _speak(utterances: list[Utterance]) -> Iterator[tuple[Utterance, synthesis.Speech]]:
-    """Says the utterances as `_plan_split` did: a new synthesiser for each speaker."""
+    """Speaks the utterances as `_plan_split` did, with a new synthesiser for each speaker."""
     speaker, synthesiser = None, None
     for utterance in utterances:
         if utterance.speaker != speaker:
@@ -192,7 +195,7 @@ def _speak(utterances: list[Utterance]) -> Iterator[tuple[Utterance, synthesis.S
 def _add_noise(
     speech: synthesis.Speech, options: Options, generator: np.random.Generator
 ) -> np.ndarray:
-    """The speech at 16 kHz, in noise of a random colour at a random SNR."""
+    """Returns the speech at 16 kHz, with noise of a random colour at a random SNR."""
     samples = audio.resample(speech.samples, speech.sample_rate, features.SAMPLE_RATE)
     exponent = generator.uniform(0, options.max_noise_exponent)
     noise = audio.coloured_noise(len(samples), exponent, generator)
@@ -200,7 +203,7 @@ def _add_noise(
 
 
 def human_variants() -> list[str]:
-    """The voice variants of eSpeak NG that speakers are drawn from."""
+    """Returns the voice variants of eSpeak NG that speakers are drawn from."""
     return [name for name in synthesis.variants() if not any(word in name for word in _NOT_HUMAN)]
 
 

@@ -1,10 +1,10 @@
 """Kaldi's features: log-mel and MFCC, their deltas, normalisation, splice and stacking.
 
-`log_mel` and `mfcc`, like those of `input.plp` and `input.pitch`, are NumPy in and out and run
-kaldi-native-fbank. The others are TensorFlow
-functions that can be traced with an unknown number of frames, for use in tf.data and in an exported
-model: a corpus is prepared with `apply_cmvn` and `add_deltas`, training reads through `normalise`
-and `splice` or `stack`.
+`log_mel`, `energies` and `mfcc`, like the features of `input.plp` and `input.pitch`, take and
+return NumPy arrays, and run kaldi-native-fbank. The other functions are of TensorFlow and can be
+traced with an unknown number of frames, for use in tf.data and in an exported model. A corpus is
+prepared with `apply_cmvn` and `add_deltas`; training reads it through `normalise` and `splice` or
+`stack`.
 """
 
 from typing import Any
@@ -27,9 +27,9 @@ _MFCC_MEL = 23  # Kaldi's number of mel filters below the cepstrum
 def log_mel(
     samples: np.ndarray, sample_rate: int = SAMPLE_RATE, num_mel: int = NUM_MEL
 ) -> np.ndarray:
-    """Log-mel filterbank energies of each frame, as Kaldi's `compute-fbank-feats` gives them.
+    """Returns log-mel filterbank energies of each frame, as Kaldi's `compute-fbank-feats` does.
 
-    25 ms Povey windows every 10 ms that lie whole within the signal (`snip-edges`), no dither,
+    25 ms Povey windows every 10 ms that lie entirely within the signal (`snip-edges`), no dither,
     pre-emphasis 0.97, DC removed, power spectrum, no energy column, filters from 20 Hz to half the
     sample rate.
 
@@ -54,12 +54,12 @@ def log_mel(
 def energies(
     samples: np.ndarray, sample_rate: int = SAMPLE_RATE, num_mel: int = NUM_MEL
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The frames of `log_mel` before the logarithm, and the logarithm of each frame's energy.
+    """Returns the frames of `log_mel` before the logarithm, and each frame's log energy.
 
     Returns:
       float32 [num_frames, num_mel], energies of the filters; and float32 [num_frames], the log of
       the sum of squares before pre-emphasis and window (Kaldi's "raw energy"). Arguments and
-      errors as of `log_mel`.
+      errors are those of `log_mel`.
     """
     library = _library()
     options = library.FbankOptions()
@@ -73,7 +73,7 @@ def energies(
 def mfcc(
     samples: np.ndarray, sample_rate: int = SAMPLE_RATE, num_ceps: int = NUM_CEPS
 ) -> np.ndarray:
-    """Cepstral coefficients of each frame, as `compute-mfcc-feats --use-energy=false` gives them.
+    """Returns the MFCCs of each frame, as Kaldi's `compute-mfcc-feats --use-energy=false` does.
 
     The frames are those of `log_mel`; 23 mel filters, orthonormal DCT, coefficients 0 to
     `num_ceps` - 1, liftered with 22.
@@ -123,10 +123,11 @@ def _compute(computer: Any, samples: np.ndarray, sample_rate: int, dim: int) -> 
 
 
 def delta_filters(window: int = DELTA_WINDOW, order: int = 2) -> list[np.ndarray]:
-    """Kaldi's regression filters of orders 0 to `order` (`feature-functions.cc`, DeltaFeatures).
+    """Returns Kaldi's regression filters of orders 0 to `order`.
 
-    Order 1 is j / sum(j^2) for j in [-window, window]; each further one is the one before it
-    convolved with order 1. All are applied to the static features.
+    Order 0 is 1, and order 1 is j / sum(j^2) for j in [-window, window]. Each higher order is the
+    order below it convolved with order 1. All are applied to the static features. Source:
+    DeltaFeatures in Kaldi's `feature-functions.cc`.
 
     Raises:
       ValueError: window is below 1 or order below 0.
@@ -147,12 +148,13 @@ def delta_filters(window: int = DELTA_WINDOW, order: int = 2) -> list[np.ndarray
 def add_deltas(frames: tf.Tensor, order: int = 2, window: int = DELTA_WINDOW) -> tf.Tensor:
     """Appends deltas: [num_frames, dim] -> [num_frames, (order + 1) * dim], float32.
 
-    As Kaldi's `add-deltas`; the first and last frames are repeated beyond the edges.
+    It computes the same as Kaldi's `add-deltas`; the first and last frames are repeated beyond the
+    edges.
 
     Args:
       frames: static features [num_frames, dim].
-      order: 1 appends deltas, 2 delta-deltas too; 0 appends nothing.
-      window: frames on each side that a delta is taken over.
+      order: 1 appends deltas, 2 also appends delta-deltas; 0 appends nothing.
+      window: number of frames on each side that a delta depends on.
 
     Raises:
       ValueError: window is below 1 or order below 0.
@@ -177,10 +179,10 @@ def add_deltas(frames: tf.Tensor, order: int = 2, window: int = DELTA_WINDOW) ->
 
 
 def cmvn_stats(frames: tf.Tensor) -> tf.Tensor:
-    """Statistics of some frames as Kaldi's `compute-cmvn-stats` keeps them, to be added up.
+    """Returns the statistics of frames that Kaldi's `compute-cmvn-stats` gives.
 
     [num_frames, dim] -> float64 [2, dim + 1]: row 0 is the sum of the frames and their number,
-    row 1 the sum of their squares and 0.
+    row 1 the sum of their squares and 0. The statistics of several utterances can be added.
     """
     wide = tf.cast(frames, tf.float64)
     count = tf.cast(tf.shape(wide)[:1], tf.float64)
@@ -190,14 +192,18 @@ def cmvn_stats(frames: tf.Tensor) -> tf.Tensor:
 
 
 def apply_cmvn(frames: tf.Tensor, stats: tf.Tensor, variance: bool = False) -> tf.Tensor:
-    """Takes the mean off and, if asked, divides by the standard deviation: float32 as `frames`.
+    """Subtracts the mean and, if asked, divides by the standard deviation.
 
-    As Kaldi's `apply-cmvn`, with `--norm-vars` for `variance`; the variance is at least 1e-20.
+    It computes the same as Kaldi's `apply-cmvn`; `variance` is its `--norm-vars`. The variance is
+    at least 1e-20.
 
     Args:
       frames: [num_frames, dim].
       stats: [2, dim + 1] of the utterance, of its speaker or of everything; see `cmvn_stats`.
       variance: whether to make the variance 1.
+
+    Returns:
+      float32 [num_frames, dim].
     """
     stats = tf.cast(stats, tf.float64)
     mean, square = tf.unstack(stats[:, :-1] / stats[0, -1])
@@ -208,7 +214,7 @@ def apply_cmvn(frames: tf.Tensor, stats: tf.Tensor, variance: bool = False) -> t
 
 
 def normalise(frames: tf.Tensor, mean: Any, stddev: Any) -> tf.Tensor:
-    """(frames - mean) / stddev, per dimension: [..., dim] -> [..., dim], float32.
+    """Returns (frames - mean) / stddev, for each dimension: float32 [..., dim].
 
     Args:
       frames: [..., dim].
@@ -220,9 +226,9 @@ def normalise(frames: tf.Tensor, mean: Any, stddev: Any) -> tf.Tensor:
 
 
 def splice(frames: tf.Tensor, left: int, right: int) -> tf.Tensor:
-    """Puts each frame between its neighbours, in order of time; edge frames are repeated.
+    """Joins each frame with its neighbours, in order of time; edge frames are repeated.
 
-    [num_frames, dim] -> [num_frames, (left + 1 + right) * dim]: Kaldi's `splice-feats`.
+    [num_frames, dim] -> [num_frames, (left + 1 + right) * dim], as Kaldi's `splice-feats`.
 
     Raises:
       ValueError: left or right is negative.
@@ -235,7 +241,7 @@ def splice(frames: tf.Tensor, left: int, right: int) -> tf.Tensor:
 
 
 def context_offsets(left: int, right: int) -> np.ndarray:
-    """int32 [-left, ..., 0, ..., right]: which frames `splice` takes."""
+    """Returns the offsets of the frames that `splice` joins: int32 [-left, ..., 0, ..., right]."""
     if left < 0 or right < 0:
         raise ValueError(
             f"the splice takes left and right frames of context, 0 or more. Received:"
@@ -245,10 +251,10 @@ def context_offsets(left: int, right: int) -> np.ndarray:
 
 
 def stack(frames: tf.Tensor, count: int) -> tf.Tensor:
-    """Joins every `count` frames to one, without overlap: paper 000, section 3.2 (3 frames).
+    """Joins every `count` frames to one, without overlap, as paper 000 does (section 3.2).
 
-    [num_frames, dim] -> [ceil(num_frames / count), count * dim]; the last frame is repeated where
-    the utterance ends within a stack, so that none is lost.
+    [num_frames, dim] -> [ceil(num_frames / count), count * dim]. If the utterance ends within a
+    stack, the last frame is repeated, so that no frame is lost.
 
     Raises:
       ValueError: count is below 1.
@@ -259,17 +265,18 @@ def stack(frames: tf.Tensor, count: int) -> tf.Tensor:
 
 
 def stack_labels(labels: tf.Tensor, count: int) -> tf.Tensor:
-    """The label of each stack of `stack`: that of its middle frame. [n] -> [ceil(n / count)]."""
+    """Returns the label of each stack's middle frame: [n] -> [ceil(n / count)]; see `stack`."""
     num_frames = tf.shape(labels)[0]
     middle = _stacks(num_frames, count)[:, count // 2]
     return tf.gather(labels, tf.minimum(middle, num_frames - 1))
 
 
 def joined(frames: tf.Tensor, context: int, count: int, late: int = 0) -> tf.Tensor:
-    """`stack` with `context` frames more on each side of every stack: what a network sees.
+    """Joins frames as `stack` does, with `context` more frames on each side of every stack.
 
-    [num_frames, dim] -> [ceil(num_frames / count) + late, (2 context + count) * dim]; the edge
-    frames are repeated, and the last stack as often as outputs are late.
+    [num_frames, dim] -> [ceil(num_frames / count) + late, (2 context + count) * dim]. The edge
+    frames are repeated; the last stack is repeated `late` times, for a network whose outputs are
+    late by as many.
 
     Raises:
       ValueError: count is below 1.
@@ -283,7 +290,7 @@ def joined(frames: tf.Tensor, context: int, count: int, late: int = 0) -> tf.Ten
 
 
 def _stacks(num_frames: tf.Tensor, count: int) -> tf.Tensor:
-    """int32 [ceil(num_frames / count), count]: numbers of the frames of each stack."""
+    """Returns the numbers of each stack's frames: int32 [ceil(num_frames / count), count]."""
     if count < 1:
         raise ValueError(f"a stack has 1 frame or more. Received: count={count}")
     return tf.reshape(tf.range(-(-num_frames // count) * count), [-1, count])

@@ -25,17 +25,17 @@ def frame_chunks(
     shuffle_frames: int = pipeline.SHUFFLE_FRAMES,
     shuffle: bool = True,
 ) -> CorpusChunks:
-    """Chunks of minibatches of single frames, as `pipeline.minibatches` makes them.
+    """Returns chunks of minibatches of single frames, as `pipeline.minibatches` makes them.
 
-    Of each chunk only the last minibatch may be short. A worker holds under ten windows of
-    unspliced frames: 0.3 GB at the default `shuffle_frames`, with 120 numbers to a frame.
+    Only the last minibatch of each chunk may be short. A worker holds fewer than ten windows of
+    unspliced frames: 0.3 GB at the default `shuffle_frames`, with 120 numbers in a frame.
 
     Args:
       corpus: from `index.read`.
       split: "train", "validation" or "test".
-      minibatch: frames of a minibatch; or a function of the position in epochs where a chunk
-        begins, that gives them.
-      seconds: of a chunk, about; utterances stay whole.
+      minibatch: frames of a minibatch; or a function that returns them for the position, in epochs,
+        at which a chunk begins.
+      seconds: approximate length of a chunk; utterances stay whole.
       seed: with the epoch, decides the order.
       context: frames of splice on each side.
       shuffle_frames: frames of a chunk that are permuted together, rounded up to a multiple of
@@ -96,10 +96,10 @@ class _Windows:
     """The windows of a chunk.
 
     Args:
-      reader: of the split.
+      reader: reader of the split.
       chosen: the chunk's utterances.
       window: int64, frames of a window.
-      seed: int64 [2], of the permutation; None keeps the order.
+      seed: int64 [2], seed of the permutation; None keeps the order.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class _Windows:
         self._ends = tf.cumsum(chosen.frames)
 
     def read(self) -> tf.data.Dataset:
-        """Frames, labels, positions, first and last of each window, as `_WindowReader.read`."""
+        """Returns the dataset of windows; its elements are those of `pipeline._WindowReader`."""
         count = -(-self._ends[-1] // self._window)
         numbers = tf.data.Dataset.range(count)
         return numbers.flat_map(self._records).map(self._decode, num_parallel_calls=1)
 
     def _records(self, number: tf.Tensor) -> tf.data.Dataset:
-        """One element: the number of a window, and the records of what overlaps it."""
+        """Returns one element: a window's number, and the records of the overlapping utterances."""
         chosen = self._overlapping(number)
         records = self._reader.records(chosen).batch(tf.size(chosen.id, tf.int64))
         return records.map(lambda found: (number, found))
@@ -131,7 +131,7 @@ class _Windows:
         origin = tf.gather(self._ends - self._chosen.frames, first)
         positions = tf.range(begin - origin, stop - origin)
         if self._seed is not None:
-            # Windows of a chunk differ in one word, chunks in both.
+            # The seeds of a chunk's windows differ in one word; those of chunks differ in both.
             seed = tf.stack([self._seed[0], self._seed[1] + number])
             positions = tf.random.experimental.stateless_shuffle(positions, seed)
         ends = tf.cumsum(chosen.frames)

@@ -1,8 +1,9 @@
-"""Reads utterances by TensorFlow operations alone, for graphs that run where this program does not.
+"""Reads utterances by TensorFlow operations alone, for graphs that run in other processes.
 
-What `index.read_utterance` does in Python: where an utterance lies, what it should hold and how its
-file is called goes into the graph; what was read is checked there. TensorFlow checks the CRC-32C of
-every record. Any number of utterances are read and decoded together, one after the other in memory.
+This is `index.read_utterance` as a graph. The place of an utterance, its expected contents and the
+name of its file are inputs of the graph, which checks what it reads. TensorFlow checks the CRC-32C
+of every record. Any number of utterances are read and decoded together, and lie one after the other
+in memory.
 """
 
 import os
@@ -20,24 +21,24 @@ _EXAMPLE = {
 
 
 class Utterances(NamedTuple):
-    """Which utterances to read: columns of one length, of arrays or of tensors."""
+    """Utterances to be read, as columns of equal length; arrays or tensors."""
 
-    shard: Any  # int64: which of the split's shards
+    shard: Any  # int64: number of the shard in the split
     offset: Any  # int64, bytes
     frames: Any  # int64
     id: Any  # string
 
 
 def utterances(split: Split, numbers: np.ndarray) -> Utterances:
-    """Some utterances of a split, given by their numbers in it."""
+    """Returns the columns for the utterances with these numbers in the split."""
     names = np.array([split.id[number].encode() for number in numbers], object)
     return Utterances(split.shard[numbers], split.offset[numbers], split.frames[numbers], names)
 
 
 class GraphReader:
-    """Reads utterances of a split; to be used while a graph is made.
+    """Reads utterances of a split; for use while a graph is made.
 
-    Its files are known by their absolute paths, which must be the same wherever the graph runs.
+    The graph has the absolute paths of the files, which must be the same wherever it runs.
     """
 
     def __init__(self, corpus: CorpusIndex, split: str) -> None:
@@ -46,7 +47,7 @@ class GraphReader:
         self._num_classes = corpus.num_classes
 
     def records(self, chosen: Utterances) -> tf.data.Dataset:
-        """One string for each utterance, its record, in order; "" where it cannot be read."""
+        """Returns the record of each utterance, in order, as a string; "" if it cannot be read."""
         paths = tf.constant(self._paths)
 
         def read(shard: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
@@ -60,7 +61,8 @@ class GraphReader:
             return tf.data.experimental.from_variant(record, spec).take(1).get_single_element()
 
         def record_or_nothing(shard: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
-            # TensorFlow's own errors do not name the file; `decode` does. They go to the log.
+            # TensorFlow's errors do not name the file, so they go to the log; `decode` raises one
+            # that does.
             place = tf.data.Dataset.from_tensors((shard, offset))
             found = place.map(read).ignore_errors(log_warning=True)
             return found.concatenate(tf.data.Dataset.from_tensors("")).take(1)
@@ -69,14 +71,15 @@ class GraphReader:
         return places.flat_map(record_or_nothing)
 
     def decode(self, chosen: Utterances, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The frames and labels of utterances, checked as `index.read_utterance` does.
+        """Returns the frames and labels of utterances, with the checks of `index.read_utterance`.
 
         Args:
           chosen: n ≥ 1 utterances.
-          records: string [n], theirs.
+          records: string [n], the records of these utterances.
 
         Returns:
-          float32 [frames, feature_dim] and int32 [frames], of all utterances.
+          The frames, float32 [frames, feature_dim], and labels, int32 [frames], of all utterances
+          one after the other.
 
         Raises:
           tf.errors.InvalidArgumentError: when the graph runs, for the first utterance that is
@@ -117,14 +120,19 @@ class GraphReader:
             return tf.identity(frames), tf.identity(labels)
 
     def _having(self, wrong: tf.Tensor, ends: tf.Tensor) -> tf.Tensor:
-        """bool [n]: the utterance of the first wrong frame, if there is one."""
+        """Returns bool [n], true for the utterance of the first wrong frame, if there is one.
+
+        Args:
+          wrong: bool [frames] over all utterances.
+          ends: int64 [n], the frame behind each utterance's last.
+        """
         first = tf.argmax(wrong)
         owner = tf.searchsorted(ends, first[None], side="right", out_type=tf.int64)
         is_owner = tf.range(tf.size(ends, tf.int64)) == owner
         return is_owner & tf.reduce_any(wrong)
 
     def _refuse(self, wrong: tf.Tensor, chosen: Utterances, what: str) -> tf.Operation:
-        """Raises for the first of the utterances that are `wrong`, bool [n]."""
+        """Returns an operation that raises for the first utterance in `wrong`, bool [n]."""
         first = tf.argmax(wrong)
         shard, offset, _, name = (tf.gather(column, first) for column in chosen)
         parts = [

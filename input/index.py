@@ -1,4 +1,4 @@
-"""The index of a prepared corpus: what is in it, and where.
+"""The index of a prepared corpus: its utterances, and their places in files.
 
 A corpus is a directory of an `index.json` and the shards that it lists. The index has the width of
 a frame, the class names, the mean and standard deviation of the training frames, the options that
@@ -44,7 +44,7 @@ class Split:
         return len(self.id)
 
     def place(self, utterance: int) -> Place:
-        """Where an utterance lies."""
+        """Returns the place of an utterance."""
         return Place(
             self.shards[self.shard[utterance]],
             int(self.offset[utterance]),
@@ -64,7 +64,7 @@ class CorpusIndex:
     class_names: tuple[str, ...]
     mean: np.ndarray  # float32 [feature_dim], of the training frames
     stddev: np.ndarray  # float32 [feature_dim], of the training frames; positive
-    options: dict[str, Any]  # that the corpus was made with
+    options: dict[str, Any]  # options that the corpus was made with
     splits: dict[str, Split]
     fingerprint: str  # equal for corpora of equal content
 
@@ -73,7 +73,7 @@ class CorpusIndex:
         return len(self.class_names)
 
     def split(self, name: str) -> Split:
-        """The utterances of "train", "validation" or "test"."""
+        """Returns the utterances of "train", "validation" or "test"."""
         if name not in self.splits:
             raise ValueError(f"split must be one of {', '.join(self.splits)}. Received: {name!r}")
         return self.splits[name]
@@ -83,7 +83,7 @@ class CorpusIndex:
 
 
 def read(directory: str | os.PathLike[str]) -> CorpusIndex:
-    """Reads the index of a corpus and checks that its files are there, whole and as it says.
+    """Reads the index of a corpus and checks that its files are there and agree with it.
 
     Every shard's length is checked, and the first utterance of every shard is read. The CRC-32 of
     the others is checked when they are read, or all at once by `verify`.
@@ -118,7 +118,8 @@ def verify(index: CorpusIndex) -> None:
     """Reads every utterance of the corpus and checks it: CRC-32, width, finite, class range.
 
     Raises:
-      CorpusError: for the first one that is wrong, naming file, utterance and byte offset.
+      CorpusError: an utterance is wrong; the message names the first such one, its file and its
+        byte offset.
     """
     for split in index.splits.values():
         with open_shards(split) as files:
@@ -128,7 +129,7 @@ def verify(index: CorpusIndex) -> None:
 
 @contextmanager
 def open_shards(split: Split) -> Iterator[list[int]]:
-    """File descriptors of a split's shards."""
+    """Opens the shards of a split, and closes them at the end; gives their file descriptors."""
     files = [os.open(path, os.O_RDONLY) for path in split.shards]
     try:
         yield files
@@ -140,7 +141,10 @@ def open_shards(split: Split) -> Iterator[list[int]]:
 def read_utterance(
     index: CorpusIndex, split: Split, files: list[int], utterance: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features float32 [frames, feature_dim] and labels int32 [frames] of one utterance, checked.
+    """Reads and checks one utterance.
+
+    Returns:
+      Features, float32 [frames, feature_dim], and labels, int32 [frames].
 
     Raises:
       CorpusError: as `records.read`, and for a label that is not a class.

@@ -1,9 +1,10 @@
-"""Kaldi's archives: matrices of features, vectors of labels; binary, compressed or text.
+"""Reads Kaldi's archives: matrices of features, vectors of labels; binary, compressed or text.
 
-Binary objects are decoded by kaldiio. Of its functions only those for one object whose type was
-looked at first are called: its general ones (`load_mat`, `load_ark`, `read_kaldi`) run the commands
-and load the pickles that a file may hold. Text is parsed here, because kaldiio takes a matrix for
-integers when its first number has no point. One object is in memory at a time.
+Binary objects are decoded by kaldiio. Its general functions (`load_mat`, `load_ark`, `read_kaldi`)
+run commands and load pickles if a file has them, so they are not used. The type of each object is
+read here, and then kaldiio's function for that type is called. Text is parsed here, because kaldiio
+takes a matrix for integers if its first number has no decimal point. One object is in memory at a
+time.
 """
 
 import gzip
@@ -23,9 +24,9 @@ from input import kaldi_tables, packages
 from input.kaldi_tables import Location
 from input.records import CorpusError
 
-_MAX_KEY = 1000  # bytes; a longer key is no key
+_MAX_KEY = 1000  # bytes; what is longer is not taken for a key
 _BINARY = b"\0B"
-_MAX_LINE = 1 << 26  # bytes of text; a longer line is no line
+_MAX_LINE = 1 << 26  # bytes; what is longer is not taken for a line of text
 _WHITE = b" \t\r\n"
 _DAMAGE = (ValueError, AssertionError, struct.error, IndexError, TypeError, UnicodeDecodeError)
 
@@ -34,16 +35,16 @@ class Item(NamedTuple):
     """An object of an archive."""
 
     key: str
-    offset: int  # bytes, of the object itself: what an scp file names
+    offset: int  # bytes before the object, without its key; the number in an scp file
     value: np.ndarray
 
 
 def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
-    """The matrix that an scp line names: `dtype` [rows, columns].
+    """Reads the matrix that an scp line names: `dtype` [rows, columns].
 
     Raises:
       FileNotFoundError: there is no such file.
-      CorpusError: it is cut short, not a matrix, or smaller than the line's range.
+      CorpusError: the object is cut short, not a matrix, or smaller than the line's range.
     """
     with _opened(location) as file:
         file.seek(location.offset)
@@ -61,15 +62,15 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
 
 
 def read_archive(file: BinaryIO, path: str) -> Iterator[Item]:
-    """The objects of an archive in order.
+    """Yields the objects of an archive in order.
 
     Args:
       file: the open archive, from `open_seekable`.
       path: its name, for messages.
 
     Raises:
-      CorpusError: it is damaged, or its keys are out of order or there twice; the message names
-        the file, the key and the byte offset (of the uncompressed archive).
+      CorpusError: the archive is damaged or empty, or its keys are out of order or there twice; the
+        message names the file, the key and the byte offset (of the uncompressed archive).
     """
     last = None
     file.seek(0)
@@ -84,13 +85,21 @@ def read_archive(file: BinaryIO, path: str) -> Iterator[Item]:
 
 
 def read_vector(file: BinaryIO, offset: int, where: str) -> np.ndarray:
-    """The vector of integers at `offset` of an archive: int32 [length]. Raises CorpusError."""
+    """Reads the vector of integers at `offset` of an archive: int32 [length].
+
+    Raises:
+      CorpusError: the object is damaged, or is no vector of integers.
+    """
     file.seek(offset)
     return as_labels(_read_value(file, where), where)
 
 
 def as_labels(value: np.ndarray, where: str) -> np.ndarray:
-    """`value` as int32 [length], or a CorpusError if it is something else."""
+    """Returns `value` as int32 [length].
+
+    Raises:
+      CorpusError: it is no vector of integers, or is empty.
+    """
     if value.size == 0:
         raise CorpusError(f"{where}: no labels at all")
     if value.ndim != 1 or not np.array_equal(value, np.rint(value)) or np.abs(value).max() >= 2**31:
@@ -103,7 +112,9 @@ def as_labels(value: np.ndarray, where: str) -> np.ndarray:
 
 @contextmanager
 def open_seekable(path: str) -> Iterator[BinaryIO]:
-    """A file that can be read at any offset: a gzipped one is unpacked to a temporary file.
+    """Opens a file so that it can be read at any offset.
+
+    A gzipped file is unpacked to a temporary file.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -144,7 +155,7 @@ def _opened(location: Location) -> Iterator[BinaryIO]:
 
 
 def _read_key(file: BinaryIO, path: str) -> str | None:
-    """The key before the next object; None at the end of the archive."""
+    """Reads the key before the next object; returns None at the end of the archive."""
     start = file.tell()
     key = bytearray()
     while (byte := file.read(1)) and byte not in _WHITE:
@@ -166,7 +177,7 @@ def _read_key(file: BinaryIO, path: str) -> str | None:
 
 
 def _read_value(file: BinaryIO, where: str) -> np.ndarray:
-    """The object that starts here."""
+    """Reads the object that starts at the file's position."""
     matio = _matio()
     start = file.tell()
     head = file.read(3)
@@ -189,7 +200,7 @@ def _read_value(file: BinaryIO, where: str) -> np.ndarray:
 
 
 def _read_text(file: BinaryIO) -> np.ndarray:
-    """Numbers of a line, or between brackets: one row on a line."""
+    """Reads a vector, which is a line, or a matrix between brackets, with one row on each line."""
     text = file.readline(_MAX_LINE)
     if b"[" not in text:
         if not text.endswith(b"\n"):
@@ -198,7 +209,7 @@ def _read_text(file: BinaryIO) -> np.ndarray:
     lines = [text.replace(b"[", b" ", 1)]
     while b"]" not in lines[-1]:
         lines.append(file.readline(_MAX_LINE))
-        if not lines[-1] or b"[" in lines[-1]:  # the end, or another object
+        if not lines[-1] or b"[" in lines[-1]:  # the end of the file, or the next object
             raise ValueError("no closing bracket")
     lines[-1] = lines[-1].replace(b"]", b" ", 1)
     is_vector = len(lines) == 1
@@ -217,14 +228,14 @@ def _matio() -> Any:
 
 
 class _Short(Exception):
-    """More was to be read than there is; says how many bytes."""
+    """Signals that a file ends too early; the message is the number of missing bytes."""
 
 
 class _Whole:
-    """A file whose `read` gives all that was asked for, or fails.
+    """A file whose `read` returns as many bytes as were asked for, or fails.
 
-    kaldiio reads as many bytes as the header of a matrix says. Of a damaged header that may be all
-    of the file, or, negative, all of it too.
+    kaldiio reads as many bytes as the header of a matrix says. If the header is damaged, that
+    number may be more than the file has, or negative, which a plain `read` takes for all of it.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -1,7 +1,7 @@
-"""Kaldi's text tables (`wav.scp`, `segments`, `utt2spk`, `feats.scp`), and what their lines name.
+"""Reads Kaldi's text tables (`wav.scp`, `segments`, `utt2spk`, `feats.scp`) and parses their lines.
 
-A table has a key and a value on each line, is sorted as `LC_ALL=C sort` does, and has no key twice:
-Kaldi's own programs rely on it, so a table that breaks the rule was damaged on its way.
+A table has a key and a value on each line, is sorted as `LC_ALL=C sort` does, and has no key twice.
+Kaldi's own programs rely on this order, so a table without it is damaged.
 """
 
 import re
@@ -16,14 +16,14 @@ _OFFSET = re.compile(r":(\d+)$")
 
 
 class Location(NamedTuple):
-    """What a line of an scp file names: a file, or the output of a command."""
+    """The data that a line of an scp file names: in a file, or the output of a command."""
 
     path: str  # the command, if it is a pipe
     offset: int  # bytes
     rows: slice
     columns: slice
     pipe: bool
-    where: str  # the line itself, for messages
+    where: str  # file, line and key, for messages
 
     def __str__(self) -> str:
         return f"{self.where} ({self.path}, byte {self.offset})"
@@ -38,12 +38,14 @@ class Segment(NamedTuple):
 
 
 def read(path: str | Path) -> dict[str, str]:
-    """A table: the rest of the line for each key, in order. Line n holds the n-th key.
+    """Reads a table: a dictionary from each key to the rest of its line, in order.
+
+    Line n has the n-th key.
 
     Raises:
       FileNotFoundError: there is no such file.
-      CorpusError: it is empty or not UTF-8, a line has no value, or a key is out of order or there
-        twice; the message names the line.
+      CorpusError: the table is empty or not UTF-8, a line has no value, or a key is out of order or
+        there twice; the message names the line.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"table {path} does not exist")
@@ -71,7 +73,7 @@ def read(path: str | Path) -> dict[str, str]:
 
 def check_order(where: str, key: str, last: str | None) -> None:
     """Raises CorpusError unless `key` comes after `last` in the order of `LC_ALL=C sort`."""
-    if last is None or key > last:  # code points are in the order of their UTF-8 bytes
+    if last is None or key > last:  # code points have the same order as their UTF-8 bytes
         return
     if key == last:
         raise CorpusError(f"{where}: key {key} is there twice. Remove one of the two")
@@ -82,7 +84,10 @@ def check_order(where: str, key: str, last: str | None) -> None:
 
 
 def segments(path: str | Path) -> dict[str, Segment]:
-    """A `segments` table: utterance, recording, start and end in seconds (-1 for its end).
+    """Reads a `segments` table: the segment of each utterance.
+
+    A line has the utterance, its recording, and start and end in seconds; an end of -1 is the end
+    of the recording.
 
     Raises:
       FileNotFoundError, CorpusError: as `read`, and for times that are not a segment.
@@ -105,17 +110,18 @@ def segments(path: str | Path) -> dict[str, Segment]:
 
 
 def locate(text: str, where: str, allow_pipes: bool) -> Location:
-    """Parses what an scp line names: `FILE`, `FILE:OFFSET`, either with [ROWS] or [ROWS,COLUMNS].
+    """Parses the rest of an scp line: `FILE`, `FILE:OFFSET`, or `COMMAND |`.
 
-    Ranges are first:last, both included, as Kaldi has them.
+    A file may have [ROWS] or [ROWS,COLUMNS] behind it. These are ranges first:last, which include
+    both ends, as in Kaldi.
 
     Args:
       text: the line without its key.
       where: file, line and key, for messages.
-      allow_pipes: whether `COMMAND |` may be run, by a shell.
+      allow_pipes: whether a `COMMAND |` is accepted; a shell runs it when it is read.
 
     Raises:
-      CorpusError: it is a pipe and those are not allowed, or nothing that can be read.
+      CorpusError: the text is a pipe and these are not allowed, or it names nothing to read.
     """
     text = text.strip()
     if text.endswith("|") or text.startswith("|"):
@@ -144,10 +150,10 @@ def locate(text: str, where: str, allow_pipes: bool) -> Location:
 
 
 def run_pipe(location: Location) -> bytes:
-    """What the command of a pipe writes.
+    """Runs the command of a pipe in a shell, and returns its output.
 
     Raises:
-      CorpusError: it fails.
+      CorpusError: the command fails.
     """
     done = subprocess.run(location.path, shell=True, capture_output=True, check=False)
     if done.returncode:

@@ -20,20 +20,21 @@ def write_matrices(
 ) -> tuple[Path, Path]:
     """Writes PREFIX.ark and its table PREFIX.scp, as Kaldi's `copy-feats ark,scp:` does.
 
-    Matrices are taken one at a time, in any order; the table is sorted by key, and has the absolute
+    Matrices are taken one at a time, in any order. The table is sorted by key, and has the absolute
     path of the archive. Both files appear only when complete, the table last.
 
     Args:
-      path_prefix: where they go.
-      matrices: (utterance, float [num_frames, dim]); all of one width, and finite.
-      compress: whether to round each to 8 bits (Kaldi's compressed matrix), a quarter of the size.
+      path_prefix: PREFIX, the path of the files without `.ark` and `.scp`.
+      matrices: (utterance, float [num_frames, dim]); all of equal width, and finite.
+      compress: whether to round each number to 8 bits (Kaldi's compressed matrix); the file has a
+        quarter of the size.
 
     Returns:
       The paths of the archive and of the table.
 
     Raises:
       CorpusError: a key is empty, has white space or is there twice; or a matrix is empty, of
-        another shape, or not finite. Nothing is left behind then, and older files stay.
+        another shape, or not finite. Then nothing is written, and older files stay.
       ValueError: kaldiio is not installed.
     """
     archive = Path(os.path.abspath(f"{os.fspath(path_prefix)}.ark"))

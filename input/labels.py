@@ -1,7 +1,7 @@
-"""Where the class of every frame comes from: alignments of Kaldi, or times of phones.
+"""Labels, the class of every frame: from Kaldi's alignments, or from times of phones.
 
-Both kinds are gone through once when opened, to learn which utterances and classes there are; then
-the labels of one utterance are read at a time. Memory holds an entry for each utterance.
+Files of both kinds are read once when they are opened, to find their utterances and classes. After
+that the labels of one utterance are read at a time. Memory holds an entry for each utterance.
 """
 
 import abc
@@ -18,33 +18,37 @@ from input import alignment, kaldi
 from input.features import FRAME_LENGTH, FRAME_SHIFT
 from input.records import CorpusError
 
-Progress = Callable[[str, int | None], None]  # (stage, number of utterances) after each one
+# Called after each utterance with the stage and the number of all utterances, None if not known.
+Progress = Callable[[str, int | None], None]
 
 
 class Labels(Protocol):
     """The classes of the frames of some utterances."""
 
     class_names: list[str]
-    digest: str  # of the files they come from
+    digest: str  # SHA-256 of their files
 
     def ids(self) -> list[str]:
-        """The utterances that have labels."""
+        """Returns the utterances that have labels."""
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
-        """int32 [about num_frames]: what the alignment says, however many frames that are."""
+        """Returns the labels of an utterance, int32 [about num_frames].
+
+        The length is that of the alignment, which may differ from `num_frames`.
+        """
 
 
 class _Place(NamedTuple):
     archive: int
     offset: int  # bytes
-    end: float = 0.0  # seconds; of phone times
+    end: float = 0.0  # not used
 
 
 _Opened = TypeVar("_Opened", bound="_OfFiles")
 
 
 class _OfFiles(abc.ABC):
-    """Labels that lie in files, which stay open. A context manager.
+    """Labels that are read from files, which stay open. A context manager.
 
     Args:
       patterns: files or shell patterns.
@@ -73,15 +77,15 @@ class _OfFiles(abc.ABC):
 
     @abc.abstractmethod
     def _scan(self) -> list[str]:
-        """Goes through the files: fills in the places, and gives the names of the classes."""
+        """Reads through the files, fills in the places, and returns the names of the classes."""
 
 
 class KaldiAlignments(_OfFiles):
-    """Vectors of pdf-ids, as Kaldi's `ali-to-pdf` writes them. A context manager.
+    """Labels from vectors of pdf-ids, as Kaldi's `ali-to-pdf` writes them. A context manager.
 
     Args:
       patterns: files or shell patterns; gzipped or not, binary or text.
-      num_classes: how many classes there are; None for the highest id + 1.
+      num_classes: number of classes; None for the highest id + 1.
       progress: called with ("alignments", None) for each utterance.
 
     Raises:
@@ -122,11 +126,11 @@ class KaldiAlignments(_OfFiles):
 
 
 class PhoneTimes(_OfFiles):
-    """Phones with their times, divided into three states each. A context manager.
+    """Labels from times of phones, with three states for each phone. A context manager.
 
     Lines are `UTTERANCE PHONE START DURATION`, or NIST's CTM `UTTERANCE CHANNEL START DURATION
-    PHONE [CONFIDENCE]`, times in seconds; an utterance's lines follow each other in order of time.
-    What no phone covers is silence. Classes are the states of all phones, sorted by name. Frame t
+    PHONE [CONFIDENCE]`, times in seconds. An utterance's lines follow each other in order of time.
+    Gaps between phones are silence. Classes are the states of all phones, sorted by name. Frame t
     is at (t + 1/2) * 10 ms, as in the CTM files of Kaldi and of aligners that are built on it.
 
     Args:
@@ -153,7 +157,8 @@ class PhoneTimes(_OfFiles):
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         place = self._places[utterance]
         phones, end = self._phones(utterance, place)
-        # The last phone ends with the last frame's shift (Kaldi), its window, or the signal.
+        # Aligners end the last phone with the last frame's shift (Kaldi), its window, or the
+        # signal. If the end fits none of these, the labels have as many frames as the phones last.
         frames = end / FRAME_SHIFT
         tail = FRAME_LENGTH / FRAME_SHIFT
         if not num_frames - 0.5 <= frames <= num_frames + tail:
@@ -161,7 +166,7 @@ class PhoneTimes(_OfFiles):
         return alignment.frame_labels(phones, end, num_frames, self._inventory, FRAME_SHIFT / 2)
 
     def _phones(self, utterance: str, place: _Place) -> tuple[list[tuple[float, str]], float]:
-        """(start, phone) of an utterance with its silences, and its end."""
+        """Returns (start, phone) of an utterance's phones and silences, and its end in seconds."""
         path, file = self._files.paths[place.archive], self._files[place.archive]
         file.seek(place.offset)
         phones: list[tuple[float, str]] = []
@@ -184,7 +189,7 @@ class PhoneTimes(_OfFiles):
         return alignment.class_names(phones)
 
     def _names(self) -> set[str]:
-        """The phones that occur, each silence between them too."""
+        """Returns the phones that occur, with silence if there are gaps; fills in the places."""
         phones = set()
         for archive, path in enumerate(self._files.paths):
             last, end, offset = None, 0.0, 0
@@ -211,7 +216,7 @@ class PhoneTimes(_OfFiles):
 
 
 class _Files:
-    """The open files of some patterns, and their digest."""
+    """The open files that patterns name, and their digest."""
 
     def __init__(self, patterns: list[str]) -> None:
         self.paths = [path for pattern in patterns for path in _expand(pattern)]
@@ -264,7 +269,7 @@ def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> N
 
 
 def _parse(line: bytes, where: str) -> tuple[str, str, float, float]:
-    """(utterance, phone, start, duration) of a line."""
+    """Returns (utterance, phone, start, duration) of a line; times in seconds."""
     try:
         parts = line.decode().split()
         if len(parts) == 4:

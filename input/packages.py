@@ -1,4 +1,4 @@
-"""Packages that preparing a corpus needs, and training on one does not."""
+"""Loads the packages that only the preparation of a corpus needs, not the training on one."""
 
 import importlib
 from typing import Any
@@ -12,10 +12,10 @@ _NEEDED_FOR = {
 
 
 def load(module: str) -> Any:
-    """Imports one of them, or a module of one, where it is used.
+    """Imports one of these packages, or a module of one; called where the package is used.
 
     Raises:
-      ValueError: it is not installed, or a library that it stands on is missing.
+      ValueError: the package is not installed, or a library that it needs is missing.
     """
     package = module.split(".")[0]
     name = package.replace("_", "-")

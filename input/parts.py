@@ -1,4 +1,4 @@
-"""The utterances of each split of a corpus; speakers are held out whole."""
+"""Divides utterances into the splits of a corpus; a speaker is held out with all utterances."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -13,10 +13,10 @@ from input.sources import Source
 class Stats(Protocol):
     """Statistics of given speakers, such as `sources.SpeakerStats`."""
 
-    digest: str  # of what names them
+    digest: str  # SHA-256 of the names and sizes of their files
 
     def __call__(self, utterance: str, speaker: str) -> np.ndarray:
-        """[2, dim + 1], as `features.cmvn_stats`."""
+        """Returns the statistics, [2, dim + 1], in the form of `features.cmvn_stats`."""
 
 
 class Part(NamedTuple):
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     source: Source
     utterances: list[str]
-    stats: Stats | None  # of its cmvn.scp
+    stats: Stats | None  # from the source's cmvn.scp
 
 
 def divide(
@@ -34,16 +34,18 @@ def divide(
     test_share: float,
     seed: int,
 ) -> dict[str, Part]:
-    """The utterances of each split: all of its source, or of speakers held out from training.
+    """Returns the utterances of each split.
 
-    Which speakers is drawn from `seed`; a share above 0 is at least one speaker.
+    A split with a source of its own has all utterances of it. A split without one has those of
+    speakers that are drawn at random and held out from training; a share above 0 is at least one
+    speaker.
 
     Args:
-      sources: of "train", and perhaps of "validation" and "test".
-      stats: of the speakers of each source, if they are given.
-      validation_share: share of the training speakers for a "validation" without a source.
+      sources: the source of "train", and perhaps of "validation" and "test".
+      stats: statistics of the speakers of each source, if they are given.
+      validation_share: share of the training speakers for "validation" without a source.
       test_share: the same for "test".
-      seed: draws them.
+      seed: seed of the draw.
 
     Raises:
       CorpusError: there are too few speakers, or an utterance is in two sources.

@@ -1,9 +1,10 @@
 """Minibatches of one worker's replicas, read from a corpus by tf.data.
 
-The division of an epoch is that of `input.blocks`: a function of (seed, epoch, N) alone, so that
-workers agree on it without speaking. A worker reads window by window the utterances that overlap
-it, and splices and normalises only the frames of its own minibatches. Memory does not grow with the
-corpus: it holds under ten windows of unspliced frames, 0.3 GB at the default `shuffle_frames`.
+An epoch is divided as in `input.blocks`. The division is a function of the corpus and (seed, epoch,
+N) alone, so workers agree on it without communication. For each window a worker reads the
+utterances that overlap it, and splices only the frames of its own minibatches. Memory does not grow
+with the corpus: it holds fewer than ten windows of unspliced frames, 0.3 GB at the default
+`shuffle_frames`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from input import blocks, features, index
 from input.blocks import Partition
 from input.index import CorpusIndex
 
-SHUFFLE_FRAMES = 65536  # frames that are shuffled together; 11 minutes of speech
+SHUFFLE_FRAMES = 65536  # number of frames that are shuffled together; 11 minutes of speech
 
 
 def minibatches(
@@ -33,12 +34,13 @@ def minibatches(
     shuffle: bool = True,
     first_minibatch: int = 0,
 ) -> tf.data.Dataset:
-    """The minibatches of an epoch that belong to this worker's replicas.
+    """Returns the minibatches of an epoch that belong to this worker's replicas.
 
-    In the order in which they are used: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
+    They are in the order of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
     step 1 of replica_ids[0], ... Every frame is in exactly one minibatch of one replica. Only the
-    very last minibatch of the epoch is short; the replicas that have none in the last step are the
-    last ones, so that dealing the elements out in turn gives each replica its own.
+    very last minibatch of the epoch may be short. If some replicas have no minibatch in the last
+    step, these are the last replicas. So a consumer that gives the elements to its replicas in turn
+    gives each replica its own.
 
     Args:
       corpus: from `index.read`.
@@ -52,9 +54,8 @@ def minibatches(
       context: frames of splice on each side.
       shuffle_frames: frames that are permuted together, rounded up to a multiple of `minibatch`.
       shuffle: False keeps the order of the corpus, for evaluation.
-      first_minibatch: minibatches of the epoch, over all replicas, that are done already. The rest
-        is dealt out from there on: minibatch first_minibatch + i goes to replica i mod N. What lies
-        before is not read.
+      first_minibatch: number of minibatches of the epoch, over all replicas, that are done already;
+        they are left out. Minibatch first_minibatch + i goes to replica i mod N.
 
     Returns:
       A dataset of (float32 [b, feature_dim * (2 * context + 1)], int32 [b]), b <= minibatch.
@@ -97,10 +98,10 @@ def partition(
     sync_period: int,
     shuffle_frames: int = SHUFFLE_FRAMES,
 ) -> Partition:
-    """How `minibatches` divides an epoch of `split`; see `Partition` for what it can count.
+    """Returns the division of an epoch of `split` by `minibatches`.
 
-    `num_steps` is the steps of an epoch, `num_blocks` its syncs, and `len(minibatches(i))` the
-    minibatches of replica i.
+    Its `num_steps` is the number of steps of an epoch, `num_blocks` that of its syncs, and
+    `len(minibatches(i))` that of replica i's minibatches.
     """
     num_frames = corpus.num_frames(split)
     if num_frames == 0:
@@ -142,7 +143,17 @@ def window_minibatches(
     minibatch: int | tf.Tensor,
     offsets: np.ndarray,
 ) -> tf.data.Dataset:
-    """Cuts one window's positions into minibatches, with context inside [first, last]."""
+    """Cuts one window into minibatches, in the order of `positions`.
+
+    Args:
+      frames: float32 [F, dim].
+      labels: int32 [F].
+      positions: int32 [P], the frames of the minibatches, in order.
+      first: int32 [P], the first frame of each position's utterance.
+      last: int32 [P], the last frame of each position's utterance; context beyond is repeated.
+      minibatch: frames of a minibatch.
+      offsets: int32, offsets of the frames that are spliced; see `features.context_offsets`.
+    """
     width = frames.shape[1] * len(offsets)
 
     def gather(
@@ -164,7 +175,7 @@ class _WindowReader:
 
     Args:
       order: (seed, epoch) of the shuffle; None keeps the order of the corpus.
-      first_minibatch: the first one that is read, by replica 0.
+      first_minibatch: number of the first minibatch that is read; replica 0 gets it.
     """
 
     def __init__(
@@ -189,10 +200,10 @@ class _WindowReader:
         self._ends = np.cumsum(self._split.frames[self._utterances])
 
     def __call__(self, window: tf.Tensor, feature_dim: int) -> tuple[tf.Tensor, ...]:
-        """frames [F, feature_dim], labels [F] and positions, first, last [P] of one window.
+        """Returns frames [F, feature_dim], labels [F] and positions, first, last [P] of a window.
 
-        Positions count from the first frame that was read; `first` and `last` are the bounds of
-        their utterances.
+        Positions count from the first frame that was read. `first` and `last` are the first and
+        last frames of their utterances.
         """
         types = [tf.float32] + 4 * [tf.int32]
         frames, *rest = tf.numpy_function(self.read, [window], types)
@@ -225,7 +236,7 @@ class _WindowReader:
         )
 
     def _positions(self, window: int) -> np.ndarray:
-        """Positions that this worker's minibatches in a window take, in the order of use."""
+        """Returns the positions of this worker's minibatches in a window, in the order of use."""
         whole = self._plan.window_frames(window)
         if self._order is None:
             sequence = np.arange(whole.start, whole.stop)

@@ -12,17 +12,17 @@ def pitch(
     sample_rate: int = features.SAMPLE_RATE,
     delta_noise: float = 0.005,
 ) -> np.ndarray:
-    """Voicing and pitch, as `compute-and-process-kaldi-pitch-feats` gives them.
+    """Returns voicing and pitch, as Kaldi's `compute-and-process-kaldi-pitch-feats` does.
 
-    The method of Ghahremani et al., "A pitch extraction algorithm tuned for automatic speech
-    recognition" (2014), with Kaldi's defaults: pitches from 50 to 400 Hz, frames of 25 ms every
-    10 ms.
+    This is the method of Ghahremani et al., "A pitch extraction algorithm tuned for automatic
+    speech recognition" (2014), with Kaldi's defaults: pitches from 50 to 400 Hz, frames of 25 ms
+    every 10 ms.
 
     Args:
       samples: float or int16 [num_samples], on the scale of 16-bit integers (Kaldi's).
       sample_rate: of the samples, in Hz; above 2000.
-      delta_noise: deviation of the noise on the derivative that hides the steps of the search. It
-        is the same in every run, so it is not the one that Kaldi draws.
+      delta_noise: standard deviation of noise that is added to the derivative, since the search
+        finds pitch in steps. It is the same in every run, so it differs from Kaldi's.
 
     Returns:
       float32 [num_frames, 3]: warped correlation (how voiced), log pitch less its mean over 1.5 s,
@@ -51,12 +51,12 @@ def pitch(
 
 
 def append(frames: np.ndarray, pitches: np.ndarray) -> np.ndarray:
-    """[n, dim] and [m, 3] -> [min(n, m), dim + 3]; n and m may differ by 2, by where frames end.
+    """Appends pitch to other features: [n, dim] and [m, 3] -> [min(n, m), dim + 3].
 
-    As Kaldi's `paste-feats --length-tolerance=2`.
+    n and m may differ by 2, as with Kaldi's `paste-feats --length-tolerance=2`.
 
     Raises:
-      ValueError: they differ by more.
+      ValueError: n and m differ by more than 2.
     """
     count = min(len(frames), len(pitches))
     if max(len(frames), len(pitches)) - count > 2:

@@ -4,10 +4,10 @@ import numpy as np
 
 from input import features
 
-ORDER = 12  # of the all-pole model
+ORDER = 12  # poles of the all-pole model
 NUM_CEPS = 13
-_MEL = 23  # filters
-_LOWEST = 20.0  # Hz, where the filters begin
+_MEL = 23  # number of mel filters
+_LOWEST = 20.0  # Hz, lower edge of the filters
 _COMPRESSION = 0.33333
 _LIFTER = 22.0
 
@@ -15,7 +15,7 @@ _LIFTER = 22.0
 def plp(
     samples: np.ndarray, sample_rate: int = features.SAMPLE_RATE, num_ceps: int = NUM_CEPS
 ) -> np.ndarray:
-    """PLP cepstra of each frame, as `compute-plp-feats --dither=0` gives them.
+    """Returns the PLP cepstra of each frame, as Kaldi's `compute-plp-feats --dither=0` does.
 
     The frames are those of `features.log_mel`. Coefficient 0 is the log energy of the frame, the
     others are c_1 to c_(num_ceps - 1) of a model of 12 poles, liftered with 22.
@@ -26,8 +26,8 @@ def plp(
       num_ceps: number of coefficients, 1 to 13.
 
     Returns:
-      float32 [num_frames, num_ceps]; no frames if the signal is shorter than 25 ms. Where all
-      samples of a frame are equal, which gives NaN in Kaldi, the cepstrum is 0.
+      float32 [num_frames, num_ceps]; no frames if the signal is shorter than 25 ms. If all samples
+      of a frame are equal, Kaldi gives NaN; here the cepstrum is 0.
 
     Raises:
       ValueError: an argument is out of range, or kaldi-native-fbank is not installed.
@@ -47,10 +47,10 @@ def plp(
 
 
 def equal_loudness(sample_rate: int) -> np.ndarray:
-    """How sensitive the ear is at the middle of each filter: [num_mel].
+    """Returns the sensitivity of the ear at the middle of each filter: [num_mel].
 
-    With f in Hz, (f² / (f² + 1.6e5))² (f² + 1.44e6) / (f² + 9.61e6); Hermansky's equation 7 as
-    HTK has it.
+    With f in Hz it is (f² / (f² + 1.6e5))² (f² + 1.44e6) / (f² + 9.61e6): Hermansky's equation 7 in
+    HTK's form.
     """
     ends = 1127.0 * np.log1p(np.array([_LOWEST, sample_rate / 2.0]) / 700.0)
     middles = np.linspace(*ends, _MEL + 2)[1:-1]
@@ -59,19 +59,19 @@ def equal_loudness(sample_rate: int) -> np.ndarray:
 
 
 def autocorrelation(spectrum: np.ndarray) -> np.ndarray:
-    """The autocorrelation that has a power spectrum, [..., num_mel] -> [..., ORDER + 1].
+    """Returns the autocorrelation of a power spectrum: [..., num_mel] -> [..., ORDER + 1].
 
-    The spectrum, its first and last values once more for frequency 0 and the highest, is taken for
-    one side of a symmetric one, whose inverse Fourier transform this is.
+    It is the inverse Fourier transform of a symmetric spectrum. One side of that is the given
+    spectrum, with its first value repeated at frequency 0 and its last at the highest frequency.
     """
     whole = np.concatenate([spectrum[..., :1], spectrum, spectrum[..., -1:]], -1)
     return np.fft.irfft(whole)[..., : ORDER + 1]
 
 
 def linear_prediction(correlation: np.ndarray) -> np.ndarray:
-    """Coefficients a_1 .. a_p of 1 / (1 + Σ a_k z^-k): [..., p + 1] -> [..., p].
+    """Returns the coefficients a_1 .. a_p of 1 / (1 + Σ a_k z^-k): [..., p + 1] -> [..., p].
 
-    Durbin's recursion: with r the autocorrelation and E = r_0 at first, for i = 1 .. p
+    Durbin's recursion gives them. With r the autocorrelation and E = r_0 at first, for i = 1 .. p
 
         k = (r_i + Σ_{j<i} a_j r_{i-j}) / E,   a_i = -k,   a_j ← a_j - k a_{i-j},   E ← E (1 - k²)
 
@@ -91,7 +91,7 @@ def linear_prediction(correlation: np.ndarray) -> np.ndarray:
 
 
 def cepstrum(prediction: np.ndarray) -> np.ndarray:
-    """Cepstrum of 1 / (1 + Σ a_k z^-k): [..., p] -> [..., p], without c_0.
+    """Returns the cepstrum of 1 / (1 + Σ a_k z^-k) without c_0: [..., p] -> [..., p].
 
     c_i = -a_i - 1/i Σ_{j<i} (i - j) a_j c_{i-j}.
     """

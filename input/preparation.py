@@ -1,4 +1,4 @@
-"""Makes a corpus of utterances that exist: their features and labels, checked and joined.
+"""Makes a corpus of recorded utterances: checks their features and labels, and joins them.
 
 Utterances go one at a time from the source into the shards, in the source's order. Memory holds a
 few recordings, and an entry for each utterance.
@@ -31,17 +31,17 @@ SKIP = {
 
 @dataclass(frozen=True)
 class Options:
-    """What is done with features and labels. Shares are of the training speakers.
+    """Options for features, labels and splits. Shares are shares of the training speakers.
 
     Raises:
       ValueError: a value is out of range.
     """
 
-    cmvn: str = "none"  # whose mean is taken off: none, utterance, speaker, or given statistics
+    cmvn: str = "none"  # mean to subtract: "none", of "utterance" or "speaker", or "given"
     norm_vars: bool = False  # whether cmvn divides by the standard deviation
-    deltas: int = 2  # orders of deltas appended
+    deltas: int = 2  # number of orders of deltas that are appended
     max_length_mismatch: int = 0  # frames
-    skip: tuple[str, ...] = ()  # kinds of `SKIP` that are left out and counted
+    skip: tuple[str, ...] = ()  # kinds of problems, of `SKIP`, that are left out and counted
     validation_share: float = 0.05
     test_share: float = 0.05
     shard_megabytes: float = 64.0
@@ -70,7 +70,7 @@ class Options:
 
 
 class Prepared(NamedTuple):
-    """A corpus, whether it was there already, and how many utterances of each kind were skipped."""
+    """A corpus, whether it was there already, and the numbers of skipped utterances by problem."""
 
     corpus: CorpusIndex
     reused: bool
@@ -89,14 +89,14 @@ def prepare(
     """Makes a corpus in `directory`, or finds it there already.
 
     Args:
-      directory: where it goes. It appears there whole or not at all.
-      sources: features of "train", and of "validation" and "test"; either of those that is missing
-        gets a share of the training speakers.
-      labels: classes of the frames of all of them.
-      options: what is done with them.
-      made_with: a JSON value that, with `options` and the digests of the sources and the labels,
-        tells whether a corpus that is there already is the same.
-      stats: of the speakers of each source, for `options.cmvn` "given".
+      directory: directory of the corpus. It appears whole or not at all.
+      sources: features of "train", and of "validation" and "test". If one of the last two is
+        missing, it gets a share of the training speakers.
+      labels: classes of the frames of all sources.
+      options: options for features, labels and splits.
+      made_with: a JSON value with further options. A corpus that is there already is taken if this
+        value, `options` and the digests of the sources and the labels are the same.
+      stats: statistics of the speakers of each source, for `options.cmvn` "given".
       progress: called with (stage, number of utterances) after each utterance.
 
     Raises:
@@ -125,7 +125,12 @@ def prepare(
 def _with_labels(
     parts: dict[str, Part], labels: Labels, options: Options, skipped: Counter[str]
 ) -> dict[str, Part]:
-    """The parts without the utterances that have no labels, which are skipped or an error."""
+    """Returns the parts without the utterances that have no labels.
+
+    Raises:
+      CorpusError: there are such utterances, or labels without an utterance, and `options.skip`
+        does not allow it; or a split is left with none.
+    """
     known = set(labels.ids())
     wanted = [utterance for part in parts.values() for utterance in part.utterances]
     without = [utterance for utterance in wanted if utterance not in known]
@@ -170,7 +175,7 @@ class _Joiner:
         self._add_deltas = tf.function(features.add_deltas, reduce_retracing=True)
 
     def read(self, split: str, part: Part) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Utterance, features and labels of each that is not skipped."""
+        """Yields id, features and labels of each utterance that is not skipped."""
         stats = self._stats(split, part)
         for utterance, frames in part.source.read(part.utterances):
             self._progress(f"writing {split}", len(part.utterances))
@@ -210,7 +215,10 @@ class _Joiner:
         )
 
     def _stats(self, split: str, part: Part) -> Callable[[str, str, np.ndarray], Any]:
-        """A function of utterance, speaker and frames: statistics for `apply_cmvn`, or None."""
+        """Returns a function of utterance, speaker and frames.
+
+        It returns the statistics for `apply_cmvn`, or None if no mean is subtracted.
+        """
         cmvn = self._options.cmvn
         if cmvn == "speaker":
             sums = self._speaker_sums(split, part)
@@ -233,7 +241,7 @@ class _Joiner:
         return stats
 
     def _speaker_sums(self, split: str, part: Part) -> dict[str, np.ndarray]:
-        """A first pass over the part's features: statistics of each of its speakers."""
+        """Reads all features of the part, and returns the statistics of each of its speakers."""
         sums: dict[str, np.ndarray] = {}
         for utterance, frames in part.source.read(part.utterances):
             self._progress(f"statistics of {split}", len(part.utterances))

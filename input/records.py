@@ -2,8 +2,8 @@
 
 A record is a `tf.train.Example` of four byte strings: `features` (little-endian float32
 [frames, feature_dim]), `labels` (little-endian int32 [frames]), `id` and `speaker` (UTF-8). Any
-TFRecord reader can read the file in order. Here the index says where each record lies and what
-its CRC-32 is, so that one can be read alone and every error names its file, offset and utterance.
+TFRecord reader can read the file in order. Here the index has the place and the CRC-32 of each
+record, so that one can be read alone, and every error names its file, offset and utterance.
 """
 
 import os
@@ -18,11 +18,11 @@ _HEADER, _FOOTER = 12, 4  # bytes: length and its checksum; checksum of the data
 
 
 class CorpusError(ValueError):
-    """A corpus that is missing, damaged or does not fit."""
+    """An error of a corpus: it is missing or damaged, or does not fit the rest."""
 
 
 class Place(NamedTuple):
-    """Where an utterance lies, and what should be found there."""
+    """The place of an utterance in a file, and what is expected there."""
 
     path: str
     offset: int  # bytes from the start of the file
@@ -36,7 +36,14 @@ class Place(NamedTuple):
 
 
 def encode(features: np.ndarray, labels: np.ndarray, utterance: str, speaker: str) -> bytes:
-    """The serialised example of one utterance: features [frames, dim] and labels [frames]."""
+    """Returns one utterance as a serialised example.
+
+    Args:
+      features: [frames, dim]; stored as float32.
+      labels: [frames]; stored as int32.
+      utterance: id of the utterance.
+      speaker: id of its speaker.
+    """
     values = {
         "features": features.astype("<f4").tobytes(),
         "labels": labels.astype("<i4").tobytes(),
@@ -50,7 +57,7 @@ def encode(features: np.ndarray, labels: np.ndarray, utterance: str, speaker: st
 
 
 def record_length(data: bytes) -> int:
-    """Bytes that `data` takes in a TFRecord file."""
+    """Returns the bytes that `data` takes in a TFRecord file."""
     return _HEADER + len(data) + _FOOTER
 
 
@@ -59,7 +66,7 @@ def read(file: int, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndar
 
     Args:
       file: descriptor of the file at `place.path`.
-      place: where it lies.
+      place: place of the utterance.
       feature_dim: expected width of a frame.
 
     Returns:
@@ -83,7 +90,7 @@ def read(file: int, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndar
 
 
 def decode(data: bytes, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """`encode` backwards, checked against the index. Raises CorpusError as `read` does."""
+    """Decodes the result of `encode` and checks it; result and errors are those of `read`."""
     try:
         example = tf.train.Example.FromString(data).features.feature
         name, labels, features = (

@@ -1,4 +1,4 @@
-"""Writes a corpus directory: shards and index, visible only when complete."""
+"""Writes a corpus directory, shards and index; it becomes visible when it is complete."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _MIN_STDDEV = 1e-5
 
 
 def exists(directory: str, options: dict[str, Any]) -> bool:
-    """Whether `directory` already is a corpus made with `options`.
+    """Returns whether `directory` already is a corpus made with `options`.
 
     Raises:
       CorpusError: it exists and is something else, which is not overwritten.
@@ -54,9 +54,9 @@ class CorpusWriter:
     an exception removes what was written.
 
     Args:
-      directory: where the corpus will be.
-      options: what it is made with, a JSON value that `exists` compares.
-      class_names: names of the classes that labels count.
+      directory: directory of the corpus.
+      options: options that it is made with, a JSON value that `exists` compares.
+      class_names: name of each class; a label is an index in this list.
     """
 
     def __init__(self, directory: str, options: dict[str, Any], class_names: list[str]) -> None:
@@ -87,13 +87,20 @@ class CorpusWriter:
             shutil.rmtree(self._hidden, ignore_errors=True)
 
     def start_split(self, split: str, num_shards: float, num_utterances: int) -> None:
-        """Starts a split of `num_utterances`, to be divided between at least one shard each."""
+        """Starts a split of known length.
+
+        Args:
+          split: "train", "validation" or "test".
+          num_shards: number of shards, rounded down; at least 1, and at most one for each
+            utterance.
+          num_utterances: number of utterances of the split.
+        """
         self._new_split(split)
         num_shards = int(min(max(num_shards, 1), num_utterances))
         self._starts = [number * num_utterances // num_shards for number in range(num_shards)]
 
     def start_stream(self, split: str, shard_bytes: float) -> None:
-        """Starts a split of unknown length, where a shard that has `shard_bytes` is full."""
+        """Starts a split of unknown length; a new shard begins after `shard_bytes` bytes."""
         self._new_split(split)
         self._shard_bytes = shard_bytes
 
@@ -106,7 +113,7 @@ class CorpusWriter:
         self._starts = None
 
     def _starts_shard(self) -> bool:
-        """Whether the next utterance is the first of a shard."""
+        """Returns whether the next utterance is the first of a shard."""
         shards = self._split["shards"]
         if self._starts is None:
             return not shards or shards[-1]["bytes"] >= self._shard_bytes
@@ -152,7 +159,7 @@ class CorpusWriter:
             self._add_checksums(self._split, len(self._split["shards"]) - 1)
 
     def _finish_split(self) -> None:
-        """Closes the last shard of a split, and names each by its number and how many there are."""
+        """Closes the last shard of a split, and renames the shards to SPLIT-NUMBER-of-COUNT."""
         self._close_shard()
         shards = self._split.get("shards", [])
         for number, shard in enumerate(shards):
@@ -161,7 +168,7 @@ class CorpusWriter:
             shard["name"] = name
 
     def _add_checksums(self, split: dict[str, Any], shard: int) -> None:
-        """CRC-32 of every record of a shard as it lies in the file, framing included."""
+        """Adds the CRC-32 of every record of a shard, framing included, to the columns."""
         columns = split["utterances"]
         with open(self._hidden / split["shards"][shard]["name"], "rb") as file:
             for length in columns["length"][len(columns["crc32"]) :]:
@@ -185,7 +192,7 @@ class CorpusWriter:
             json.dump(content, file, ensure_ascii=False, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
-        self._hidden.chmod(0o755)  # mkdtemp keeps it to its owner
+        self._hidden.chmod(0o755)  # mkdtemp gives access to the owner alone
         try:
             os.rename(self._hidden, self._directory)
         except OSError:

@@ -1,7 +1,7 @@
-"""Utterances and their features: from Kaldi data directories and from LibriSpeech.
+"""Sources of utterances and their features: Kaldi data directories and LibriSpeech.
 
-A source lists its utterances with their speakers, and reads the features of those that are asked
-for one after another, so that memory holds one recording at a time.
+A source lists its utterances with their speakers. It reads the features of the requested utterances
+one after another, so that memory holds few recordings at a time.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ KINDS = ("fbank", "mfcc", "plp")
 
 
 class Problem(NamedTuple):
-    """Why an utterance has no features that can be used; `kind` is what `--skip` calls it."""
+    """The reason why an utterance has no usable features; `kind` is its name in `--skip`."""
 
     kind: str
     message: str
@@ -32,26 +32,26 @@ Features = np.ndarray | Problem
 
 
 class Source(Protocol):
-    """Utterances with features."""
+    """A set of utterances with features."""
 
-    speakers: Mapping[str, str]  # of each utterance, in order
-    digest: str  # of what lists them, and of the sizes of what is listed
+    speakers: Mapping[str, str]  # the speaker of each utterance, in order
+    digest: str  # SHA-256 of the tables, and of the names and sizes of the files that they list
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
-        """The static features of some utterances, float32 [num_frames, dim], in this order."""
+        """Yields the static features of these utterances, float32 [num_frames, dim], in order."""
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """Which features are computed from audio.
+    """Options for computing features from audio; call it to compute them.
 
     Raises:
       ValueError: a value is out of range.
     """
 
     kind: str = "fbank"
-    num_mel: int = features.NUM_MEL  # of "fbank"
-    num_ceps: int = features.NUM_CEPS  # of "mfcc" and "plp"
+    num_mel: int = features.NUM_MEL  # number of mel filters of "fbank"
+    num_ceps: int = features.NUM_CEPS  # number of coefficients of "mfcc" and "plp"
     pitch: bool = False  # whether Kaldi's three pitch features are appended
     audio: audio_files.Options = audio_files.Options()
 
@@ -78,7 +78,7 @@ class Extraction:
 
 
 class KaldiFeatures:
-    """The matrices that a data directory's `feats.scp` names, as they are.
+    """Features from the matrices that a data directory's `feats.scp` names, unchanged.
 
     Args:
       directory: has `feats.scp` and `utt2spk`.
@@ -112,11 +112,11 @@ class Audio:
     """Features computed from recordings, or from segments of them.
 
     Args:
-      recordings: each recording.
+      recordings: file of each recording.
       utterances: segment of each utterance, in order.
-      speakers: of each utterance.
-      extraction: what to compute.
-      digest: of the files that list them.
+      speakers: speaker of each utterance.
+      extraction: options of the features.
+      digest: see `Source`.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class Audio:
         self._extraction = extraction
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
-        runs: list[tuple[str, list[str]]] = []  # a recording is decoded once for its neighbours
+        # Neighbouring utterances of one recording are a run, for which it is decoded once.
+        runs: list[tuple[str, list[str]]] = []
         for utterance in utterances:
             recording = self._segments[utterance].recording
             if not runs or runs[-1][0] != recording:
@@ -166,16 +167,16 @@ class Audio:
 def kaldi_directory(
     directory: str, extraction: Extraction, allow_pipes: bool = False, from_audio: bool = False
 ) -> Source:
-    """A Kaldi data directory: its `feats.scp`, or features of its `wav.scp` if it has none.
+    """Opens a Kaldi data directory: its `feats.scp`, or features of its `wav.scp` if it has none.
 
     Args:
       directory: has `utt2spk` and `feats.scp`, or `wav.scp` with or without `segments`.
-      extraction: what is computed from audio.
+      extraction: options of features that are computed from audio.
       allow_pipes: whether commands in tables are run.
-      from_audio: compute features even though there is a `feats.scp`.
+      from_audio: whether features are computed even if there is a `feats.scp`.
 
     Raises:
-      FileNotFoundError: it does not exist, is empty, or lacks a table.
+      FileNotFoundError: the directory does not exist, is empty, or lacks a table.
       CorpusError: a table is wrong; the message names its line.
     """
     if not os.path.isdir(directory):
@@ -206,15 +207,15 @@ def kaldi_directory(
 
 
 def librispeech(directory: str, extraction: Extraction) -> Source:
-    """LibriSpeech as it is downloaded: SPEAKER/CHAPTER/*.flac with a SPEAKER-CHAPTER.trans.txt.
+    """Opens LibriSpeech as downloaded: SPEAKER/CHAPTER/*.flac with a SPEAKER-CHAPTER.trans.txt.
 
     Args:
       directory: a part such as `LibriSpeech/train-clean-100`.
-      extraction: what is computed from the audio.
+      extraction: options of the features.
 
     Raises:
-      FileNotFoundError: it does not exist, or has no such files.
-      CorpusError: a transcript lists other utterances than there are files.
+      FileNotFoundError: the directory does not exist, or has no such files.
+      CorpusError: the utterances in a transcript are not those of the files beside it.
     """
     if not os.path.isdir(directory):
         raise FileNotFoundError(f"directory {directory} does not exist")
@@ -246,7 +247,7 @@ def librispeech(directory: str, extraction: Extraction) -> Source:
 
 
 class SpeakerStats:
-    """The statistics that a data directory's `cmvn.scp` names, by speaker or by utterance.
+    """Statistics that a data directory's `cmvn.scp` names, by speaker or by utterance.
 
     Args:
       directory: has `cmvn.scp`.
@@ -262,7 +263,14 @@ class SpeakerStats:
         self.digest = _digest([], self._locations)
 
     def __call__(self, utterance: str, speaker: str) -> np.ndarray:
-        """float64 [2, dim + 1], as `features.cmvn_stats`. Raises CorpusError if there are none."""
+        """Reads the statistics of the speaker, or else of the utterance.
+
+        Returns:
+          float64 [2, dim + 1], in the form of `features.cmvn_stats`.
+
+        Raises:
+          CorpusError: there are none, or they are not of this form.
+        """
         key = speaker if speaker in self._locations else utterance
         if key not in self._locations:
             raise CorpusError(f"{self._path} has no statistics of speaker {speaker} ({utterance})")
@@ -284,7 +292,16 @@ def _locations(table: dict[str, str], path: Path, allow_pipes: bool) -> dict[str
 
 
 def _speakers(directory: str, utterances: list[str], listing: Path) -> dict[str, str]:
-    """The speaker of each utterance of `listing`, all of which `utt2spk` must have."""
+    """Returns the speaker of each utterance, from `utt2spk`.
+
+    Args:
+      directory: directory of `utt2spk`.
+      utterances: the utterances, one from each line of `listing`.
+      listing: the table that lists the utterances, for messages.
+
+    Raises:
+      CorpusError: an utterance is not in `utt2spk`.
+    """
     path = Path(directory) / "utt2spk"
     table = kaldi_tables.read(path)
     for number, utterance in enumerate(utterances, 1):
@@ -294,7 +311,10 @@ def _speakers(directory: str, utterances: list[str], listing: Path) -> dict[str,
 
 
 def _digest(tables: list[Path], locations: Mapping[str, Location]) -> str:
-    """SHA-256 of tables, and of what others name: the same for data that was moved elsewhere."""
+    """Returns the SHA-256 of tables, and of the names and sizes of the files at `locations`.
+
+    It has no directories, so it stays the same for data that was moved.
+    """
     digest = hashlib.sha256()
     for table in tables:
         digest.update(table.read_bytes())

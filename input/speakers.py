@@ -9,7 +9,7 @@ _PITCHES = (25, 76)
 
 
 class Speaker(NamedTuple):
-    """Who says an utterance. `variant` occurs in one split only."""
+    """A synthetic speaker. Each `variant` occurs in one split only."""
 
     name: str
     voice: str
@@ -34,7 +34,7 @@ def draw(
       num_speakers: number of speakers of each split.
       voices: names of eSpeak NG voices to choose from.
       variants: names of eSpeak NG voice variants to divide.
-      generator: where the randomness comes from.
+      generator: source of the randomness.
 
     Raises:
       ValueError: there are fewer variants than splits.
@@ -67,7 +67,7 @@ def _speaker(name: str, variant: str, voices: list[str], generator: np.random.Ge
 
 
 def _divide(variants: list[str], num_speakers: dict[str, int]) -> dict[str, list[str]]:
-    """One variant to each split, the rest in proportion to the numbers of speakers."""
+    """Gives one variant to each split, and the rest in proportion to the numbers of speakers."""
     shares = np.array(list(num_speakers.values()), np.float64)
     spare = len(variants) - len(shares)
     ends = np.floor(np.cumsum(shares) / np.sum(shares) * spare).astype(int) + np.arange(

@@ -23,17 +23,17 @@ def stream_chunks(
     seed: int = 0,
     shuffle: bool = True,
 ) -> CorpusChunks:
-    """Chunks of minibatches of parallel streams, as `streams.minibatches` makes them.
+    """Returns chunks of minibatches of parallel streams, as `streams.minibatches` makes them.
 
-    Each chunk starts new streams: all rows have the reset flag in its first step. Their utterances
-    end at different steps, and what a stream lacks at the end of a chunk is padding, so a chunk
-    should have several utterances for each stream. A worker holds one utterance for each stream.
+    Each chunk starts new streams: all rows have the reset flag in its first step. The streams of a
+    chunk end at different steps, and are padded to the longest, so a chunk should have several
+    utterances for each stream. A worker holds one utterance for each stream.
 
     Args:
       corpus: from `index.read`.
       split: "train", "validation" or "test".
-      options: what a minibatch is made of.
-      seconds: of a chunk, about; utterances stay whole.
+      options: options of the minibatches.
+      seconds: approximate length of a chunk; utterances stay whole.
       seed: with the epoch, decides the order.
       shuffle: False keeps the order of the corpus.
 
@@ -71,7 +71,7 @@ def stream_chunks(
         reader = _StreamReader(corpus, split, options)
         chosen = Utterances(*columns)
         rows = tf.data.Dataset.range(options.streams)
-        # One step of each row in turn: the rows of a minibatch after another.
+        # The elements are one step of each row in turn, so that a batch of them is a minibatch.
         return (
             rows.interleave(
                 lambda row: reader.steps(
@@ -91,7 +91,7 @@ def stream_chunks(
 
 
 class _StreamReader:
-    """Reads what one stream of a chunk holds, step by step."""
+    """Reads the utterances of one stream of a chunk, step by step."""
 
     def __init__(self, corpus: CorpusIndex, split: str, options: StreamOptions) -> None:
         self._reader = GraphReader(corpus, split)
@@ -99,7 +99,7 @@ class _StreamReader:
         self._options = options
 
     def steps(self, chosen: Utterances, own: tf.Tensor, total: tf.Tensor) -> tf.data.Dataset:
-        """`own` steps of utterances, and padding up to `total`."""
+        """Returns `own` steps of utterances, followed by padding up to `total` steps."""
         columns = tf.data.Dataset.from_tensor_slices(tuple(chosen))
         each = tf.data.Dataset.zip((columns, self._reader.records(chosen)))
         pieces = each.map(self._pieces, num_parallel_calls=1)
@@ -109,7 +109,7 @@ class _StreamReader:
         ).concatenate(padding)
 
     def _pieces(self, columns: tuple[tf.Tensor, ...], record: tf.Tensor) -> Any:
-        """What the model sees of an utterance, in steps."""
+        """Returns the model's inputs, labels and weights for one utterance, cut into steps."""
         one = Utterances(*(column[None] for column in columns))
         frames, labels = self._reader.decode(one, record[None])
         options = self._options
@@ -127,7 +127,7 @@ class _StreamReader:
         return {"frames": frames, "reset": reset}, labels, weights
 
     def _cut(self, whole: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        """[n, ...] -> [count, T, ...], with zeros at the end."""
+        """Cuts a tensor into `count` steps, with zeros at the end: [n, ...] -> [count, T, ...]."""
         size = self._options.truncation
         missing = count * size - tf.shape(whole)[0]
         padded = tf.pad(whole, [[0, missing], *([[0, 0]] * (len(whole.shape) - 1))])

@@ -1,13 +1,13 @@
 """The division of an epoch between parallel streams of utterances.
 
-A replica reads S streams side by side. A stream is one utterance after another, and every minibatch
-holds the next T frames of each. An utterance begins at a step of its own; what its last step has
-too many is padding. The division is a function of the utterances' lengths and (seed, epoch, N)
-alone, so workers agree on it without speaking:
+A replica reads S streams side by side. A stream is a sequence of utterances, and every minibatch
+has the next T frames of each stream. An utterance begins with a new step, and its last step is
+padded. The division is a function of the utterances' lengths and (seed, epoch, N) alone, so workers
+agree on it without communication:
 
 1. The utterances are put in an order drawn for (seed, epoch).
-2. Each goes, in this order, to whichever of the N·S streams is free first, the lowest-numbered one
-   of several. So streams, and with them replicas, differ at the end by one utterance at most.
+2. In this order each goes to the one of the N·S streams that is free first; of several, to the one
+   with the lowest number. So the ends of streams differ by one utterance at most.
 3. Stream k is row k // N of replica k mod N.
 
 Pure functions of NumPy; nothing here reads a file.
@@ -21,37 +21,37 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Which stream reads which utterance when. Make it with `plan`, which validates.
+    """The stream and the steps of each utterance. Make it with `plan`, which checks the arguments.
 
     The columns have one entry for each utterance, in the order of the epoch.
     """
 
     num_replicas: int
-    streams: int  # of one replica
+    streams: int  # number of streams of one replica
     truncation: int  # frames of a step
     utterance: np.ndarray  # int64: number in the split
-    stream: np.ndarray  # int64: which of the num_replicas * streams
+    stream: np.ndarray  # int64: number of its stream, below num_replicas * streams
     first_step: np.ndarray  # int64
     end_step: np.ndarray  # int64: the step after its last
 
     @property
     def num_steps(self) -> int:
-        """Minibatches of the replica that has most."""
+        """Number of minibatches of the replica that has most."""
         return int(self.end_step.max())
 
     @property
     def num_minibatches(self) -> int:
-        """Minibatches of the epoch, over all replicas."""
+        """Number of minibatches of the epoch, over all replicas."""
         return sum(self.steps(replica) for replica in range(self.num_replicas))
 
     def steps(self, replica: int) -> int:
-        """Minibatches of one replica."""
+        """Returns the number of minibatches of one replica."""
         if not 0 <= replica < self.num_replicas:
             raise ValueError(f"replica must lie in [0, {self.num_replicas}). Received: {replica}")
         return int(self.end_step[self.stream % self.num_replicas == replica].max())
 
     def rows(self, replica: int) -> list[np.ndarray]:
-        """For each stream of a replica its utterances' positions in the columns, in order."""
+        """Returns, for each stream of a replica, its utterances' positions in the columns."""
         mine = np.flatnonzero(self.stream % self.num_replicas == replica)
         row = self.stream[mine] // self.num_replicas
         by_row = mine[np.argsort(row, kind="stable")]
@@ -66,14 +66,14 @@ def plan(
     truncation: int,
     order: np.ndarray | None = None,
 ) -> StreamPlan:
-    """The division of an epoch.
+    """Returns the division of an epoch.
 
     Args:
-      frames: int [utterances]: frames of each, as the model sees them.
+      frames: int [utterances]: frames of each utterance, after stacking.
       num_replicas: N, the number of replicas of all workers.
       streams: S, rows of a replica's minibatch.
       truncation: T, frames of a step.
-      order: the utterances in the order of the epoch; None: as they are numbered.
+      order: the utterances' numbers in the order of the epoch; None for 0, 1, ...
 
     Raises:
       ValueError: an argument is out of range, or there are fewer utterances than replicas.

@@ -1,13 +1,13 @@
 """Minibatches of parallel streams of utterances, for truncated BPTT, read from a corpus.
 
-Papers 000 and 003 train recurrent models so: 100 streams, steps of 20 frames. What the streams hold
-is decided by `input.stream_plan`. Memory holds the unspliced frames of one utterance for each
-stream of this worker, whatever the size of the corpus.
+Papers 000 and 003 train recurrent models in this way, with 100 streams and steps of 20 frames.
+`input.stream_plan` decides which utterances a stream has. Memory holds the unspliced frames of one
+utterance for each stream of this worker, whatever the size of the corpus.
 
 Keras' mean loss divides by all S * T frames of a minibatch, padding included, and in the mean of
-the replicas each counts by the same number, so that every frame of an epoch has the same weight in
-training. (With reduction="mean_with_sample_weight" both count the real frames alone.) Scores are to
-be had from `weighted_metrics`, which count the real frames alone.
+the replicas each replica counts by the same number. So every frame of an epoch has the same weight
+in training. (With reduction="mean_with_sample_weight" both count the real frames alone.) Use
+`weighted_metrics` for scores, since these count the real frames alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,27 +25,27 @@ STREAMS = 100
 TRUNCATION = 20  # frames
 NORMALISATIONS = ("global", "utterance", "none")
 _LEAST = {"streams": 1, "truncation": 1, "context": 0, "stack": 1, "label_delay": 0}
-MIN_STDDEV = 1e-5  # of an utterance's own
+MIN_STDDEV = 1e-5  # least standard deviation of an utterance, where it is normalised by its own
 
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What a minibatch of streams is made of.
+    """Options of the minibatches of streams.
 
     Attributes:
       streams: S, rows of a replica's minibatch.
       truncation: T, frames of a step, after stacking.
-      context: frames spliced on each side, the utterance's first and last repeated.
-      stack: frames that are put together, without overlap, to one, whose label is that of the
-        middle one (the later one of an even number). Where the last of an utterance lacks frames,
-        the utterance's last frame is repeated.
-      label_delay: frames, after stacking, by which outputs are late: the output for frame t is due
-        at t + label_delay, when the network has seen that many frames more. The input goes on with
-        the last frame; the first label_delay outputs have weight 0.
-      normalisation: "global": by the corpus' mean and standard deviation; "utterance": by the
-        utterance's own; "none".
-      coefficients: the first ones of each frame that are used; None: all. 80 of 120 leaves out the
-        second derivatives.
+      context: frames spliced on each side; the utterance's first and last are repeated.
+      stack: number of frames that are joined to one, without overlap. Its label is that of the
+        middle frame (of two, the later one). If an utterance ends within a stack, its last frame is
+        repeated.
+      label_delay: number of frames, after stacking, by which outputs are late. The output for frame
+        t is due at t + label_delay, when the network has seen that many more frames. At the end the
+        last input is repeated; the first label_delay outputs have weight 0.
+      normalisation: "global", by the corpus' mean and standard deviation; "utterance", by the
+        utterance's own; or "none".
+      coefficients: number of coefficients of each frame that are used, from the first; None for
+        all. 80 of 120 leaves out the second derivatives.
 
     Raises:
       ValueError: a value is out of range.
@@ -77,16 +77,16 @@ class StreamOptions:
             )
 
     def input_dim(self, frame_dim: int) -> int:
-        """Width of the model's input from frames of `frame_dim`."""
+        """Returns the width of the model's input for frames of width `frame_dim`."""
         return (2 * self.context + self.stack) * min(frame_dim, self.coefficients or frame_dim)
 
     def lengths(self, frames: np.ndarray) -> np.ndarray:
-        """How many frames the model sees of utterances of so many frames."""
+        """Returns the number of frames that the model reads for utterances of so many frames."""
         return -(-frames // self.stack) + self.label_delay
 
 
 def check_coefficients(corpus: CorpusIndex, options: StreamOptions) -> None:
-    """Raises ValueError if a corpus' frames have fewer coefficients than are to be used."""
+    """Raises ValueError if a corpus' frames have fewer coefficients than `options` asks for."""
     if options.coefficients is not None and options.coefficients > corpus.feature_dim:
         raise ValueError(
             f"coefficients={options.coefficients} are more than the {corpus.feature_dim} that the"
@@ -95,7 +95,10 @@ def check_coefficients(corpus: CorpusIndex, options: StreamOptions) -> None:
 
 
 def normalise(frames: tf.Tensor, kind: str, corpus: CorpusIndex) -> tf.Tensor:
-    """One of NORMALISATIONS of an utterance: [num_frames, dim] -> [num_frames, dim], float32."""
+    """Normalises an utterance: [num_frames, dim] -> [num_frames, dim], float32.
+
+    `kind` is one of NORMALISATIONS; see `StreamOptions`.
+    """
     if kind == "none":
         return frames
     mean, stddev = corpus.mean, corpus.stddev
@@ -115,7 +118,7 @@ def partition(
     seed: int = 0,
     shuffle: bool = True,
 ) -> StreamPlan:
-    """How `minibatches` divides an epoch of `split`; see `StreamPlan` for what it can count.
+    """Returns the division of an epoch of `split` by `minibatches`.
 
     Raises:
       ValueError: an argument is out of range, or the split has fewer utterances than replicas.
@@ -146,31 +149,32 @@ def minibatches(
     shuffle: bool = True,
     first_step: int = 0,
 ) -> tf.data.Dataset:
-    """The minibatches of an epoch that belong to this worker's replicas.
+    """Returns the minibatches of an epoch that belong to this worker's replicas.
 
-    In the order in which they are used: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
-    step 1 of replica_ids[0], ... A replica whose streams are at their end while another one of this
-    worker goes on gets minibatches of 0 rows, with which no step is taken. Every frame is in
-    exactly one minibatch of one replica.
+    They are in the order of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
+    step 1 of replica_ids[0], ... If a replica's streams end before those of another replica of this
+    worker, it gets minibatches of 0 rows, with which no step is taken. Every frame is in exactly
+    one minibatch of one replica.
 
     Args:
       corpus: from `index.read`.
       split: "train", "validation" or "test".
-      options: what a minibatch is made of.
+      options: options of the minibatches.
       num_replicas: N, the number of replicas of all workers.
       replica_ids: this worker's replicas, ascending.
       epoch: number of the epoch, from 0.
       seed: with `epoch`, decides the order.
       shuffle: False keeps the order of the corpus, for evaluation.
-      first_step: steps of the epoch that each replica has done already. A stream that goes on in
-        the middle of an utterance has no reset flag: its state is what the model holds, zero in a
-        new one.
+      first_step: number of steps of the epoch that each replica has done already. A stream that
+        goes on in the middle of an utterance has no reset flag: it goes on from the state in the
+        model, which is zero in a new model.
 
     Returns:
       A dataset of ({"frames": float32 [S, T, dim], "reset": float32 [S]}, labels int32 [S, T],
-      weights float32 [S, T]): the model's inputs, its targets, and sample weights of 1 and, for
-      padding, 0. `reset` is 1 where an utterance starts and in all of step 0, else 0. Reading a
-      damaged utterance raises tf.errors.InvalidArgumentError that names it.
+      weights float32 [S, T]): the model's inputs, its targets, and sample weights, which are 0 for
+      padding and for an utterance's first `label_delay` outputs, else 1. `reset` is 1 where an
+      utterance starts and in all of step 0, else 0. Reading a damaged utterance raises
+      tf.errors.InvalidArgumentError that names it.
 
     Raises:
       ValueError: an argument is out of range, or the split has fewer utterances than replicas.
@@ -200,7 +204,7 @@ def minibatches(
             for step in range(first_step, max(division.steps(i) for i in ids)):
                 yield from (replica.minibatch(step) for replica in replicas)
 
-    # A replica that is alone in its worker never has to wait for another one.
+    # A replica that is alone in its worker gets no minibatches of 0 rows.
     rows = options.streams if len(ids) == 1 else None
     shape = [rows, options.truncation]
     signature = (
@@ -215,7 +219,7 @@ def minibatches(
 
 
 class _Reader:
-    """Reads utterances, and cuts pieces of them for the model."""
+    """Reads utterances, and cuts pieces for the model from them."""
 
     def __init__(
         self, corpus: CorpusIndex, split: str, files: list[int], options: StreamOptions
@@ -226,7 +230,7 @@ class _Reader:
         self._offsets = np.arange(-options.context, options.stack + options.context)
 
     def read(self, utterance: int) -> tuple[np.ndarray, np.ndarray]:
-        """Normalised frames float32 [frames, coefficients] and labels int32 [frames]."""
+        """Returns normalised frames, float32 [frames, coefficients], and labels, int32 [frames]."""
         frames, labels = index.read_utterance(self._corpus, self._split, self._files, utterance)
         mean, stddev = self._corpus.mean, self._corpus.stddev
         if self.options.normalisation == "utterance":
@@ -238,7 +242,15 @@ class _Reader:
     def piece(
         self, utterance: tuple[np.ndarray, np.ndarray], at: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What the model sees of an utterance from its frame `at`, with labels and weights."""
+        """Returns the next piece of an utterance: inputs, labels and weights.
+
+        Args:
+          utterance: from `read`.
+          at: first frame of the piece, after stacking.
+
+        Returns:
+          float32 [n, input_dim], int32 [n] and float32 [n], n <= truncation.
+        """
         frames, labels = utterance
         stack, delay = self.options.stack, self.options.label_delay
         seen = -(-len(labels) // stack)
@@ -261,16 +273,16 @@ class _Replica:
         self._reader = reader
         self._plan = division
         self._steps = division.steps(replica)
-        # The utterances that each stream has yet to begin, the next one last.
+        # The utterances that each stream has not yet begun; the next one is the last in the list.
         self._waiting = [
             row[division.end_step[row] > first_step][::-1].tolist()
             for row in division.rows(replica)
         ]
-        self._begun: list[int | None] = [None] * division.streams  # position in the plan
+        self._begun: list[int | None] = [None] * division.streams  # positions in the plan
         self._utterance: list[Any] = [None] * division.streams
 
     def minibatch(self, step: int) -> Any:
-        """The minibatch of one step."""
+        """Returns the minibatch of one step."""
         truncation = self._plan.truncation
         rows = self._plan.streams if step < self._steps else 0
         frames = np.zeros([rows, truncation, self._reader.input_dim], np.float32)
@@ -289,7 +301,10 @@ class _Replica:
         return {"frames": frames, "reset": reset}, labels, weights
 
     def _at(self, row: int, step: int) -> int | None:
-        """The position, in the plan, of what a stream reads at a step; None after its end."""
+        """Returns the position in the plan of a stream's utterance at a step; None after its end.
+
+        The utterance is read when it begins.
+        """
         begun = self._begun[row]
         if begun is None or step >= self._plan.end_step[begun]:
             waiting = self._waiting[row]

@@ -2,9 +2,9 @@
 
 eSpeak NG is GPL-3, so it is an optional extra (`pip install espeakng-loader`) that is loaded at
 run time and never vendored. Its state is global to the loaded library and outlives a call: the
-phase of the voicing and of the noise generator carries over, and a sentence sounds different after
-another one. Every `Synthesiser` therefore loads its own private copy of the library, so that what
-it says depends only on what it was asked to say before, and not on anything else in the process.
+phase of the voicing and of the noise generator carries over, so a sentence sounds different after
+another one. So every `Synthesiser` loads a private copy of the library. Then its speech depends
+only on the calls made to it, not on anything else in the process.
 
 Source: `speak_lib.h` of eSpeak NG 1.52 (https://github.com/espeak-ng/espeak-ng).
 """
@@ -32,11 +32,11 @@ _MARKS = "ˈˌ',%="
 
 
 class SynthesisError(ValueError):
-    """eSpeak NG is missing, or refused a voice, a parameter or a text."""
+    """An error of speech synthesis: eSpeak NG is missing, or refused an argument or a text."""
 
 
 class Speech(NamedTuple):
-    """One utterance as the synthesiser speaks it."""
+    """An utterance that the synthesiser has spoken."""
 
     samples: np.ndarray  # int16 [num_samples], mono
     sample_rate: int  # Hz
@@ -70,7 +70,7 @@ _Callback = ctypes.CFUNCTYPE(
 
 
 class Synthesiser:
-    """One private eSpeak NG, in a state that depends on nothing but the calls made to it.
+    """A private copy of eSpeak NG, whose state depends only on the calls made to it.
 
     Use it as a context manager, or call `close`. Two new synthesisers that are given the same
     sequence of calls return the same bytes, whatever else the process has synthesised.
@@ -103,7 +103,7 @@ class Synthesiser:
         self.close()
 
     def close(self) -> None:
-        """Frees the library. The object cannot speak any more."""
+        """Frees the library. The object cannot speak after that."""
         if self._library is not None:
             self._library.espeak_Terminate()
             _ctypes.dlclose(self._library._handle)
@@ -117,14 +117,14 @@ class Synthesiser:
           voice: an eSpeak NG language or voice name such as "en-us".
           variant: a voice variant, one of `variants()`, or "" for none.
           rate: speed in words per minute, 80 to 450.
-          pitch: base pitch, 0 to 99, 50 is the variant's own.
+          pitch: base pitch, 0 to 99; 50 is the variant's own.
 
         Returns:
           The audio and its phones. Phones are named in the International Phonetic Alphabet,
           without stress marks; every pause is `SILENCE`, and the first phone starts at 0 seconds.
 
         Raises:
-          SynthesisError: for an argument outside its range, or when eSpeak NG returns an error.
+          SynthesisError: an argument is out of range, or eSpeak NG returns an error.
         """
         self._set_voice(voice, variant, rate, pitch)
         if not text.strip() or "\0" in text:
@@ -188,20 +188,20 @@ class Synthesiser:
 def synthesise(
     text: str, voice: str = "en-us", variant: str = "", rate: int = 175, pitch: int = 50
 ) -> Speech:
-    """`Synthesiser.say` on a new synthesiser: the same arguments give the same bytes."""
+    """Speaks on a new synthesiser (`Synthesiser.say`): equal arguments give equal bytes."""
     with Synthesiser() as synthesiser:
         return synthesiser.say(text, voice, variant, rate, pitch)
 
 
 def phone_name(symbol: str) -> str:
-    """eSpeak's phone name without stress marks; its pauses ("_:", "_", "") are `SILENCE`."""
+    """Returns eSpeak's phone name without stress marks; pauses ("_:", "_", "") are `SILENCE`."""
     name = symbol.strip(_MARKS)
     return name if name.strip("_:!|") else SILENCE
 
 
 @functools.cache
 def variants() -> tuple[str, ...]:
-    """Names of the installed voice variants, sorted."""
+    """Returns the names of the installed voice variants, sorted."""
     return tuple(sorted(os.listdir(os.path.join(_paths()[1], "voices", "!v"))))
 
 
@@ -217,7 +217,7 @@ def _paths() -> tuple[str, str]:
 
 
 def _load_private_copy(library: str) -> ctypes.CDLL:
-    """Loads `library` from a temporary copy: the loader shares a file that is loaded twice."""
+    """Loads `library` from a temporary copy, since a file that is loaded twice would be shared."""
     with tempfile.TemporaryDirectory(prefix="espeak-") as directory:
         try:
             return ctypes.CDLL(shutil.copy(library, directory))

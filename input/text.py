@@ -10,11 +10,11 @@ _SPOKEN = re.compile(r"[A-Za-z][A-Za-z' ,;:-]*[.!?]?")
 
 
 def read(path: str) -> str:
-    """The text of a UTF-8 file.
+    """Reads the text of a UTF-8 file.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not UTF-8, or has no sentence of 4 to 20 words.
+      ValueError: the file is not UTF-8, or has no sentence of 4 to 20 words.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(
@@ -35,17 +35,17 @@ def read(path: str) -> str:
 
 
 def default() -> str:
-    """About half a megabyte of English: `pydoc_data.topics`, in a fixed order."""
-    from pydoc_data import topics  # large, and only wanted here
+    """Returns about half a megabyte of English: `pydoc_data.topics`, in a fixed order."""
+    from pydoc_data import topics  # large, and only needed here
 
     return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of 4 to 20 plain English words, in order, without repetitions.
+    """Returns the sentences of 4 to 20 plain English words, in order, without repetitions.
 
-    Paragraphs end at an empty line. Emphasis and quotation marks are dropped; sentences with
-    digits, code or other symbols are left out, since nobody can say how they should be read.
+    Paragraphs end at an empty line. Marks of emphasis and quotation are dropped. Sentences with
+    digits, code or other symbols are left out, since it is not clear how to read them aloud.
     """
     found: dict[str, None] = {}
     for paragraph in re.split(r"\n\s*\n", text):
