@@ -1,1 +1,1 @@
-"""Plain Keras models of speech frames; distribution is no concern of theirs."""
+"""Plain Keras models of speech frames; nothing here depends on distributed training."""

@@ -1,4 +1,4 @@
-"""What the builders share: checks of their arguments, initial weights, the layer of logits."""
+"""Helpers of all builders: checks of arguments, initial weights, the layer of logits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ def check_sizes(least: int = 1, **sizes: int) -> None:
 
 
 def kernel(activation: str, seed: int | None) -> keras.initializers.Initializer:
-    """The initial kernel of a layer with this activation."""
-    # He's scaling keeps the variance through ReLU layers; Glorot's suits the saturating ones.
+    """Returns the initialiser of the kernel of a layer with this activation."""
+    # He's scaling keeps the variance through ReLU layers; Glorot's suits saturating activations.
     kind = keras.initializers.HeNormal if "elu" in activation else keras.initializers.GlorotUniform
     return kind(seed)
 
 
 class Seeds:
-    """A seed for each layer in turn, all following from one; None for each without one."""
+    """Seeds for layers, derived from one seed; call it for the next. Without one, all are None."""
 
     def __init__(self, seed: int | None) -> None:
         self._next = None if seed is None else seed * 1000
 
     def __call__(self) -> int | None:
-        """The next seed."""
+        """Returns the next seed."""
         if self._next is None:
             return None
         self._next += 1
@@ -34,10 +34,10 @@ class Seeds:
 
 
 def logits(num_classes: int, seed: int | None) -> keras.layers.Layer:
-    """The linear layer of logits."""
+    """Returns the linear layer of logits."""
     return keras.layers.Dense(
         num_classes,
         kernel_initializer=keras.initializers.GlorotUniform(seed),
-        dtype="float32",  # also under mixed precision: the loss needs its range
+        dtype="float32",  # also under mixed precision, since the loss needs the range of float32
         name="logits",
     )

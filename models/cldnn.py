@@ -1,4 +1,4 @@
-"""Convolution, LSTM and Dense layers in a row: the CLDNN."""
+"""The CLDNN: a convolution, LSTM layers and Dense layers, one after the other."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def cldnn(
     streams: int | None = None,
     seed: int | None = None,
 ) -> keras.Model:
-    """A convolution over frequency, LSTM layers with projection, Dense layers, logits.
+    """Builds a convolution over frequency, LSTM layers with projection, Dense layers and logits.
 
-    The convolution sees, at each frame, all spliced frames and derivatives of `band_filter`
-    neighbouring bands at once, and its maxima over `band_pool` bands go through a linear layer of
-    `reduction` units to the LSTM layers.
+    At each frame, a filter of the convolution spans `band_filter` neighbouring bands, with all
+    spliced frames and derivatives. Max-pooling over `band_pool` bands and a linear layer of
+    `reduction` units follow, and then the LSTM layers.
 
     Args:
-        input_dim: width of a spliced frame: some number of blocks of `bands`, 880 for 11 frames of
-            40 bands and their first derivatives.
+        input_dim: width of a spliced frame, a multiple of `bands`, such as 880 for 11 frames of 40
+            bands and their first derivatives.
         num_classes: tied states to tell apart.
-        bands: mel bands.
-        maps: feature maps of the convolution.
-        band_filter: bands that a filter spans.
-        band_pool: bands that are pooled, without overlap.
+        bands: number of mel bands.
+        maps: number of feature maps of the convolution.
+        band_filter: number of bands that a filter spans.
+        band_pool: number of bands that are pooled, without overlap.
         reduction: units of the linear layer after the convolution; 0 for none.
         layers: LSTM layers, at least 1.
-        cells: memory cells of each.
+        cells: number of memory cells of each LSTM layer.
         projection: width of their recurrent projection; 0 for none.
         output_projection: width of their non-recurrent projection, which is added to the output.
         cell_clip: bound of the cells' values; None for none. Only with projection.
-        dense: Dense layers after them.
+        dense: number of Dense layers after the LSTM layers.
         width: units of each Dense layer.
-        activation: of the convolution and the Dense layers.
+        activation: activation of the convolution and the Dense layers.
         streams: for truncated BPTT, the rows of each batch, whose state is carried over to the
             next (see `models.streaming`). None takes whole utterances.
         seed: seed of the initial weights; None draws one.

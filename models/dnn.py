@@ -17,10 +17,10 @@ def dnn(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> keras.Model:
-    """A DNN from spliced frames to logits: `layers` hidden Dense layers, then a linear one.
+    """Builds a DNN from spliced frames to logits: `layers` hidden Dense layers, then a linear one.
 
     Args:
-        input_dim: width of a spliced frame, 1320 for 11 frames of 120.
+        input_dim: width of a spliced frame, such as 1320 for 11 frames of 120.
         num_classes: tied states to tell apart.
         layers: hidden layers; 0 gives a linear classifier.
         width: units of each hidden layer.
@@ -35,8 +35,8 @@ def dnn(
         ValueError: an argument is out of range.
 
     Source: Li et al. (2017), section 3.1: 1320-6×1024-5723, which are 12.5 million parameters. The
-    other papers' shapes, and what is to be said about the 13.5 million that this one gives, are in
-    `models.presets`.
+    other papers' shapes are in `models.presets`, and so is a note on the 13.5 million parameters
+    that this shape has.
     """
     check_sizes(input_dim=input_dim, width=width)
     check_sizes(2, num_classes=num_classes)

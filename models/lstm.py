@@ -21,17 +21,17 @@ def lstm(
     streams: int | None = None,
     seed: int | None = None,
 ) -> keras.Model:
-    """Unidirectional LSTM layers, Dense layers, logits.
+    """Builds a model of unidirectional LSTM layers, Dense layers and logits.
 
     Args:
         input_dim: width of a frame, 252 for 3 stacked frames of 84.
         num_classes: tied states to tell apart.
         layers: LSTM layers, at least 1.
-        cells: memory cells of each.
+        cells: number of memory cells of each LSTM layer.
         projection: width of their recurrent projection (see `models.lstmp`); 0 for none.
-        dense: Dense layers after them.
+        dense: number of Dense layers after the LSTM layers.
         width: units of each Dense layer.
-        activation: of the Dense layers, as Keras names it.
+        activation: Keras' name of the activation of the Dense layers.
         streams: for truncated BPTT, the rows of each batch, whose state is carried over to the
             next (see `models.streaming`). None takes whole utterances.
         seed: seed of the initial weights; None draws one.

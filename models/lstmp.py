@@ -38,17 +38,18 @@ class LSTMPCell(keras.layers.Layer):
     `projection_kernel` P [units, projection + output_projection].
 
     Args:
-        units: memory cells.
+        units: number of memory cells.
         projection: width of r_t.
         output_projection: width of s_t; 0 for none.
         peepholes: whether the gates see the cells.
         cell_clip: cells are kept within ± this; None leaves them.
-        activation: of the cells' input and output.
-        recurrent_activation: of the gates.
+        activation: activation of the cells' input and output.
+        recurrent_activation: activation of the gates.
         unit_forget_bias: whether the forget gate's bias starts from 1, whatever
             `bias_initializer` says.
-        kernel_initializer: of W; further `recurrent_initializer`, `projection_initializer`,
-            `peephole_initializer` and `bias_initializer`, all as keyword arguments.
+        kernel_initializer: initialiser of W. Those of the other weights are
+            `recurrent_initializer`, `projection_initializer`, `peephole_initializer` and
+            `bias_initializer`. All are keyword arguments.
 
     Raises:
         ValueError: an argument is out of range.
@@ -90,7 +91,7 @@ class LSTMPCell(keras.layers.Layer):
         self.recurrent_activation = keras.activations.get(recurrent_activation)
         self.unit_forget_bias = unit_forget_bias
         self._initializers = {n: keras.initializers.get(i) for n, i in initializers.items()}
-        # What keras.layers.RNN asks of a cell.
+        # keras.layers.RNN reads these attributes of a cell.
         self.state_size = [projection, units]
         self.output_size = projection + output_projection
 
@@ -122,7 +123,7 @@ class LSTMPCell(keras.layers.Layer):
         )
 
     def call(self, inputs: Any, states: Any, training: bool = False) -> tuple[Any, list[Any]]:
-        """One step.
+        """Computes one step.
 
         Args:
             inputs: [batch, input_dim].

@@ -1,4 +1,4 @@
-"""The papers' models by name, and the frames that each takes.
+"""The papers' models by name, and the kind of frames that each takes.
 
     model = presets.build("dnn-003", num_classes=144, scale=0.25)
 
@@ -28,22 +28,22 @@ from models.lstm import lstm
 BUILDERS: Mapping[str, Callable[..., keras.Model]] = MappingProxyType(
     {"dnn": dnn, "lstm": lstm, "cldnn": cldnn}
 )
-# What `scale` multiplies.
+# The arguments of the builders that `scale` multiplies.
 WIDTHS = ("width", "cells", "projection", "output_projection", "maps", "reduction")
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A model as a paper has it.
+    """A model with the shape that a paper gives.
 
     Attributes:
-        kind: its builder, a name in `BUILDERS`.
+        kind: name of its builder in `BUILDERS`.
         frame_dim: width of a frame before splicing or stacking.
-        num_classes: tied states.
-        arguments: what else the builder is given.
-        context: frames spliced on each side.
-        stack: frames that are put together, without overlap, to one.
-        about: where the shape comes from, and what was chosen where the paper is silent.
+        num_classes: number of tied states.
+        arguments: further arguments of the builder.
+        context: number of frames spliced on each side.
+        stack: number of frames that are joined to one, without overlap.
+        about: source of the shape, and the choices that the paper leaves open.
     """
 
     kind: str
@@ -60,7 +60,10 @@ class Preset:
         return self.kind != "dnn"
 
     def input_dim(self, frame_dim: int | None = None) -> int:
-        """Width of the model's input from frames of `frame_dim`; None: the paper's."""
+        """Returns the width of the model's input for frames of width `frame_dim`.
+
+        None is the paper's width.
+        """
         frames = 2 * self.context + self.stack
         return frames * (self.frame_dim if frame_dim is None else frame_dim)
 
@@ -71,14 +74,14 @@ class Preset:
         num_classes: int | None = None,
         **changes: Any,
     ) -> dict[str, Any]:
-        """All arguments of the builder; JSON can hold them.
+        """Returns all arguments of the builder, as values that JSON can hold.
 
         Args:
-            scale: factor of the paper's widths, which are rounded and at least 1; 0.25 is a model
-                for a laptop. The number of layers, the input and the classes stay.
-            input_dim: width of the input; None: the paper's.
-            num_classes: None: the paper's.
-            changes: arguments of the builder that take the place of the paper's, as they are.
+            scale: factor of the paper's widths, which are rounded and at least 1; 0.25 gives a
+                model for a laptop. The number of layers, the input and the classes do not change.
+            input_dim: width of the input; None for the paper's.
+            num_classes: number of classes; None for the paper's.
+            changes: arguments of the builder that replace the paper's; they are not scaled.
 
         Raises:
             ValueError: scale is not positive.
@@ -103,7 +106,9 @@ class Preset:
         num_classes: int | None = None,
         **changes: Any,
     ) -> keras.Model:
-        """The model; arguments as `resolve`, e.g. seed= or, for a recurrent one, streams=."""
+        """Builds the model. The arguments are those of `resolve`; `changes` may have seed= or,
+        for a recurrent model, streams=.
+        """
         return BUILDERS[self.kind](**self.resolve(scale, input_dim, num_classes, **changes))
 
 
@@ -192,10 +197,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def get(name: str) -> Preset:
-    """The preset of this name.
+    """Returns the preset of this name.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: there is none of this name; the message lists all names.
     """
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}. There are: {', '.join(PRESETS)}.")
@@ -209,5 +214,5 @@ def build(
     num_classes: int | None = None,
     **changes: Any,
 ) -> keras.Model:
-    """The model of this name; the arguments are those of `Preset.resolve`."""
+    """Builds the model of this name; the arguments are those of `Preset.resolve`."""
     return get(name).build(scale, input_dim, num_classes, **changes)

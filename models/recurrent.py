@@ -12,7 +12,10 @@ from models.streaming import Streaming
 
 
 def inputs(input_dim: int, streams: int | None) -> tuple[Any, Any, Any]:
-    """What a model takes, its frames, and its reset flags (None without streams)."""
+    """Returns a model's inputs: the whole, the frames, and the reset flags (None without streams).
+
+    The whole, for `keras.Model`, is the frames, or with streams a dictionary of both.
+    """
     frames = keras.Input((None, input_dim), name="frames")
     if streams is None:
         return frames, frames, None
@@ -30,7 +33,10 @@ def lstm_layer(
     output_projection: int = 0,
     cell_clip: float | None = None,
 ) -> Streaming:
-    """A unidirectional LSTM layer; a plain one, on which GPUs are fast, without projection."""
+    """Returns a unidirectional LSTM layer.
+
+    Without projection it is `keras.layers.LSTM`, for which GPUs have fast kernels.
+    """
     glorot = keras.initializers.GlorotUniform
     ends: dict[str, Any] = {"return_sequences": True, "return_state": True, "name": name}
     if not projection:
@@ -55,7 +61,7 @@ def lstm_layer(
 
 
 def dense_layers(hidden: Any, count: int, width: int, activation: str, seeds: Seeds) -> Any:
-    """`count` Dense layers over the last axis."""
+    """Applies `count` Dense layers to the last axis."""
     for number in range(count):
         hidden = keras.layers.Dense(
             width,

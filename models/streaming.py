@@ -1,4 +1,4 @@
-"""Truncated BPTT: a recurrent layer that goes on from where the last batch ended."""
+"""Truncated BPTT: a recurrent layer that starts from its state at the end of the last batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.arguments import check_sizes
 
 @keras.saving.register_keras_serializable(package="models")
 class Streaming(keras.layers.Layer):
-    """Runs a recurrent layer over utterances that come in pieces.
+    """A layer that runs a recurrent layer over utterances that come in pieces.
 
     Row i of every batch is the next piece of stream i. The layer's state after a batch, s_i, is
     kept for the next one, in which row i starts from
@@ -32,7 +32,7 @@ class Streaming(keras.layers.Layer):
     Args:
         layer: a keras.layers.RNN, LSTM, GRU or SimpleRNN, with return_sequences=True and
             return_state=True.
-        streams: rows of every batch. None keeps nothing: each row is a whole utterance.
+        streams: number of rows of every batch. None keeps no state: each row is a whole utterance.
 
     Raises:
         TypeError: `layer` is no recurrent layer.
@@ -64,7 +64,10 @@ class Streaming(keras.layers.Layer):
 
     @property
     def states(self) -> list[keras.Variable]:
-        """The kept state, float [streams, width] each; none without streams or before `build`."""
+        """The kept state, variables of float [streams, width].
+
+        There are none without streams, or before `build`.
+        """
         return [] if self._carried is None else self._carried.of_streams
 
     def reset_state(self) -> None:
@@ -92,21 +95,22 @@ class Streaming(keras.layers.Layer):
     def call(
         self, sequences: Any, reset: Any = None, mask: Any = None, training: bool = False
     ) -> Any:
-        """The layer's outputs for the next piece of every stream.
+        """Returns the layer's outputs for the next piece of every stream.
 
         Args:
             sequences: [streams, frames, dim].
-            reset: bool or number [streams]: where it is true (not 0) an utterance starts. None
-                starts none; without streams it must be None.
+            reset: bool or number [streams]: an utterance starts in rows where it is true (not 0).
+                With None no utterance starts; without streams it must be None.
             mask: bool [streams, frames]: false skips a frame, as in Keras' recurrent layers.
-            training: as Keras gives it.
+            training: whether this is training; Keras sets it.
 
         Returns:
             [streams, frames, width of the output].
 
         Raises:
-            ValueError: a batch of another number of rows, where it is known; otherwise
-                tf.errors.InvalidArgumentError. Or `reset` without streams.
+            ValueError: the batch has another number of rows than streams (if the number is known
+                only when the graph runs, tf.errors.InvalidArgumentError); or `reset` is given
+                without streams.
         """
         if self.streams is None and reset is not None:
             raise ValueError(
@@ -121,14 +125,14 @@ class Streaming(keras.layers.Layer):
         return outputs
 
     def _start(self, sequences: Any, reset: Any) -> Any:
-        """The state that each stream starts this batch from."""
+        """Returns the state from which each stream starts this batch."""
         message = (
             f"layer {self.name!r} keeps the state of {self.streams} streams, so every batch must "
             f"have {self.streams} rows. Build the model with streams= as many rows as the data have"
         )
         if sequences.shape[0] not in (None, self.streams):
             raise ValueError(f"{message}. Received: shape {tuple(sequences.shape)}")
-        # To the gradient the variables are constants: here is where it is truncated.
+        # Gradients stop at variables, so this is where backpropagation is truncated.
         carried = [ops.cast(variable, self.compute_dtype) for variable in self.states]
         if sequences.shape[0] is None and tf.is_tensor(sequences):
             check = tf.debugging.assert_equal(tf.shape(sequences)[0], self.streams, message)
@@ -140,11 +144,11 @@ class Streaming(keras.layers.Layer):
         return keras.tree.pack_sequence_as(self.layer.get_initial_state(self.streams), carried)
 
     def compute_mask(self, sequences: Any, previous_mask: Any) -> Any:
-        """The mask of the sequences."""
+        """Returns the mask of the sequences."""
         return keras.tree.flatten(previous_mask)[0]
 
     def compute_output_shape(self, sequences_shape: Any, reset_shape: Any = None) -> Any:
-        """[streams, frames, width of the output]."""
+        """Returns the shape of the output, [streams, frames, width of the output]."""
         return self.layer.compute_output_shape(sequences_shape)[0]
 
     def get_config(self) -> dict[str, Any]:
@@ -154,13 +158,13 @@ class Streaming(keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Streaming:
-        """The layer that has this configuration."""
+        """Makes the layer that has this configuration."""
         layer = keras.saving.deserialize_keras_object(config["layer"])
         return cls(**{**config, "layer": layer})
 
 
 class _Carried(tf.Module):
-    """Variables that TensorFlow's SavedModel finds, and that are no weights to Keras."""
+    """A holder of variables that SavedModel finds, but that Keras does not take for weights."""
 
     def __init__(self, variables: list[keras.Variable]) -> None:
         super().__init__()

@@ -13,10 +13,10 @@ class PhoneErrors:
     """Errors of recognised sequences, which can be added up.
 
     Attributes:
-        insertions: phones that are recognised but were not said.
-        deletions: phones that were said but are not recognised.
-        substitutions: phones that are recognised as another.
-        reference: phones that were said.
+        insertions: number of phones that are recognised but were not said.
+        deletions: number of phones that were said but are not recognised.
+        substitutions: number of phones that are recognised as another.
+        reference: number of phones that were said.
     """
 
     insertions: int = 0
@@ -30,12 +30,12 @@ class PhoneErrors:
 
     @property
     def errors(self) -> int:
-        """All errors."""
+        """Number of all errors."""
         return self.insertions + self.deletions + self.substitutions
 
     @property
     def rate(self) -> float:
-        """Errors per phone said, in %; it can exceed 100.
+        """Number of errors for each phone said, in %; it can exceed 100.
 
         Raises:
             ValueError: no phone was said, so there is no rate.
@@ -46,10 +46,10 @@ class PhoneErrors:
 
 
 def count_errors(reference: Sequence[int], recognised: Sequence[int]) -> PhoneErrors:
-    """The fewest errors that turn `reference` into `recognised` (Levenshtein's distance).
+    """Returns the fewest errors that turn `reference` into `recognised` (Levenshtein's distance).
 
-    Where several ways have as few, the one with most substitutions is counted: it has the fewest
-    insertions and deletions, so the three numbers do not depend on how ties are broken.
+    Of several ways with equally few errors, the one with most substitutions is counted. It has the
+    fewest insertions and deletions, so the three numbers do not depend on how ties are broken.
 
     Args:
         reference: numbers of the phones that were said.
@@ -60,7 +60,7 @@ def count_errors(reference: Sequence[int], recognised: Sequence[int]) -> PhoneEr
         PhoneErrors(insertions=1, deletions=0, substitutions=2, reference=4)
     """
     hypothesis = np.asarray(recognised, np.int64)
-    # One number holds both: `substitute` for each error, and 1 more if it is no substitution.
+    # One number has both counts: an error costs `substitute`, and 1 more if it is no substitution.
     substitute = len(reference) + len(hypothesis) + 1
     gap = substitute + 1
     ramp = gap * np.arange(len(hypothesis) + 1)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-_POOLED_WEIGHT = 10.0  # moves that a phone's own share its estimate with
-_MOVE_FLOOR = 0.5  # moves added to every possible one of all phones together
+_POOLED_WEIGHT = 10.0  # weight, in moves, of all phones' distribution in a phone's own
+_MOVE_FLOOR = 0.5  # added to the counts of every possible move of all phones together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,8 @@ class PhoneStates:
 
     Attributes:
         phones: names, in the order of their first class.
-        classes: int [P, S], the class of each state; -1 beyond the last of a phone with fewer.
+        classes: int [P, S], the class of each state; -1 behind the last state of a phone with less
+            than S states.
     """
 
     phones: tuple[str, ...]
@@ -29,7 +30,7 @@ class PhoneStates:
         """Reads the names of the classes, PHONE.STATE with states counted from 0.
 
         Raises:
-            ValueError: the classes are others, such as tied states ("pdf-17").
+            ValueError: the names have another form, such as those of tied states ("pdf-17").
         """
         states: dict[str, dict[int, int]] = {}
         for number, name in enumerate(class_names):
@@ -59,17 +60,17 @@ class PhoneStates:
         return int(self.classes.max()) + 1
 
     def segments(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where phones begin in a sequence of frame labels.
+        """Finds where phones begin in a sequence of frame labels.
 
-        A phone begins at the first frame, where the phone changes, and where the state goes back: a
-        phone said twice. (Said twice within as few frames as show no earlier state, it counts
-        once.)
+        A phone begins at the first frame, where the phone changes, and where the state goes back,
+        which is a phone said twice. (If the second one shows no earlier state than the end of the
+        first, the two count as one.)
 
         Args:
             labels: int [num_frames], classes.
 
         Returns:
-            Phone and state of each frame, int [num_frames], and the frames where phones begin.
+            Phone and state of each frame, int [num_frames] each, and the frames where phones begin.
         """
         phone_of, state_of = np.empty([2, self.num_classes], np.int64)
         phones, states = np.nonzero(self.classes >= 0)
@@ -82,14 +83,14 @@ class PhoneStates:
 
 @dataclasses.dataclass
 class Counts:
-    """What is counted in labelled utterances.
+    """Counts of frames, moves and phone pairs in labelled utterances.
 
     Attributes:
         states: the phones' states.
-        frames: [K], frames of each class.
-        moves: [P, S + 1, S + 1], moves within each phone, from a state or (last row) its beginning
-            to a state or (last column) its end.
-        bigram: [P + 1, P + 1], phones that follow each other, from a phone or (last row) the
+        frames: [K], number of frames of each class.
+        moves: [P, S + 1, S + 1], number of moves within each phone, from a state or (last row) its
+            beginning to a state or (last column) its end.
+        bigram: [P + 1, P + 1], number of pairs of phones, from a phone or (last row) the
             utterance's beginning to a phone or (last column) its end.
     """
 
@@ -100,7 +101,7 @@ class Counts:
 
     @classmethod
     def zero(cls, states: PhoneStates) -> Counts:
-        """Counts of no utterance."""
+        """Returns counts that are all 0."""
         phones, width = states.classes.shape
         return cls(
             states,
@@ -110,7 +111,7 @@ class Counts:
         )
 
     def add(self, labels: np.ndarray) -> None:
-        """Counts an utterance: labels int [num_frames], at least one."""
+        """Adds the counts of an utterance: labels int [num_frames], at least one."""
         phone, state, first = self.states.segments(labels)
         end = self.moves.shape[1] - 1
         last = np.concatenate([first[1:], [len(labels)]]) - 1
@@ -124,15 +125,15 @@ class Counts:
         np.add.at(self.bigram, (sequence[:-1], sequence[1:]), 1)
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers as JSON can hold them."""
+        """Returns the counts as values that JSON can hold."""
         return {name: getattr(self, name).tolist() for name in ("frames", "moves", "bigram")}
 
     @classmethod
     def from_json(cls, states: PhoneStates, content: dict[str, Any]) -> Counts:
-        """Reads what `to_json` gave.
+        """Returns the counts of which `to_json` gave `content`.
 
         Raises:
-            ValueError: something is missing, or of another shape.
+            ValueError: a count is missing, or has another shape.
         """
         counts = cls.zero(states)
         for name in ("frames", "moves", "bigram"):
@@ -148,18 +149,18 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Hmm:
-    """Probabilities, as natural logarithms, -inf for what cannot be.
+    """The model's probabilities, as natural logarithms; -inf for what is impossible.
 
     Attributes:
         states: the phones' states.
-        prior: [K], of each class; log posteriors minus these are pseudo-log-likelihoods,
-            log p(x | k) up to a number that depends on x alone.
-        moves: [P, S, S], from state to state within a phone.
-        entry: [P, S], of the state that a phone begins with.
-        exit: [P, S], of leaving the phone after a frame in each state.
-        bigram: [P, P], of the next phone (column) after a phone (row).
-        start: [P], of the first phone.
-        end: [P], of the utterance's end after each phone.
+        prior: [K], probability of each class; log posteriors minus these are
+            pseudo-log-likelihoods, log p(x | k) up to a number that depends on x alone.
+        moves: [P, S, S], probability of a move from state (row) to state within a phone.
+        entry: [P, S], probability of the state with which a phone begins.
+        exit: [P, S], probability of leaving the phone after a frame in each state.
+        bigram: [P, P], probability of the next phone (column) after a phone (row).
+        start: [P], probability of the first phone.
+        end: [P], probability of the utterance's end after each phone.
     """
 
     states: PhoneStates
@@ -173,7 +174,7 @@ class Hmm:
 
 
 def estimate(counts: Counts) -> Hmm:
-    """The model that the counts give, smoothed so that nothing that can be has probability 0.
+    """Estimates the model from counts; smoothed, so that nothing possible has probability 0.
 
     * Priors: see `log_prior`.
     * Moves within a phone: (n + 10 p̄) / (N + 10), with p̄ the distribution of all phones of as many
@@ -201,18 +202,19 @@ def estimate(counts: Counts) -> Hmm:
 
 
 def log_prior(frames: np.ndarray) -> np.ndarray:
-    """log p(k) = log((n_k + 1) / (n + K)), [K], from the frames n_k of each class."""
+    """Returns log p(k) = log((n_k + 1) / (n + K)), [K], from the frames n_k of each class."""
     return np.log((frames + 1) / (frames.sum() + len(frames)))
 
 
 def _moves(counts: Counts) -> np.ndarray:
-    """Probabilities in the layout of `Counts.moves`; rows of states that a phone lacks are 0."""
+    """Returns probabilities with the layout of `Counts.moves`; rows of missing states are 0."""
     width = counts.states.classes.shape[1]
     sizes = (counts.states.classes >= 0).sum(1)
     result = np.zeros(counts.moves.shape)
     for size in np.unique(sizes):
         group = sizes == size
-        # From a state to itself, a later one or the end; from the beginning to any state.
+        # Allowed moves: from a state to itself, a later one or the end; from the beginning to any
+        # state.
         allowed = np.zeros([width + 1, width + 1])
         allowed[:size, :size] = np.triu(np.ones([size, size]))
         allowed[:size, -1] = 1

@@ -23,23 +23,23 @@ def decode(
     acoustic_scale: float = 1.0,
     insertion_penalty: float = 0.0,
 ) -> Decoded:
-    """Viterbi's best path over all phone sequences.
+    """Returns Viterbi's best path over all phone sequences.
 
-    Maximises, over the paths of states,
+    The best path maximises, over the paths of states,
 
         Σ_t a·ℓ_t(state_t) + Σ log p(moves within phones) + Σ (log p(phone | phone before) − b)
 
     with the beginning and the end of the utterance counted as in the bigram. Between frames a path
-    moves within its phone, or leaves it and enters another (or the same once more); paths that are
-    equally good stay, then take the lower number. All phones are worked on at once: P² + P·S²
-    additions a frame.
+    moves within its phone, or leaves it and enters another (or the same once more). If these are
+    equally good it stays in its phone; of equally good states or phones it takes the one with the
+    lower number. All phones are computed at once: P² + P·S² additions for each frame.
 
     Args:
         log_likelihoods: ℓ, [num_frames, K], log posteriors minus `hmm.prior` or true ones.
         hmm: of K classes.
-        acoustic_scale: a > 0. Neighbouring frames are far from independent, so that below 1 is
-            better as a rule.
-        insertion_penalty: b, natural logarithm; above 0 there are fewer phones, below 0 more.
+        acoustic_scale: a > 0. Neighbouring frames are not independent, so values below 1 are
+            usually better.
+        insertion_penalty: b, a natural logarithm; above 0 gives fewer phones, below 0 more.
 
     Raises:
         ValueError: the array has another shape, no frames or a number that is not finite, or an
@@ -48,11 +48,11 @@ def decode(
     likelihoods = np.asarray(log_likelihoods, np.float64)
     _check(likelihoods, hmm, acoustic_scale, insertion_penalty)
     classes = hmm.states.classes
-    # [T, P, S], -inf where a phone has no such state.
+    # Scores have the shape [T, P, S], with -inf where a phone has no such state.
     scores = np.where(classes >= 0, acoustic_scale * likelihoods[:, classes], -np.inf)
     entry = hmm.entry - insertion_penalty
     frames, phones, width = scores.shape
-    # How the best path came to each state: from which of its phone's, or from another phone's end.
+    # How the best path came to each state: from a state of the same phone, or from a phone's end.
     stayed_from = np.zeros([frames, phones, width], np.int16)
     entered = np.ones([frames, phones, width], bool)
     phone_before = np.zeros([frames, phones], np.int32)
