@@ -1,10 +1,11 @@
-"""Datasets whose copies all have one order of minibatches.
+"""Datasets whose copies all have the same minibatches in the same order.
 
-The chunks of an epoch read copies of one dataset, and each keeps its share, so all copies must have
-the same minibatches in the same order; so must a copy that is read again, by a worker that takes
-over. By itself `shuffle` draws an order where it is read, and `deterministic=False` gives what
-comes first. Here the dataset's program (a TensorFlow graph) is written anew: each shuffle has seeds
-that are filled in for each epoch, and operations keep their order. What stays random is refused.
+Each chunk of an epoch reads a copy of the dataset and keeps its share of the minibatches. So all
+copies must have the same minibatches in the same order, also a copy that another worker reads again
+after a failure. But `shuffle` draws an order of its own in each copy, and `deterministic=False`
+takes elements in the order in which they are ready. This module rewrites the dataset's TensorFlow
+graph: the chief fills in the seeds of all shuffles for each epoch, and operations keep their order.
+Datasets with other randomness that decides which elements come are refused.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Below what protocol buffers carry in one message, 2 GB.
+# 1 GB. One message of protocol buffers can have at most 2 GB.
 LARGEST_BYTES = 1 << 30
 
-# Operations with seeds: the places, among their inputs, of the two seeds and of the generator, by
-# which a program shares its state with the dataset that it was made from (None: there is none).
+# Operations with seeds: the indices of their inputs "seed", "seed2" and "seed_generator" (None if
+# they have none). Through the generator, copies would share the state of the original dataset.
 _SEEDED = {
     "GlobalShuffleDataset": (1, 2, 3),
     "RandomDataset": (0, 1, None),
@@ -50,14 +51,14 @@ _RANDOM = {
 
 
 class RepeatableProgram:
-    """A dataset as a program that any process can run, with an order that its seeds decide alone.
+    """A dataset as a graph that any process can read; its order depends on given seeds only.
 
     Args:
-        dataset: finite, of TensorFlow operations.
+        dataset: a finite dataset without Python functions.
 
     Raises:
-        ValueError: more than 1 GB of data inside, Python functions, or randomness that decides
-            which elements come.
+        ValueError: the dataset has more than 1 GB of data inside, Python functions, or randomness
+            that decides which elements come.
     """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
@@ -73,13 +74,13 @@ class RepeatableProgram:
             )
         graph = tf.compat.v1.GraphDef.FromString(program)
         check_order(graph, "the dataset")
-        self._mark = secrets.token_bytes(8)  # stands where a seed is filled in
+        self._mark = secrets.token_bytes(8)  # placeholder of a seed in the serialized graph
         self._spec = dataset.element_spec
-        self._anew: list[bool] = []  # of each shuffle: whether each epoch has another order
+        self._anew: list[bool] = []  # for each shuffle: whether each epoch has another order
         for scope in _scopes(graph):
             for node in list(scope.nodes):
                 self._rewrite(node, scope)
-        # The marks are there in the order in which they were added.
+        # The marks are in the serialized graph in the order in which they were added.
         self._pieces = graph.SerializeToString().split(self._mark)
 
     def _rewrite(self, node: tf.compat.v1.NodeDef, scope: _Scope) -> None:
@@ -105,26 +106,27 @@ class RepeatableProgram:
             node.input[place] = scope.add_number(self._mark)
 
     def seeds(self, order: Sequence[int], epoch: int) -> tf.Tensor:
-        """The seeds of all shuffles: what `dataset` needs.
+        """Returns the seeds of all shuffles for `dataset`.
 
         Args:
             order: numbers ≥ 0 that the order depends on.
-            epoch: from 0.
+            epoch: the epoch, from 0.
         """
         found: list[int] = []
         for number, anew in enumerate(self._anew):
-            # Not the dataset's own seeds: those of a global one depend on the program's past.
+            # The dataset's own seeds are not used: under a global seed they depend on the number of
+            # operations that the program has created before.
             key = [*order, epoch, number] if anew else [*order[:1], number]
             drawn = np.random.default_rng(key).integers(1, 1 << 62, size=2)
             found += map(int, drawn)
-        # As in memory: of fixed length, where the other numbers of a program have any.
+        # A seed has 8 bytes, as many as its placeholder, so that lengths in the graph stay right.
         return tf.constant([*(np.int64(seed).tobytes() for seed in found), b""])
 
     def dataset(self, seeds: tf.Tensor) -> tf.data.Dataset:
-        """The dataset, in a graph or outside.
+        """Returns the dataset with these seeds; in a graph or eagerly.
 
         Args:
-            seeds: from `seeds`, of type string.
+            seeds: the result of the method `seeds`, a string tensor.
         """
         pieces = [part for k, piece in enumerate(self._pieces) for part in (piece, seeds[k])]
         variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.strings.join(pieces))
@@ -136,10 +138,11 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
 
     Args:
         graph: a GraphDef with the dataset's operations.
-        what: it is called in the message.
+        what: the dataset's name in messages.
 
     Raises:
-        ValueError: Python functions, or randomness that decides which elements come.
+        ValueError: the dataset has Python functions, reads from tf.data's service, or has
+            randomness that decides which elements come.
     """
     bodies = {f.signature.name: f.node_def for f in graph.library.function}
     for node in _all_nodes(graph):
@@ -169,13 +172,13 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
 
 
 def check_seeds(graph: tf.compat.v1.GraphDef) -> None:
-    """Refuses chunks with another order each time that they are read.
+    """Refuses chunks whose order may differ each time that they are read.
 
     Args:
         graph: a GraphDef with the operations of a chunk's dataset.
 
     Raises:
-        ValueError: a shuffle without a seed, or operations that do not keep the order.
+        ValueError: a chunk has a shuffle without a seed, or operations that do not keep the order.
     """
     for scope in _scopes(graph):
         for node in scope.nodes:
@@ -195,7 +198,7 @@ def check_seeds(graph: tf.compat.v1.GraphDef) -> None:
 
 
 class _Scope:
-    """The nodes of a graph, or of a function's body, which name their inputs in another way."""
+    """The nodes of a graph or of a function's body; the two name inputs differently."""
 
     def __init__(self, nodes: Any, is_function: bool) -> None:
         self.nodes = nodes
@@ -203,26 +206,26 @@ class _Scope:
         self._by_name = {node.name: node for node in nodes}
 
     def number(self, name: str) -> int | None:
-        """The value of an input, where it is a constant."""
+        """Returns the value of an integer input; None if it is not a constant."""
         node = self._by_name.get(name.split(":")[0])
         if node is None or node.op != "Const":
             return None
         return int(tf.make_ndarray(node.attr["value"].tensor))
 
     def is_fixed(self, name: str) -> bool:
-        """Whether an input depends on nothing that a function is given.
+        """Returns whether an input does not depend on the arguments of the function.
 
         It need not be a constant: under a global seed, a seed in a function is computed from two.
         """
         return all(found in self._by_name for found in self._names_before([name]))
 
     def before(self, node: tf.compat.v1.NodeDef) -> list[tf.compat.v1.NodeDef]:
-        """All nodes that a node has its inputs from, directly or not."""
+        """Returns all nodes on which a node depends, directly or not."""
         names = self._names_before(node.input)
         return [self._by_name[name] for name in names if name in self._by_name]
 
     def _names_before(self, inputs: Sequence[str]) -> list[str]:
-        """The names of inputs, of what these are made from, and so on; a function's own as well."""
+        """Returns the names of all nodes, and arguments of the function, on which inputs depend."""
         found: dict[str, None] = {}
         names = list(inputs)
         while names:
@@ -259,15 +262,15 @@ def _all_nodes(graph: tf.compat.v1.GraphDef) -> Iterator[tf.compat.v1.NodeDef]:
 
 
 def _chooses(node: tf.compat.v1.NodeDef) -> bool:
-    """Whether the number, or the order, of a dataset's elements depends on what they are."""
-    # A map gives one element for each.
+    """Returns whether an operation may select or reorder elements, depending on their values."""
+    # A map does not: it makes one element from each. Other operations that call functions may.
     is_map = "Map" in node.op.replace("FlatMap", "")
     calls = "Dataset" in node.op and not is_map and any(_functions(node))
     return calls or node.op == "DirectedInterleaveDataset"
 
 
 def _functions(node: tf.compat.v1.NodeDef) -> Iterator[str]:
-    """The names of the functions that an operation calls."""
+    """Yields the names of the functions that an operation calls."""
     for value in node.attr.values():
         if value.func.name:
             yield value.func.name
@@ -275,7 +278,7 @@ def _functions(node: tf.compat.v1.NodeDef) -> Iterator[str]:
 
 
 def _calls(node: tf.compat.v1.NodeDef) -> bool:
-    """Whether an operation is part of the function that has it, and not a dataset inside it."""
+    """Returns whether an operation computes values, and does not make a dataset."""
     return "Dataset" not in node.op
 
 
@@ -284,12 +287,15 @@ def _random_in(
     bodies: Mapping[str, Sequence[tf.compat.v1.NodeDef]],
     counts: Callable[[tf.compat.v1.NodeDef], bool] = lambda node: True,
 ) -> str:
-    """A random operation that a node is, or has in the functions that it calls.
+    """Returns a random operation that a node is, or that functions have which it calls.
 
     Args:
-        node: of a graph.
+        node: a node of a graph.
         bodies: the nodes of functions, by name.
-        counts: which nodes of functions are looked at.
+        counts: returns whether a node of a function is looked at.
+
+    Returns:
+        The operation's type, such as "RandomUniform"; empty if there is none.
     """
     if node.op in _RANDOM:
         return str(node.op)

@@ -1,4 +1,4 @@
-"""The choice of a learning rate for each chunk, on the worker that trains it."""
+"""The search for the learning rate of each chunk, on the worker that trains the chunk."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRateSearch:
-    """Before each chunk, tries learning rates on the first part of it and takes the best.
+    """Tries several learning rates on the first part of each chunk and takes the best one.
 
-    The worker that gets the chunk pulls the model, trains it on the sample with each candidate (by
-    itself, with an optimizer that starts anew), and takes the candidate with the smallest loss on
-    the sample afterwards, the lowest of equal ones; a loss that is not finite never wins. If none
-    is finite the rate stays. The chunk is then trained with that rate, and it is the one that the
-    next chunks' candidates are multiples of: the rate may rise or fall. The sample needs some tens
-    of minibatches: after a few, rates that are too high still look good.
+    The worker that gets a chunk pulls the model. For each candidate rate it trains a copy on the
+    first minibatches of the chunk, the sample, with a new optimizer. The candidate with the
+    smallest loss on the sample after that training wins; of equal losses the lowest rate. Losses
+    that are not finite never win, and if none is finite, the rate stays as it is. The chunk is then
+    trained with the chosen rate. The candidates of the next chunks are multiples of it, so the rate
+    may rise or fall. The sample needs some tens of minibatches: after fewer, rates that are too
+    high still look good.
 
     Args:
         factors: candidates, as multiples of the present rate, each > 0.
-        part: of a chunk that is the sample, 0 < part ≤ 1, at least one minibatch; needs data whose
-            number of minibatches is known.
-        minibatches: of the sample, in place of `part`.
+        part: the sample's part of a chunk, 0 < part ≤ 1; the sample has at least one minibatch.
+            Needs data whose number of minibatches is known.
+        minibatches: number of minibatches of the sample, in place of `part`.
 
     Raises:
         ValueError: a value outside its range.
@@ -58,7 +59,7 @@ class ChunkRateSearch:
     def function(
         self, server: Server, work: Work, chunks: Chunks
     ) -> Callable[[tf.data.Dataset], tf.Tensor]:
-        """What a worker calls with a chunk's minibatches to get its rate; for graphs.
+        """Returns the graph function that gets a chunk's minibatches and returns its rate.
 
         Raises:
             ValueError: the rate is a schedule, or workers have models of their own, or the number
@@ -96,7 +97,7 @@ class _Trial:
         self._at: Any = self._steps.rate_index
 
     def best(self, minibatches: tf.data.Dataset, factors: list[float]) -> tf.Tensor:
-        """The best of the present rate's multiples, which becomes the servers' rate."""
+        """Returns the best multiple of the present rate, and sets it on the servers."""
         sample = minibatches.take(self._count)
         pulled = self._server.read()
         before = self._server.rate()
@@ -109,12 +110,12 @@ class _Trial:
             return tf.identity(chosen)
 
     def _loss(self, sample: tf.data.Dataset, pulled: Pulled, rate: tf.Tensor) -> tf.Tensor:
-        """The loss on the sample after training on it with a rate."""
+        """Returns the loss on the sample after training on it with a rate."""
         own = self._work.own_start(tf.zeros([], tf.int64))
         start = [tf.convert_to_tensor(value) for value in self._steps.initial]
         start[self._at] = rate
 
-        # tf.data takes a list for a tensor: tuples.
+        # The states are tuples, because tf.data converts a list to one tensor.
         def train(place: Nest, data: Nest) -> Nest:
             weights, state, optimizer = place
             at = pulled._replace(weights=weights, state=state)

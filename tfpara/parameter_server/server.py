@@ -1,9 +1,9 @@
-"""The global model on the parameter servers: what a pull reads and a push writes.
+"""The global model on the parameter servers, and its operations pull and push.
 
 Each parameter server has a *shard*: some of the weights, with their optimizer slots and averages,
-and a lock. A pull reads a shard, and a push changes it, while holding its lock; what travels over
-the network is sent before the lock is taken or after it is given back. So on each server pushes
-follow one another as if workers took turns. The first server keeps the books as well.
+and a lock. A pull reads a shard, and a push changes it, while holding the lock. Tensors are sent
+over the network before the lock is taken or after it is released. So the pushes on a server are
+applied one after another. The first server also has the moving statistics, metrics and counters.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _numbers = itertools.count()
 
 
 class Pulled(NamedTuple):
-    """What a worker gets: tensors on the servers.
+    """The result of a pull: tensors on the servers.
 
     Attributes:
         weights: the trainable weights, in the model's order.
         state: the averaged state (moving statistics), in the model's order.
-        versions: pushes so far, of each server.
-        halted: whether workers are asked to stop where they are.
-        minibatches: in the model so far, of rules whose workers have optimizers.
-        rate: the learning rate of these, where it is a number.
+        versions: number of pushes so far on each server.
+        halted: whether workers have to stop after this block.
+        minibatches: minibatches in the model so far; None unless workers have local optimizers.
+        rate: learning rate of the local optimizers; None if there are none, or it is a schedule.
     """
 
     weights: list[tf.Tensor]
@@ -46,11 +46,12 @@ class Pulled(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a minibatch is: int64 scalars.
+    """The position of a minibatch in the data: int64 scalars, each counted from 0.
 
     Attributes:
-        epoch, chunk: of the data.
-        start: its number in the chunk.
+        epoch: the epoch.
+        chunk: the chunk of the epoch.
+        start: the minibatch of the chunk.
     """
 
     epoch: tf.Tensor
@@ -59,23 +60,24 @@ class Place(NamedTuple):
 
 
 class Push(NamedTuple):
-    """What a worker sends.
+    """The content of a push: what a worker sends after a block of minibatches.
 
     Attributes:
-        values: for each weight the gradient (ASGD), how far it has come since the pull (Downpour),
-            or the local weight (EASGD).
-        state: what the block adds to the averaged state, once it has left of it what is `kept`:
-            S ← D S + (s − D S_pulled), s being the worker's after the block. So moving statistics
-            are those of one worker that has all minibatches, however many were pushed meanwhile.
-        kept: D, of each element of the state: a product over the minibatches, such as ρ^τ.
-        metrics: what the minibatches add to the metrics' variables.
-        worker: its index.
-        place: of the first minibatch.
-        minibatches: how many they are.
-        samples: how many samples they have.
-        rate: the learning rate of this push; negative: the server's own.
-        squares: for each weight the gradients' squares, where the rule needs those of several
-            minibatches; else empty.
+        values: for each weight its gradient (ASGD), its change since the pull (Downpour), or the
+            local weight (EASGD).
+        state: s − D S_pulled, for each tensor of the averaged state S (moving statistics); s is the
+            worker's after the block. The server sets S ← D S + (s − D S_pulled). So S becomes that
+            of one worker with all minibatches, however many pushes came since the pull.
+        kept: D, the factor of each element of the state: a product over the minibatches, such as
+            ρ^τ for a moving average with decay ρ.
+        metrics: the minibatches' contributions to the metrics' variables, which are sums.
+        worker: index of the worker.
+        place: position of the block's first minibatch.
+        minibatches: number of minibatches.
+        samples: number of samples.
+        rate: learning rate of this push; if negative, the servers' rate is used.
+        squares: for each weight, the gradients' squares over the block's minibatches; empty if the
+            rule does not need them.
     """
 
     values: Sequence[tf.Tensor]
@@ -91,14 +93,16 @@ class Push(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a push is answered.
+    """The answer to a push.
 
     Attributes:
-        versions: the servers' pushes after it.
-        moves: for each weight what the local model loses, of rules that have local models.
-        settled: False: it must be offered again, for the sake of other workers' staleness.
-        included: whether its minibatches are in the model, on all servers, by this push or by one
-            before.
+        versions: number of pushes on each server after it.
+        moves: for each weight, what is subtracted from the local model; empty if the rule has no
+            local models.
+        settled: False if the push must be offered again later, because it would now make other
+            workers' pushes too stale.
+        included: whether the minibatches are in the model on all servers, by this push or by a
+            former one.
     """
 
     versions: list[tf.Tensor]
@@ -108,20 +112,22 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """The global model, its optimizer, averages and books, on one or several devices.
+    """The global model with its optimizer, averages and counters, on one or several devices.
 
     Args:
         model: built and compiled; the initial weights are read from it.
-        state: the variables, among those not trained, that workers share: moving statistics.
+        state: those of the model's non-trainable variables that workers share: moving statistics.
         rule: a resolved rule of `tfpara.algorithms.asgd`.
         averages: averages of the global model, by name.
-        devices: of the parameter servers. Weights go, largest first, where there is least yet.
-        num_workers: how many may push.
+        devices: devices of the parameter servers. The weights are placed in the order of their
+            size, largest first, each on the device with the fewest elements so far.
+        num_workers: number of workers.
         record: whether to keep a line for each push.
 
     Attributes:
-        number: of no other server in this process's lifetime.
-        generation: of models: workers with a local one begin anew with the next.
+        number: a number that no other `Server` of this process has.
+        generation: increases when the model is set from outside. Workers with local models or
+            optimizers then start again from the servers' model.
     """
 
     def __init__(
@@ -152,11 +158,11 @@ class Server:
         for shard in self.shards:
             shard.indices.sort()
             shard.fill(weights, rule, averages, model.optimizer)
-        self._local_rate: tf.Variable | None = None  # that workers' optimizers are told
+        self._local_rate: tf.Variable | None = None  # learning rate of the workers' optimizers
         if rule.local_steps and isinstance(model.optimizer.learning_rate, keras.Variable):
             with tf.device(self.first.device):
                 self._local_rate = variable(model.optimizer.learning_rate.value)
-        self.told_rate = self.learning_rate  # the chief's, as the servers know it
+        self.told_rate = self.learning_rate  # rate of the chief's optimizer when it was last sent
         self.generation = 0
         bound = getattr(rule, "max_staleness", None)
         with tf.device(self.first.device):
@@ -164,19 +170,19 @@ class Server:
             self.metrics = [variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
             self.books = Books(num_workers, record)
             self.turns = None if bound is None else Turns(num_workers, bound)
-        # In which all take the servers' locks: where two workers' orders differed, TensorFlow's
-        # order of a graph's operations could let each hold the lock that the other waits for.
+        # The order in which every graph takes the servers' locks. With different orders, two
+        # workers could each hold the lock for which the other waits.
         self._order = self.shards if self.turns is None else [*self.shards[1:], self.first]
 
-    # What workers run, in their graphs.
+    # Operations in the workers' graphs.
 
     def rate(self) -> tf.Tensor:
-        """The learning rate that the servers have, where it is a number."""
+        """Returns the servers' learning rate; only if it is a number, not a schedule."""
         with tf.device(self.first.device):
             return tf.identity(self._rates()[0][1])
 
     def set_rate(self, rate: tf.Tensor) -> list[tf.Tensor]:
-        """Gives all servers a learning rate; returns what must have run for it to be so."""
+        """Sets the learning rate on all servers; returns tensors that are computed afterwards."""
         done = []
         for shard, kept in sorted(self._rates(), key=lambda held: self._order.index(held[0])):
             value = _sent(shard, tf.cast(rate, kept.dtype))
@@ -184,15 +190,18 @@ class Server:
         return done
 
     def _rates(self) -> list[tuple[Shard, tf.Variable]]:
-        """Where the learning rate is, if it is a number: on the first server, where workers have
-        the optimizers, or else on each."""
+        """Returns the servers with a variable of the learning rate, and these variables.
+
+        There is one on the first server if workers have the optimizers, otherwise one on each; none
+        if the rate is a schedule.
+        """
         if self._local_rate is not None:
             return [(self.first, self._local_rate)]
         at = None if self.first.steps is None else self.first.steps.rate_index
         return [] if at is None else [(shard, shard.optimizer[at]) for shard in self.shards]
 
     def pull(self, worker: tf.Tensor) -> Pulled:
-        """Reads the model for a push of a worker; waits where the rule bounds the staleness."""
+        """Reads the model for a worker; if the rule bounds the staleness, waits for its turn."""
         if self.turns is None:
             return self.read()
         turns = self.turns
@@ -209,11 +218,11 @@ class Server:
             return self.read()
 
     def ask_to_pull(self, worker: tf.Tensor, waits: bool = True) -> tf.Tensor:
-        """Whether a worker may pull now; if so it counts as having done it.
+        """Returns whether a worker may pull now; if so, its pull is counted as done.
 
         Args:
-            worker: who asks.
-            waits: whether it will wait for a token otherwise.
+            worker: index of the worker that asks.
+            waits: whether it will wait for a token (`Turns.wait`) if it may not.
         """
         turns = self.turns
         if turns is None:
@@ -231,7 +240,7 @@ class Server:
         state: list[tf.Tensor] = []
         versions: list[tf.Tensor] = [None] * len(self.shards)
         halted = None
-        told: list[tf.Tensor] = []  # to workers' optimizers
+        told: list[tf.Tensor] = []  # values for the workers' optimizers
         to_tell = [self.books.minibatches] if self.rule.local_steps else []
         to_tell += [] if self._local_rate is None else [self._local_rate]
         for shard in self._order:
@@ -250,15 +259,17 @@ class Server:
         return Pulled(weights, state, versions, halted, *told)
 
     def push(self, push: Push, pulled: Pulled, waits: bool = True) -> Answer:
-        """Applies what a worker sends, on each server where it is not in yet.
+        """Applies a push on each server that does not have it yet.
 
-        A push that is not finite is an error, `tf.errors.InvalidArgumentError` with `NOT_FINITE` in
-        its message, and nothing is written on the server that notices.
+        If a weight would become infinite or NaN, the graph fails with
+        `tf.errors.InvalidArgumentError` and `NOT_FINITE` in its message; nothing is written on the
+        server that has the weight.
 
         Args:
-            push, pulled: what is sent, and what it was computed from.
-            waits: whether to wait where the rule bounds the staleness; if not, what is returned may
-                not be `settled`.
+            push: the push.
+            pulled: the pulled model from which it was computed.
+            waits: whether to wait for the turn if the rule bounds the staleness. Without waiting,
+                the answer may be not `settled`.
         """
         parts = [self._part(shard, push) for shard in self.shards]
         settled = accepted = tf.constant(True)
@@ -283,7 +294,7 @@ class Server:
         return Answer([version for _, version, *_ in answers], moves, settled, included)
 
     def _part(self, shard: Shard, push: Push) -> Push:
-        """What of a push is a server's, sent to it."""
+        """Returns the part of a push that belongs to a server, sent to that server."""
         first = shard is self.first
         push = push._replace(
             values=[push.values[k] for k in shard.indices],
@@ -295,7 +306,7 @@ class Server:
         return _sent(shard, push)
 
     def _locked(self, shard: Shard, sent: Nest, inside: Callable[[], Nest]) -> Nest:
-        """Runs what is to be inside the lock, when all that was `_sent` for it has arrived."""
+        """Calls `inside` with the lock held, after the tensors `sent` (by `_sent`) have arrived."""
         with (
             tf.device(shard.device),
             tf.control_dependencies(tf.nest.flatten(sent)),
@@ -305,7 +316,7 @@ class Server:
     def _apply(
         self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Takes the lock for `_take`."""
+        """Calls `_take` with the lock held."""
         accepted = _sent(shard, accepted)
         return self._locked(
             shard, (part, accepted), lambda: self._take(shard, part, pulled, accepted)
@@ -314,13 +325,14 @@ class Server:
     def _take(
         self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Inside the lock: applies a push if it is accepted and not in yet.
+        """Applies a push if it is accepted and not in the weights yet; inside the lock.
 
-        Returns whether its minibatches are in then, the version, and the moves.
+        Returns whether its minibatches are in the weights afterwards, the version, and the moves.
         """
 
         def write() -> list[tf.Tensor]:
-            # A statistic that is NaN once stays so. Those of other shards are an empty list.
+            # A moving statistic that is NaN would stay NaN. Only the first server has statistics;
+            # `part.state` is empty on the others.
             added = [
                 tf.debugging.check_numerics(d, f"{NOT_FINITE} {name!r}")
                 for d, name in zip(part.state, self.state_names, strict=False)
@@ -348,7 +360,7 @@ class Server:
 
         def here(branch: Callable[[], list[tf.Tensor]]) -> Callable[[], list[tf.Tensor]]:
             def placed() -> list[tf.Tensor]:
-                with tf.device(shard.device):  # a branch is a graph of its own, without the scope
+                with tf.device(shard.device):  # a branch's graph does not inherit the device scope
                     return branch()
 
             return placed
@@ -358,9 +370,9 @@ class Server:
             return [shard.progress.includes(part), *result]
 
     def _turn(self, part: Push, pulled: Pulled, waits: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """Waits for a push's turn on the first server.
+        """Waits for a push's turn on the first server, if `waits`.
 
-        Returns whether what becomes of it is settled, and whether it is made.
+        Returns whether the verdict is settled (not to wait), and whether the push has the turn.
         """
         turns: Any = self.turns
         first = self.first
@@ -389,7 +401,7 @@ class Server:
     def _end_turn(
         self, part: Push, pulled: Pulled, goes: tf.Tensor, everywhere: tf.Tensor
     ) -> list[tf.Tensor]:
-        """The push on the first server, if it is on all others, and the end of its turn."""
+        """Applies a push on the first server if it is on all others, and ends its turn."""
         turns: Any = self.turns
         goes, everywhere = _sent(self.first, (goes, everywhere))
 
@@ -403,11 +415,13 @@ class Server:
         return self._locked(self.first, (part, goes, everywhere), inside)
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
-        """Has nobody wait for whoever had a chunk before; returns minibatches of it that are in.
+        """Begins a chunk on a worker; returns how many of its minibatches are in the model.
+
+        With bounded staleness, nobody waits any more for a former worker of the chunk.
 
         Args:
-            worker: who trains it from here on.
-            chunk: its number.
+            worker: index of the worker that trains the chunk from here on.
+            chunk: number of the chunk.
         """
         turns = self.turns
         if turns is None:
@@ -418,12 +432,12 @@ class Server:
             return self.done(chunk)
 
     def halted(self) -> tf.Tensor:
-        """Whether workers are asked to stop."""
+        """Returns whether workers have to stop."""
         with tf.device(self.first.device):
             return self.books.halted.read_value()
 
     def done(self, chunk: tf.Tensor) -> tf.Tensor:
-        """Minibatches of a chunk of this epoch that are in the model, on all servers."""
+        """Returns how many minibatches of a chunk of this epoch are in the model on all servers."""
         counts = []
         for shard in self.shards:
             with tf.device(shard.device):
@@ -431,7 +445,10 @@ class Server:
         return tf.reduce_min(tf.stack(counts))
 
     def finish(self, epoch: tf.Tensor, chunk: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
-        """Enters whether all minibatches of a chunk have been pushed; returns `ended`."""
+        """Marks a chunk as finished if it has `ended`; returns `ended`.
+
+        A chunk of another epoch than the open one is not marked.
+        """
         epoch, chunk, ended = _sent(self.first, (epoch, chunk, ended))
         return self._locked(
             self.first,
@@ -441,21 +458,21 @@ class Server:
             ),
         )
 
-    # What the chief does with it.
+    # Methods for the chief.
 
     def divide(self, num_chunks: int) -> None:
-        """Epochs have so many chunks from here on; before graphs are made."""
+        """Sets the number of chunks of the next epochs; call it before graphs are made."""
         for shard in self.shards:
             shard.divide(num_chunks)
         with tf.device(self.first.device):
             self.books.divide(num_chunks, self.first.progress)
 
     def open_epoch(self, epoch: int, anew: bool) -> None:
-        """Has workers go on, with minibatches of an epoch; there are none under way.
+        """Accepts the minibatches of an epoch, and ends a halt; no worker may be training.
 
         Args:
-            epoch: from 0.
-            anew: whether no chunk of it has begun.
+            epoch: the epoch, from 0.
+            anew: whether the epoch begins now; otherwise it continues.
         """
         for shard in self.shards:
             shard.progress.open(epoch, anew)
@@ -468,10 +485,10 @@ class Server:
         self.books.halted.assign(False)
 
     def forget(self, worker: int) -> None:
-        """Has nobody wait for a worker that is lost.
+        """Ends the pull and push of a lost worker, so that nobody waits for it.
 
         Args:
-            worker: its index.
+            worker: index of the worker.
         """
         turns = self.turns
         if turns is not None:
@@ -479,11 +496,11 @@ class Server:
                 self.first.lock.execute(lambda: turns.leave(tf.constant(worker, tf.int64)))
 
     def global_weights(self) -> list[tf.Tensor]:
-        """The weights, in the model's order."""
+        """Returns the weights, in the model's order."""
         return self._collect(lambda shard: shard.weights)
 
     def average_weights(self, name: str) -> list[tf.Tensor]:
-        """The weights of an average."""
+        """Returns the weights of an average, in the model's order."""
         return self._collect(lambda shard: shard.average(name))
 
     def _collect(self, of: Callable[[Shard], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
@@ -496,12 +513,12 @@ class Server:
         return found
 
     def set_weights(self, weights: Sequence[tf.Tensor]) -> None:
-        """Goes on from other weights; averages, and what workers have of their own, start anew.
+        """Replaces the weights; averages and the workers' local models and optimizers start anew.
 
         No worker may be between a pull and a push.
 
         Args:
-            weights: in the model's order.
+            weights: the new weights, in the model's order.
         """
         self.generation += 1
         for shard in self.shards:
@@ -515,7 +532,7 @@ class Server:
                             kept.assign(tf.cast(new, kept.dtype))
 
     def set_state(self, state: Sequence[tf.Tensor]) -> None:
-        """Goes on from other moving statistics, in the order of `state`."""
+        """Replaces the moving statistics, given in the order of the attribute `state`."""
         for shared, value in zip(self.state, state, strict=True):
             shared.assign(tf.identity(value))
 
@@ -523,8 +540,8 @@ class Server:
         """Keeps weights, moving statistics, averages, and the optimizers' slots and steps.
 
         Returns:
-            What goes back to them; workers begin anew from there. The learning rate stays as it is
-            then, and so does whether a mean has started.
+            A function that restores them; workers' local models and optimizers then start anew. It
+            does not change the learning rate, nor whether an average has become a mean.
         """
         left_out = {id(rate) for _, rate in self._rates()}
         left_out |= {
@@ -547,18 +564,18 @@ class Server:
         return restore
 
     def start_mean(self, name: str) -> None:
-        """Has the running average `name` go on as a mean."""
+        """Makes the running average `name` continue as a mean."""
         for shard in self.shards:
             shard.start_mean(name)
 
     def mean_started(self, name: str) -> bool:
-        """Whether the running average `name` goes on as a mean, on all servers."""
+        """Returns whether the running average `name` has become a mean on all servers."""
         held = [shard.averages[name] for shard in self.shards if shard.averages[name]]
         return all(bool(states[0].mean) for states in held)
 
     @property
     def learning_rate(self) -> float | None:
-        """That the servers have; None where it is a schedule."""
+        """The servers' learning rate; None if it is a schedule."""
         rates = self._rates()
         return float(rates[0][1]) if rates else None
 
@@ -567,7 +584,7 @@ class Server:
         self.set_rate(tf.constant(rate))
 
     def variables(self) -> dict[str, tf.Variable]:
-        """All that a checkpoint must hold, by name; fixed by the model and number of servers."""
+        """Returns the variables that a checkpoint must hold, by name."""
         found: dict[str, tf.Variable] = {}
         for shard in self.shards:
             found.update(shard.variables())
@@ -584,11 +601,14 @@ def _assigned(kept: tf.Variable, value: tf.Tensor) -> tf.Tensor:
 
 
 def _sent(shard: Shard, values: Nest) -> Nest:
-    """Tensors on a server. What holds its lock must use these, and wait for nothing from afar."""
+    """Sends tensors to a server. Only such tensors may be used while its lock is held.
+
+    Otherwise the lock would be held while tensors travel over the network.
+    """
     with tf.device(shard.device):
         return tf.nest.map_structure(tf.identity, values)
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of the model's metrics, that of the loss included."""
+    """Returns the variables of the model's metrics, including those of the loss."""
     return [variable for metric in model.metrics for variable in metric.variables]

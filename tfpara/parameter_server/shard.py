@@ -1,4 +1,4 @@
-"""What one parameter server holds: some of the weights, and how a push changes them."""
+"""A parameter server's part of the model, and how a push changes it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ NOT_FINITE = "a push would make this weight infinite or NaN:"
 
 
 class Shard:
-    """Some weights with their optimizer slots and averages, and a lock.
+    """A shard of the model: some weights with their optimizer slots and averages, and a lock.
 
-    What a method says is "inside the lock" must be called in `lock.execute`.
+    Methods whose description ends with "inside the lock" must be called in `lock.execute`.
 
     Args:
-        device: of the parameter server.
-        number: its number.
+        device: device of the parameter server.
+        number: number of the parameter server, from 0.
 
     Attributes:
-        indices: of its weights among the model's.
+        indices: the indices of the shard's weights among the model's trainable weights.
         weights, optimizer: variables: the weights, and the state of `steps`.
-        averages: states of variables, by the average's name, one for each weight.
-        steps: the optimizer's step; None of rules whose workers have optimizers.
-        version: pushes so far.
-        progress: which minibatches are in these weights.
+        averages: for each average, by name, a list of states, one for each weight; the fields of
+            a state are variables.
+        steps: the optimizer's step; None if the rule has the optimizers on the workers.
+        version: number of pushes applied so far.
+        progress: number of minibatches of each chunk that are in these weights.
     """
 
     def __init__(self, device: str, number: int) -> None:
@@ -47,7 +48,7 @@ class Shard:
         self.steps: KerasSteps | None = None
         self.optimizer: list[tf.Variable] = []
         with tf.device(device):
-            # Unnamed: resources of this name are this object's alone.
+            # Without a shared name: no other object gets the same lock.
             self.lock = tf.CriticalSection(name=f"shard_{number}")
             self.version = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.progress = Progress(1)
@@ -59,8 +60,18 @@ class Shard:
         averages: Mapping[str, AsyncAverage],
         optimizer: keras.optimizers.Optimizer,
     ) -> None:
-        """Takes the model's weights of its `indices`."""
-        self._rule: Any = rule  # its flags say which of them it is
+        """Creates the variables, with values from those of the model's weights in `indices`.
+
+        Args:
+            weights: the model's trainable weights.
+            rule: a resolved rule of `tfpara.algorithms.asgd`.
+            averages: averages of the global model, by name.
+            optimizer: the optimizer that the model was compiled with.
+
+        Raises:
+            ValueError: the rule has `rate_by_staleness`, and the optimizer a schedule.
+        """
+        self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
         self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]
         own = [weights[k] for k in self.indices]
@@ -69,7 +80,7 @@ class Shard:
             for name, average in averages.items():
                 self.averages[name] = [_states(average.init(tf.identity(v.value))) for v in own]
             if not rule.local_steps:
-                # The workers clip: they see all gradients.
+                # Clipping is done by the workers: a global norm needs all gradients.
                 self.steps = KerasSteps(optimizer, own, clip=False)
                 self.optimizer = [variable(value) for value in self.steps.initial]
                 if (
@@ -84,13 +95,13 @@ class Shard:
                     )
 
     def divide(self, num_chunks: int) -> None:
-        """Epochs have so many chunks from here on; pushes of the fits before are left out."""
+        """Sets the number of chunks of the next epochs; later pushes of former fits are refused."""
         self.progress.close()
         with tf.device(self.device):
             self.progress = Progress(num_chunks)
 
     def takes(self, push: Push, pulled: Pulled) -> tf.Tensor:
-        """Whether a push has the next minibatches, and is not too stale; inside the lock."""
+        """Returns whether a push has the next minibatches and is not too stale; inside the lock."""
         next_is = self.progress.next_is(push)
         bound = getattr(self._rule, "max_staleness", None)
         if bound is None:
@@ -101,15 +112,15 @@ class Shard:
     def changes(
         self, push: Push, pulled: Pulled
     ) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
-        """What a push changes; inside the lock.
+        """Computes the changes that a push makes; inside the lock.
 
         Args:
             push: a `Push` whose values are those of this shard's weights.
             pulled: the `Pulled` that it was computed from.
 
         Returns:
-            The changes; for each weight what the local model loses, of rules that have them; and
-            the staleness.
+            The changes. The moves: for each weight, what is subtracted from the local model; empty
+            if the rule has no local models. The staleness.
         """
         before = [tf.identity(v) for v in self.weights]
         version = tf.identity(self.version)
@@ -142,7 +153,7 @@ class Shard:
     def _step(
         self, weights: Sequence[tf.Tensor], push: Push, staleness: tf.Tensor, pulled: Pulled
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The optimizer's step, corrected as the rule says."""
+        """Returns weights and optimizer state after a step with the rule's gradient and rate."""
         steps: Any = self.steps
         squares = push.squares or [None] * len(weights)
         corrected = [
@@ -161,11 +172,11 @@ class Shard:
         return after, state
 
     def average(self, name: str) -> list[tf.Tensor]:
-        """The weights of an average."""
+        """Returns the weights of an average."""
         return [self._averages[name].value(_read(state)) for state in self.averages[name]]
 
     def start_mean(self, name: str) -> None:
-        """Has the running average `name` go on as a mean."""
+        """Makes the running average `name` continue as a mean."""
 
         def start() -> tf.Tensor:
             kept = self.averages[name]
@@ -178,7 +189,7 @@ class Shard:
             self.lock.execute(start)
 
     def variables(self) -> dict[str, tf.Variable]:
-        """All that a checkpoint must hold, by name."""
+        """Returns the variables that a checkpoint must hold, by name."""
         found: dict[str, tf.Variable] = {}
         for k, weight in zip(self.indices, self.weights, strict=True):
             found[f"weight/{k}"] = weight
@@ -193,10 +204,11 @@ class Shard:
 
 
 def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None) -> tf.Tensor:
-    """Makes all changes, and then `record`; or, if the worker dies before, none of them.
+    """Makes all changes and calls `record`, or, if the worker dies before, does nothing.
 
-    When a worker dies, TensorFlow ends what it runs on a server between two operations. This is one
-    operation: a function that is not dissolved into its caller, and begins when all is computed.
+    When a worker dies, TensorFlow stops the graph that the worker runs on a server, between two
+    operations. So all assignments are in one function that is not inlined. It is one operation of
+    that graph, and it starts when all values are computed.
     """
 
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})
@@ -210,12 +222,12 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
 
 
 def variable(value: Array) -> tf.Variable:
-    """A variable that starts with a value, on the current device."""
+    """Returns a variable with this initial value, on the current device."""
     return tf.Variable(tf.identity(value), trainable=False)
 
 
 def _states(state: State) -> State:
-    """A NamedTuple of variables that holds the NamedTuple `state`."""
+    """Returns a NamedTuple of variables with the values of the NamedTuple `state`."""
     return type(state)(*(variable(tf.convert_to_tensor(value)) for value in state))
 
 

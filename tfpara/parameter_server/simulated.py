@@ -1,4 +1,4 @@
-"""Asynchronous workers in one process, to study a rule without a cluster."""
+"""Simulated asynchronous workers in one process, to study a rule without a cluster."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ def simulate_async(
     order: Sequence[Pushed] | None = None,
     **options: Any,
 ) -> AsyncStrategy:
-    """An `AsyncStrategy` whose workers are simulated, in a repeatable order of pulls and pushes.
+    """Returns an `AsyncStrategy` with simulated workers and a repeatable order of pulls and pushes.
 
     `fit` and all else work as on a cluster, with the same functions for pull, minibatch and push.
-    How long a worker takes for a minibatch is drawn from its speed; nothing waits for it in real
-    time. Two runs with the same arguments, data and seeds are equal bit for bit.
+    The time that a worker takes for a minibatch is drawn from its speed. It is simulated time; the
+    program does not wait for it. Two runs with the same arguments, data and seeds are equal bit for
+    bit.
 
     Args:
-        num_workers: N ≥ 1.
-        rule: as `AsyncStrategy` takes it.
-        speeds: of each worker, or of all alike. A slow one: `tfpara.Speed(10.0)`.
-        order: the record of another run (`strategy.record()`) to repeat in place of the speeds: who
-            pulls and who pushes when, and which chunk.
-        **options: the other arguments of `AsyncStrategy`; `seed` is also that of the speeds.
+        num_workers: number of workers, N ≥ 1.
+        rule: a rule of `AsyncStrategy`.
+        speeds: one speed for each worker, or one for all. A slow one: `tfpara.Speed(10.0)`.
+        order: the record of another run (`strategy.record()`), to repeat its order of pulls and
+            pushes and its chunks of each worker; the speeds are then not used.
+        **options: the other arguments of `AsyncStrategy`; `seed` is also the seed of the speeds.
 
     Returns:
         The strategy. Its `record()` lists all pushes.
 
     Raises:
-        ValueError: a number of workers or speeds that does not fit, or a record of more workers;
-            in `fit`: the record of another run.
+        ValueError: `num_workers` is not a whole number of at least 1, or the number of speeds is
+            another, or the record has more workers. `fit` raises it if the record is of a run with
+            other data or settings.
 
     Example:
         >>> strategy = simulate_async(8, tfpara.ASGD(), speeds=tfpara.Speed(1.0, spread=0.5))
@@ -74,18 +76,18 @@ def simulate_async(
 
 
 class _Simulated:
-    """In place of the processes of a cluster."""
+    """The stand-in for `processes.Processes` without a cluster."""
 
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
         self.num_workers = len(speeds)
-        with tf.device("CPU:0"):  # its name is another one in the chief of a cluster
+        with tf.device("CPU:0"):  # the full name differs if this process is a cluster's chief
             self.chief_device = tf.zeros([]).device
         self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
         self._kept: weakref.WeakKeyDictionary[Server, dict[int, Kept]] = (
             weakref.WeakKeyDictionary()
-        )  # by server: what workers have of their own
+        )  # by server and worker: the local models and optimizers
 
     def executor(
         self,
@@ -96,7 +98,7 @@ class _Simulated:
         choose_rate: ChooseRate | None,
         seed: int,
     ) -> Simulation:
-        """What runs chunks on the simulated workers."""
+        """Returns the object that trains chunks on the simulated workers."""
         return Simulation(
             server,
             work,
@@ -112,11 +114,11 @@ class _Simulated:
     asked_to_end = None
 
     def check(self) -> None:
-        """Nothing can be gone."""
+        """Does nothing: no process can be lost."""
 
     def lost(self) -> list[int]:
-        """No worker is."""
+        """Returns an empty list: no worker can be lost."""
         return []
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """There is nobody to tell."""
+        """Does nothing: there are no other processes."""

@@ -1,10 +1,10 @@
-"""Whose turn it is where staleness is bounded: workers wait before a pull and before a push."""
+"""The bound on staleness: which workers may pull and push now, and how the others wait."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-# What becomes of a push.
+# The verdicts on a push: wait for the turn, apply it now, or drop it for good.
 WAIT, GO, DROP = 0, 1, 2
 
 _NONE = -1
@@ -12,11 +12,12 @@ _NEVER = tf.int64.max // 2
 
 
 def may_pull(outstanding: tf.Tensor, worker: tf.Tensor, bound: int) -> tf.Tensor:
-    """Whether a worker may pull now: at most s others have pulled and not pushed yet.
+    """Returns whether a worker may pull now: at most s others have pulled and not pushed yet.
 
     Args:
-        outstanding: int64 [workers], version at each worker's pull; −1 where it has pushed.
-        worker: who asks.
+        outstanding: int64 [workers], version at each worker's pull; −1 for a worker that has
+            pushed since.
+        worker: the worker that asks.
         bound: s, the largest staleness.
     """
     return tf.reduce_sum(tf.cast(_others(outstanding, worker) < _NEVER, tf.int32)) <= bound
@@ -25,13 +26,13 @@ def may_pull(outstanding: tf.Tensor, worker: tf.Tensor, bound: int) -> tf.Tensor
 def may_push(
     outstanding: tf.Tensor, worker: tf.Tensor, version: tf.Tensor, bound: int
 ) -> tf.Tensor:
-    """Whether all others can still keep to the bound if this worker pushes now.
+    """Returns whether all others can still keep to the bound if this worker pushes now.
 
         v + 1 + i − p_i ≤ s   for all i
 
-    p_0 ≤ p_1 ≤ … are the versions at the others' pulls: if they push in this order, the i-th does
-    so at version v + 1 + i. With `may_pull` the one that has the oldest pull may always push, so
-    nobody waits for ever.
+    p_0 ≤ p_1 ≤ … are the versions at the others' pulls. If they push in this order, the i-th does
+    so at version v + 1 + i. Together with `may_pull`, the worker with the oldest pull may always
+    push, so there is no deadlock.
 
     Args:
         outstanding, worker, bound: as for `may_pull`.
@@ -47,27 +48,29 @@ def _nobody() -> tf.Tensor:
 
 
 def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-    """The outstanding pulls but the worker's; `_NEVER` where there is none."""
+    """Returns the outstanding pulls without the worker's own; `_NEVER` stands for none."""
     workers = tf.range(tf.size(outstanding, tf.int64), dtype=tf.int64)
     there = tf.logical_and(outstanding >= 0, tf.not_equal(workers, worker))
     return tf.where(there, outstanding, _NEVER)
 
 
 class Turns:
-    """Pulls and pushes under way, and workers that wait; used inside the first server's lock.
+    """The pulls and pushes under way, and the waiting workers; used inside the first server's lock.
 
-    One worker at a time pushes: from its `GO` until the push is on all servers. The first server
-    gets it last. So whoever has asked to pull reads, on each server, at least as many pushes as the
-    first had then; and whoever may push finds, on each, as many as on the first.
+    One worker at a time pushes, from its `GO` until the push is on all servers. The first server
+    gets the push last. So after a worker has asked to pull, it reads from each server at least as
+    many pushes as the first server had then. And when a worker may push, all servers have as many
+    pushes as the first.
 
-    A worker that has to wait takes a token from its own queue, which needs no thread, and asks
-    again. Whatever may let it go on puts a token into the queues of all that wait. They are
-    counted: a call that TensorFlow has given up may wait beside the one that was made in its place.
+    A worker that has to wait dequeues a token from its own queue, which occupies no thread, and
+    asks again. Each event that may let workers go on puts tokens into the queues of all that wait.
+    The waiting calls are counted, because two calls of one worker may wait: one that TensorFlow has
+    given up, and the one that replaces it.
 
-    Made on the current device.
+    The variables are created on the current device.
 
     Args:
-        num_workers: how many may push.
+        num_workers: number of workers.
         bound: s, the largest staleness.
     """
 
@@ -82,12 +85,13 @@ class Turns:
         ]
 
     def ask_to_pull(self, worker: tf.Tensor, version: tf.Tensor, waits: bool) -> tf.Tensor:
-        """Whether a worker may pull now; if so it is entered, otherwise it is known to wait.
+        """Returns whether a worker may pull now; notes the pull, or that the worker waits.
 
         Args:
-            worker: who asks; a pull that it began before, and was started again since, is given up.
+            worker: the worker that asks. An outstanding pull of the same worker is of a call that
+                was started again, and is given up.
             version: pushes so far.
-            waits: whether it will wait for a token.
+            waits: whether the worker will wait for a token if it may not pull.
         """
         before = self._outstanding.read_value()
         may = may_pull(before, worker, self._bound)
@@ -100,7 +104,10 @@ class Turns:
             return tf.identity(may)
 
     def verdict(self, worker: tf.Tensor, pulled: tf.Tensor, version: tf.Tensor) -> tf.Tensor:
-        """`GO`, `WAIT`, or `DROP`: of a worker that was given up and has been overtaken since."""
+        """Returns `GO`, `WAIT` or `DROP`.
+
+        A push is dropped if it is too stale: its worker was given up, and others did not wait.
+        """
         pushing = self._pushing.read_value()
         free = tf.logical_or(tf.equal(pushing, _NONE), tf.equal(pushing, worker))
         allowed = may_push(self._outstanding.read_value(), worker, version, self._bound)
@@ -108,12 +115,12 @@ class Turns:
         return tf.where(fresh, tf.where(tf.logical_and(allowed, free), GO, WAIT), DROP)
 
     def settle(self, worker: tf.Tensor, verdict: tf.Tensor, waits: bool) -> tf.Tensor:
-        """Enters what becomes of a push; returns whether it is settled.
+        """Notes the verdict on a push; returns whether it is settled, which means not `WAIT`.
 
         Args:
-            worker: whose push it is. With `GO` it pushes until `leave` is called.
-            verdict: on it.
-            waits: whether it will wait for a token, if it must `WAIT`.
+            worker: the worker that pushes. With `GO` it has the turn until `leave` is called.
+            verdict: the result of `verdict`.
+            waits: whether the worker will wait for a token if it must `WAIT`.
         """
         settled = tf.not_equal(verdict, WAIT)
         pushing = self._pushing.read_value()
@@ -126,9 +133,11 @@ class Turns:
             return tf.identity(settled)
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
-        """A worker begins a chunk: nobody waits for one that had it, or for the worker's own past.
+        """Notes that a worker begins a chunk; returns the chunk.
 
-        A chunk begins anew where TensorFlow has given up the call of the worker that had it.
+        Former pulls and pushes of this worker are given up, and so are those of a worker that had
+        the chunk before: TensorFlow starts a chunk again when it has given up the call that
+        trained it.
         """
         chunks = self._chunks.read_value()
         former = tf.logical_or(tf.equal(chunks, chunk), self._is(worker))
@@ -137,12 +146,15 @@ class Turns:
             return tf.identity(chunk)
 
     def leave(self, worker: tf.Tensor, condition: bool | tf.Tensor = True) -> tf.Tensor:
-        """A push is on all servers, or its worker is lost: nobody waits for it any more."""
+        """Ends a worker's pull and push, if the condition holds; returns the worker.
+
+        It is called when the push is on all servers, or when the worker is lost.
+        """
         with tf.control_dependencies(self._leave(tf.logical_and(self._is(worker), condition))):
             return tf.identity(worker)
 
     def clear(self) -> None:
-        """No pull and no push is under way; outside graphs."""
+        """Ends all pulls and pushes; outside graphs."""
         self._outstanding.assign(tf.fill(self._outstanding.shape, _nobody()))
         self._pushing.assign(_NONE)
 
@@ -151,11 +163,11 @@ class Turns:
         return tf.switch_case(tf.cast(worker, tf.int32), [q.dequeue for q in self._queues])
 
     def _is(self, worker: tf.Tensor) -> tf.Tensor:
-        """bool [workers]: true for the worker."""
+        """Returns bool [workers], true for this worker only."""
         return tf.equal(tf.range(len(self._queues), dtype=tf.int64), worker)
 
     def _leave(self, leaving: tf.Tensor) -> list[tf.Tensor | tf.Operation]:
-        """These, bool [workers], have no pull and no push under way."""
+        """Ends the pulls and pushes of the workers that `leaving`, bool [workers], marks."""
         pushing = self._pushing.read_value()
         ends = tf.reduce_any(tf.logical_and(leaving, self._is(pushing)))
         return [
@@ -165,14 +177,14 @@ class Turns:
         ]
 
     def _announce(self, worker: tf.Tensor, waiting: tf.Tensor, waits: bool) -> list[tf.Tensor]:
-        """One more waits for a token, on a condition."""
+        """Counts the worker as waiting for a token, if it is `waiting` and it `waits`."""
         if not waits:
             return []
         waiting = tf.cast(tf.logical_and(self._is(worker), waiting), tf.int32)
         return [self._waiting.assign(self._waiting.read_value() + waiting)]
 
     def _wake(self, condition: tf.Tensor) -> list[tf.Tensor | tf.Operation]:
-        """Gives a token to all that wait, on a condition."""
+        """Gives a token to each waiting call, if the condition holds."""
         waiting = self._waiting.read_value()
         woken = waiting * tf.cast(condition, tf.int32)
         tokens = [
