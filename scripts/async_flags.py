@@ -114,7 +114,7 @@ def strategy(
 
 
 def local_steps(name: str) -> bool:
-    """Whether workers have optimizers of their own, which count minibatches and not pushes."""
+    """Returns whether workers have their own optimizers, which count minibatches, not pushes."""
     return name in ("downpour", "easgd_async")
 
 

@@ -1,4 +1,4 @@
-"""What the programs share: a quiet TensorFlow, threads, devices, and errors of one line.
+"""Helpers of the programs: a quiet TensorFlow, threads, devices, and errors of one line.
 
 Import it before TensorFlow.
 """

@@ -20,7 +20,7 @@ from tfpara.schedules import Piecewise
 
 
 def stream_options(description: Mapping[str, Any]) -> streams.StreamOptions:
-    """How a recurrent model, described in model.json, gets its frames."""
+    """Returns the options by which a recurrent model, described in model.json, gets its frames."""
     return streams.StreamOptions(
         streams=description["streams"],
         truncation=description["truncation"],
@@ -33,7 +33,7 @@ def stream_options(description: Mapping[str, Any]) -> streams.StreamOptions:
 
 
 def is_recurrent(description: Mapping[str, Any]) -> bool:
-    """Whether a model, described in model.json, takes streams of frames."""
+    """Returns whether a model, described in model.json, takes streams of frames."""
     return description["kind"] != "dnn"
 
 
@@ -100,7 +100,7 @@ class TrainingData:
         return math.ceil(math.ceil(self.num_frames / self._sizes_unit) / replicas)
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Returns the state that a checkpoint keeps."""
         return {"replicas": self.strategy.num_replicas}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ FILE_NAME = "decoding.json"
 
 
 class Utterance(NamedTuple):
-    """What a model makes of an utterance."""
+    """The output of a model for an utterance."""
 
     id: str
     labels: np.ndarray  # int [num_frames], of the corpus
@@ -62,7 +62,7 @@ def utterances(
 
 
 def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) -> dict[str, Any]:
-    """What was counted in the training split of the corpus that a run was trained on.
+    """Returns the counts from the training split of the corpus that a run was trained on.
 
     Args:
         run_dir: of the run; the counts are kept there.

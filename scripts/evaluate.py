@@ -101,7 +101,7 @@ def _check_flags() -> None:
 
 
 def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple[Any, Any]:
-    """What the flags ask for of the training labels: the counts, and the phone model."""
+    """Returns the statistics that the flags ask for: the counts, and the phone model."""
     if not (_DECODE.value or _LOGLIKES.value):
         return None, None
     if _DECODE.value:
@@ -117,7 +117,7 @@ def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple
 
 
 def _frames(corpus: index.CorpusIndex, description: dict[str, Any]) -> int:
-    """How many frames were scored: stacks of frames count once."""
+    """Returns how many frames were scored. A stack of frames counts once."""
     frames = corpus.split(_SPLIT.value).frames
     if not is_recurrent(description):
         return int(frames.sum())

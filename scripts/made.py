@@ -1,4 +1,4 @@
-"""What the preparing programs say of a corpus that they have made."""
+"""The lines that the preparing programs print on a corpus that they have made."""
 
 from input import features
 from input.index import CorpusIndex

@@ -28,7 +28,7 @@ _CONTEXT = flags.DEFINE_integer("context", 5, "frames spliced on each side", low
 
 
 def recurrent() -> bool:
-    """Whether the chosen model takes sequences of frames."""
+    """Returns whether the chosen model takes sequences of frames."""
     return _MODEL.value != _PLAIN and presets.get(_MODEL.value).recurrent
 
 

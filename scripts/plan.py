@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _costs(link: Link, found: dict[str, Any]) -> Costs:
-    """What is given by flags, else what was found."""
+    """Returns the costs that flags give, else those that were measured."""
     numbers = {"step_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0} | found
     given = {"step_ms": _STEP_MS.value, "sync_ms": _SYNC_MS.value, "slowdown": _SLOWDOWN.value}
     numbers |= {name: value for name, value in given.items() if value is not None}

@@ -199,7 +199,7 @@ def _extraction() -> sources.Extraction:
 
 
 def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extraction) -> dict:
-    """What the features are, beside the deltas: "given" is what a feats.scp named."""
+    """Returns the kind of the features, without deltas: "given" stands for those of a feats.scp."""
     from_audio = {split: isinstance(source, sources.Audio) for split, source in opened.items()}
     if len(set(from_audio.values())) > 1:
         raise ValueError(

@@ -109,7 +109,7 @@ def rule_name() -> str:
 
 
 def is_async() -> bool:
-    """Whether the rule needs parameter servers."""
+    """Returns whether the rule needs parameter servers."""
     return _RULE.value in async_flags.RULES
 
 

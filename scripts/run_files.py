@@ -1,4 +1,4 @@
-"""Which files in a run's directory are the run's own: those that its record names.
+"""The files in a run's directory that are the run's own: those that its record names.
 
 RUN_DIR/files.txt has a name, or a pattern of names, in each line. A program adds the names before
 it writes the files. Only what the record names is ever removed.
@@ -28,7 +28,7 @@ def checkpoints(run_dir: Path) -> Path:
 
 
 def can_resume(run_dir: Path) -> bool:
-    """Whether there is a checkpoint to go on from."""
+    """Returns whether there is a checkpoint to go on from."""
     return bool(Store(checkpoints(run_dir), 1).numbers())
 
 

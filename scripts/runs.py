@@ -43,7 +43,7 @@ _MADE = (
 
 
 def weights_path(run_dir: Path, which: str) -> Path:
-    """Where the weights `which` of a run are: "global" or an average's name."""
+    """Returns the path of the weights `which` of a run: "global" or an average's name."""
     return run_dir / ("model.weights.h5" if which == "global" else f"{which}.weights.h5")
 
 
@@ -127,7 +127,7 @@ def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entropy_name(description: Mapping[str, Any]) -> str:
-    """What the cross-entropy per frame is called in the model's logs."""
+    """Returns the name of the cross-entropy per frame in the model's logs."""
     return "cross_entropy" if is_recurrent(description) else "loss"
 
 

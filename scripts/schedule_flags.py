@@ -169,7 +169,7 @@ def epochs() -> int:
 
 
 def epochs_matter() -> bool:
-    """Whether a longer run would not begin as this one does."""
+    """Returns whether a run of more epochs would begin otherwise than this one."""
     return _schedule() == "exponential"
 
 

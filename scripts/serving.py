@@ -1,4 +1,4 @@
-"""What a served model does around the network: from an utterance's features to its posteriors."""
+"""The steps of a served model: from an utterance's features to its posteriors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def serving(trained: Frames, description: Mapping[str, Any]) -> Serving:
 def model_input(
     trained: CorpusIndex | Frames, description: Mapping[str, Any]
 ) -> Callable[[tf.Tensor], tf.Tensor]:
-    """What makes the input of a model from the frames of an utterance, deltas among them.
+    """Returns a function that makes a model's input from an utterance's frames, with their deltas.
 
     Args:
         trained: has the mean and deviation of the training frames, which normalise unless each
@@ -98,7 +98,7 @@ def model_input(
 
 
 def label_delay(description: Mapping[str, Any]) -> int:
-    """By how many outputs a model is late: only one of streams may be."""
+    """Returns by how many outputs a model is late. Only a model of streams may be late."""
     return int(description.get("label_delay", 0)) if is_recurrent(description) else 0
 
 

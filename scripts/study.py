@@ -283,7 +283,7 @@ def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
 
 
 def _seconds(run_dir: Path, now: float) -> float:
-    """What the call took that ended the run: `now`, unless it had ended before."""
+    """Returns the seconds of the call that ended the run: `now`, unless it had ended before."""
     file = run_dir / "seconds.json"
     if not file.exists():
         common.write_json(file, now)

@@ -151,7 +151,7 @@ class _History(keras.callbacks.Callback):
 
     @property
     def epochs(self) -> list[dict[str, float]]:
-        """What each epoch's log says."""
+        """Returns the log of each epoch."""
         return [{name: float(value) for name, value in log.items()} for log in self._logs]
 
     def get_state(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _description(corpus: index.CorpusIndex) -> dict[str, Any]:
 
 
 def _data_plan(corpus: index.CorpusIndex) -> dict[str, Any]:
-    """What all workers must agree on, and a run that is taken up again with the former one."""
+    """Returns the facts of the data that all workers share, and a resumed run with its past."""
     shared = [flag.name for flag in _PLANNED]
     for module in (model_flags, async_flags, schedule_flags):
         shared += [flag.name for flag in flags.FLAGS.get_key_flags_for_module(module)]

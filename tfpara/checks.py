@@ -15,7 +15,7 @@ from tfpara.whole_number import checked_whole
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries whose numbers a run depends on."""
+    """Returns the versions of the libraries whose numbers a run depends on."""
     return {
         "tfpara version": __version__,
         "tensorflow version": tf.__version__,

@@ -66,7 +66,7 @@ def foreign_entries(folder: Path) -> list[str]:
 
 
 def holds_a_model_alone(folder: Path) -> bool:
-    """Whether a folder can be replaced by another model: no mount, and nothing else in it."""
+    """Returns whether another model can replace a folder: no mount, and nothing else in it."""
     return any(folder.iterdir()) and not foreign_entries(folder) and not os.path.ismount(folder)
 
 
@@ -121,7 +121,7 @@ def _clear_up(path: Path) -> None:
 
 
 def _runs_beside(process: int) -> bool:
-    """Whether another process of this number is alive. One's own may be that of a killed one."""
+    """Returns whether another process has this number; one's own may be a killed one's."""
     if process == os.getpid():
         return False
     try:

@@ -36,11 +36,11 @@ class Group(keras.Model):
     def is_of(
         self, models: Sequence[keras.Model], optimizers: Sequence[keras.optimizers.Optimizer]
     ) -> bool:
-        """Whether it was made of these."""
+        """Returns whether the group was made of these."""
         mine, given = [*self.members, *self.optimizers], [*models, *optimizers]
         return [id(one) for one in mine] == [id(one) for one in given]
 
 
 def as_list(given: object) -> list:
-    """One thing, or several, as a list."""
+    """Returns one thing, or several, as a list."""
     return list(given) if isinstance(given, (list, tuple)) else [given]

@@ -54,7 +54,7 @@ def check_optimizers_built(model: keras.Model) -> None:
 
 
 def hyperparameters(model: keras.Model) -> dict[str, Json]:
-    """What the model's optimizers were made with, by names for a message: equal on all workers.
+    """Returns the settings of the model's optimizers, by names for messages: equal on all workers.
 
     Of learning rates only schedules: a number is that of a moment. And what is a plain value.
     """

@@ -1,4 +1,4 @@
-"""How much faster N replicas with a sync every τ minibatches are than one: the cost model of paper
+"""The speed-up of N replicas with a sync every τ minibatches over one: the cost model of paper
 003, equations 15 to 17.
 
 The paper writes the speed-up of an epoch as s = t_s / (f(t_s, N) + t_c) with f = α t_s / N, so
@@ -29,7 +29,7 @@ LONGEST_PERIOD = 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What one worker can send, and receive at the same time.
+    """The link of one worker: what it can send, and receive at the same time.
 
     Args:
         bytes_per_second: of one worker, in each direction.
@@ -63,7 +63,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What is known of one model on one kind of machine.
+    """The measured costs of one model on one kind of machine.
 
     Args:
         step_seconds: t, a minibatch on one replica that has its machine to itself.

@@ -1,4 +1,4 @@
-"""How a program of several workers ends: together, at once, and with one sentence if it fails."""
+"""The end of a program of several workers: together, at once, and with one sentence if it fails."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _hook(previous: Callable[..., object]) -> Callable[..., None]:
 
 
 def _sentence(error: BaseException) -> str | None:
-    """What explains an error in full; None if only its traceback does."""
+    """Returns a sentence that explains an error in full; None if only its traceback does."""
     if _is_ours(error):
         return " ".join(str(error).split())
     if not failures.is_of_tensorflow(error):
@@ -190,12 +190,12 @@ def _sentence(error: BaseException) -> str | None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether the error is of a class of tfpara's own; their messages leave no questions."""
+    """Returns whether the error is of a class of tfpara's own, whose messages say it all."""
     return type(error).__module__.startswith("tfpara.")
 
 
 def _is_everyones(error: BaseException | None) -> bool:
-    """Whether all workers raise the error, at the same place."""
+    """Returns whether all workers raise the error, at the same place."""
     return error is not None and (
         getattr(error, "of_all_workers", False) or _is_everyones(error.__cause__)
     )
@@ -206,7 +206,7 @@ def _shows_frames() -> bool:
 
 
 def _has_others() -> bool:
-    """Whether this process is one of several workers, as far as it can tell."""
+    """Returns whether this process is one of several workers, as far as it can tell."""
     if _strategy is not None:
         return _strategy.num_workers > 1
     with contextlib.suppress(ValueError):

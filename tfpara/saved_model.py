@@ -100,7 +100,7 @@ def _writer(
     preprocessing: Callable[..., Nest] | None = None,
     postprocessing: Callable[[Nest], Mapping[str, tf.Tensor]] | None = None,
 ) -> Callable[[], None]:
-    """What writes the model with the weights that it then has, after checking that it can."""
+    """Returns a function that writes the model with its weights at the time, after checks."""
     path = Path(path)
     if path.exists():
         foreign = files.foreign_entries(path) if path.is_dir() else [path.name]

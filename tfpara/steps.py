@@ -76,7 +76,7 @@ def batch_size(structure: Nest) -> int | tf.Tensor | None:
 
 
 def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.Tensor:
-    """What a minibatch counts in the mean of the replicas: the number that its loss is divided by.
+    """Returns the weight of a minibatch in the mean of the replicas: the divisor of its loss.
 
     So every frame has the same say in the model, whichever replica it came to: model averaging with
     plain SGD after every minibatch is one step on all replicas' minibatches together. By Keras'

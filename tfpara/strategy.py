@@ -1,4 +1,4 @@
-"""What callbacks ask of the strategy that a model trains under."""
+"""The protocol by which callbacks use the strategy that a model trains under."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StateHolder(Protocol):
     """An object whose state checkpoints keep."""
 
     def get_state(self) -> Json:
-        """What JSON can carry."""
+        """Returns the state, as JSON can carry it."""
 
     def set_state(self, state: Json) -> None:
         """Takes it back."""
@@ -78,7 +78,7 @@ class Strategy:
 
     @property
     def weight_names(self) -> list[str]:
-        """What `weights` takes."""
+        """The names that `weights` takes."""
         return ["local", "global"]
 
     def weights(self, model: keras.Model, which: str) -> contextlib.AbstractContextManager[None]:
@@ -99,7 +99,7 @@ class Strategy:
         """
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """What each process that runs callbacks has, by rank; all of them must call it.
+        """Returns what each process that runs callbacks has, by rank. All of them must call it.
 
         Args:
             value: anything that JSON can carry.

@@ -39,7 +39,7 @@ def check_threads(devices: int) -> None:
 
 
 def _threads() -> int:
-    """How many threads for operations TensorFlow has, or will have."""
+    """Returns how many threads for operations TensorFlow has, or will have."""
     configured = tf.config.threading.get_inter_op_parallelism_threads()
     try:
         wanted = int(os.environ.get("TF_NUM_INTEROP_THREADS", "0"))

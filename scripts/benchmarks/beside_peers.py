@@ -206,7 +206,7 @@ def version_of(package: str, python: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of the peers that are installed."""
+    """Returns the versions of the peers that are installed."""
     pythons = {"horovod.tensorflow": sys.executable}
     if _TORCH.value:
         pythons |= {"torch": _TORCH.value, "torchft": _TORCH.value}

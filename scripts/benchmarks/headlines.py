@@ -1,4 +1,4 @@
-"""What the rows of the suite `peers` say, in a few sentences."""
+"""The findings of the suite `peers`, in a few sentences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the processes of a benchmark run: on this machine's loopback, or in network namespaces of
-their own, with a cable between them whose speed and delay are limited.
+"""The networks of a benchmark's processes: this machine's loopback, or network namespaces of their
+own, with a cable between them whose speed and delay are limited.
 
 Namespaces, the cable and its limits are made by `ip` and `tc`, which only root may use.
 """
@@ -35,7 +35,7 @@ class Loopback:
     delay_ms = 0.0
 
     def prefix(self, rank: int) -> list[str]:
-        """What is written before the command of a process."""
+        """Returns the words that are written before the command of a process."""
         del rank
         return []
 
@@ -57,7 +57,7 @@ class Namespaces:
         self._ports = itertools.count(20000)
 
     def prefix(self, rank: int) -> list[str]:
-        """What is written before the command of a process."""
+        """Returns the words that are written before the command of a process."""
         return ["ip", "netns", "exec", self.names[rank]]
 
     def clusters(self, workers: int) -> list[Cluster]:
@@ -129,7 +129,7 @@ def limited(mbit: float, delay_ms: float = 0.0) -> Iterator[Namespaces]:
 
 
 def problem() -> str | None:
-    """What keeps this process from making limited links, or None."""
+    """Returns what keeps this process from making limited links, or None."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} of iproute2 cannot be found. Install iproute2"

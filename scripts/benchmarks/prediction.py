@@ -16,7 +16,7 @@ _ON_THE_WIRE = {None: 1.0, "none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.25}
 def costs_of(
     rows: Iterable[dict[str, Any]], batch: int, model_bytes: float, loopback: str
 ) -> Costs | None:
-    """What the rows on loopback say of one worker, of two together, and of a sync.
+    """Returns the costs of one worker, of two together and of a sync, by the rows on loopback.
 
     None where a system is missing that says it.
     """
@@ -49,7 +49,7 @@ def costs_of(
 def predictions(
     rows: Iterable[dict[str, Any]], costs: Costs, batch: int, links: dict[str, Link]
 ) -> list[dict[str, Any]]:
-    """For each training of tfpara on two workers: predicted samples/s, and the measured ones.
+    """Returns predicted and measured samples/s for each training of tfpara on two workers.
 
     Args:
         rows: of the suite.

@@ -80,7 +80,7 @@ class ASGD:
         return gradient + self.delay_compensation * squares * (current - pulled)
 
     def rate_factor(self, staleness: Scalar) -> Scalar:
-        """By what the learning rate of a push is multiplied."""
+        """Returns the factor of the learning rate of a push."""
         return 1.0 / (1.0 + staleness) if self.rate_by_staleness else 1.0
 
 
@@ -222,7 +222,7 @@ class Downpour:
             )
 
     def difference(self, local: Array, pulled: Array) -> Array:
-        """What a worker pushes."""
+        """Returns the difference that a worker pushes."""
         return local - pulled
 
     def update(self, global_model: Array, difference: Array, staleness: Scalar) -> Array:

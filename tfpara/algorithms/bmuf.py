@@ -114,14 +114,14 @@ class BMUF(Rule):
         return BMUFState(global_model=global_model, delta=delta)
 
     def broadcast(self, before: BMUFState | None, after: BMUFState) -> Array:
-        """What the replicas need: the point they go on from, W or W + ηΔ."""
+        """Returns the point from which the replicas go on: W or W + ηΔ."""
         del before
         if self.block_momentum is None:
             raise ValueError("Call resolve(num_replicas) first: block_momentum is still None.")
         return self._anchor(after, self.block_momentum)
 
     def resets_momentum(self) -> bool:
-        """In Nesterov's form where η > 1/2, and in the classical one where η > 0; see `Rule`."""
+        """Returns whether η > 1/2 in Nesterov's form, or η > 0 in the classical one; see `Rule`."""
         eta = self.block_momentum or 0.0
         return eta > 0.5 or (eta > 0.0 and not self.nesterov)
 

@@ -83,7 +83,7 @@ class EASGD(Rule):
         return 0.9 / num_replicas if self.elasticity is None else self.elasticity
 
     def broadcast(self, before: EASGDState, after: EASGDState) -> Array:
-        """What the replicas need: the centre as it was before the sync."""
+        """Returns the centre as it was before the sync, which the replicas need."""
         del after
         return before.global_model
 

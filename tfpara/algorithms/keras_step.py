@@ -20,7 +20,7 @@ from tfpara.typing import Array, Scalar, State
 
 
 class _Value(keras.Variable):
-    """What a Keras optimizer takes for a variable: holds a tensor, of any shape, and no storage."""
+    """A stand-in for a variable of a Keras optimizer: a tensor of any shape, without storage."""
 
     # What the constructor of keras.Variable calls, on every backend, to make storage.
     def _initialize(self, value: tf.Tensor) -> None:

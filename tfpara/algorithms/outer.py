@@ -109,7 +109,7 @@ class Outer(Rule):
         return self
 
     def resets_momentum(self) -> bool:
-        """With an outer SGD as BMUF with its momentum; see `Rule`."""
+        """Returns for an outer SGD what BMUF with the same momentum returns; see `Rule`."""
         outer = self._optimizer
         momentum = outer.momentum if isinstance(outer, keras.optimizers.SGD) else 0.0
         return momentum > 0.5 or (momentum > 0.0 and not outer.nesterov)

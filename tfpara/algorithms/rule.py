@@ -1,4 +1,4 @@
-"""What a synchronisation rule and an average are; the classes to derive one's own from."""
+"""The base classes of synchronisation rules and averages, to derive one's own from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfpara.typing import Array, Scalar, State
 
 
 class Rule:
-    """What a sync makes of the mean of the local models.
+    """A synchronisation rule: the global step that a sync takes with the mean of the local models.
 
     A rule of one's own is a frozen dataclass that derives from this and has `init` and `update`.
     Both are plain arithmetic on flat arrays, element by element: they run on NumPy arrays where the
@@ -71,7 +71,7 @@ class Rule:
         )
 
     def broadcast(self, before: State, after: State) -> Array:
-        """What all replicas receive, given the state before and after the global step."""
+        """Returns what all replicas receive, given the state before and after the global step."""
         del before
         return after.global_model
 
@@ -81,7 +81,7 @@ class Rule:
         return broadcast
 
     def resets_momentum(self) -> bool:
-        """Whether `local_state="auto"` resets the momentum of local SGD at each sync.
+        """Returns whether `local_state="auto"` resets the momentum of local SGD at each sync.
 
         A rule says so where its global step has a momentum of its own: the two in a row are stable
         only at far smaller learning rates than either (docs/rules.md).

@@ -241,7 +241,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 )
 
     def _missing(self, name: str, manifest: Mapping[str, Json]) -> Any:
-        """What checkpoints did not hold before workers' optimizers had the servers' rate."""
+        """Returns what older checkpoints lack: workers' optimizers with the servers' rate."""
         pushes = self._running.server.first.version  # has been restored
         return {
             "local_rate": manifest["learning_rate"],

@@ -191,7 +191,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._act_on(agreement.request)
 
     def _is_due(self, agreement: Agreement) -> bool:
-        """Whether a checkpoint is to be written at a sync."""
+        """Returns whether a checkpoint is to be written at a sync."""
         by_number = self._every_syncs and agreement.syncs - self._saved_syncs >= self._every_syncs
         return bool(by_number) or agreement.request in _ANSWERED
 
@@ -303,7 +303,7 @@ class StopTogether(keras.callbacks.Callback):
         fit_call.at_end(self._withdraw)
 
     def _withdraw(self) -> None:
-        """Where `fit` has failed: the next one is not to stop for its sake."""
+        """Takes back the wish to stop if `fit` has failed: the next `fit` is not to stop for it."""
         if self._asked:
             self._asked = False
             self.model.distribute_strategy.answered()

@@ -133,7 +133,7 @@ class SearchRate(Schedule):
         return float(evaluate(self.model, held_out)["loss"])
 
     def _any_has_diverged(self, before: TrainingState) -> bool:
-        """Whether a replica has, of any worker: `evaluate`, whose end is a sync, would refuse."""
+        """Returns whether any replica has diverged; `evaluate`, whose end is a sync, would fail."""
         mine = before.has_diverged()
         return any(Strategy.of(self.model).everyones(mine, _TRIED))
 

@@ -22,7 +22,7 @@ from tfpara.whole_number import checked_whole
 
 
 class Schedule(keras.callbacks.Callback):
-    """What the callbacks of this module share: the rate, the log, the state, one line of text.
+    """The base of this module's callbacks: the rate, the log, the state, one line of text.
 
     Args:
         name: of its state in a checkpoint; "" where there is none.
@@ -48,7 +48,7 @@ class Schedule(keras.callbacks.Callback):
             Strategy.of(model).keep_state(self._state_name, self)
 
     def get_state(self) -> dict[str, Json]:
-        """What to save: numbers and strings by name."""
+        """Returns the state to save: numbers and strings by name."""
         return {"learning_rate": learning_rate(self.model)} if self._sets_rate else {}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -137,7 +137,7 @@ class LearningRate(Schedule):
         self._epoch = -1  # a checkpoint from here on belongs to no epoch's middle
 
     def _share(self, done: int) -> float:
-        """How much of the epoch so many minibatches are."""
+        """Returns the share of the epoch that so many minibatches are."""
         return min(done / self._steps, 1.0) if self._steps else 0.0
 
     def _set(self, position: float) -> None:

@@ -1,4 +1,4 @@
-"""Where in `fit` all workers are at the same step."""
+"""Finding the batches of `fit` after which all workers are at the same step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SyncWatch:
     def after_batch(
         self, model: keras.Model, batch: int, needed: Callable[[Agreement], bool]
     ) -> Agreement | None:
-        """What all workers know alike, if this batch has ended with a sync of all; else None.
+        """Returns what all workers know alike if this batch ended with a sync of all; else None.
 
         Args:
             model: the one that is trained.

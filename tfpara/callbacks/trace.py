@@ -98,7 +98,7 @@ class Trace(keras.callbacks.Callback):
             self._stop()
 
     def _give_up(self) -> None:
-        """Where `fit` has failed: the profiler, of which a process has one, is free again."""
+        """Frees the profiler, of which a process has one, if `fit` has failed."""
         self._mark = None
         if self._recording:
             self._recording = False

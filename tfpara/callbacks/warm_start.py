@@ -53,7 +53,7 @@ class WarmStart(Schedule):
         self._period: int | None = None  # the strategy's, for after that
 
     def replicas(self, strategy: Strategy | None, epoch: int) -> tuple[int, list[int]]:
-        """How many replicas share the data of an epoch, and which of them this worker reads for.
+        """Returns how many replicas share an epoch's data, and for which of them this worker reads.
 
         Args:
             strategy: tfpara's, or None in a run without one.
@@ -104,7 +104,7 @@ class WarmStart(Schedule):
         close_block(self.model)
 
     def _give_up(self) -> None:
-        """Where `fit` has failed: the next one syncs, unless it says otherwise."""
+        """Makes the next `fit` sync again if this one has failed."""
         if self._alone:
             self._alone = False
             self.model.distribute_strategy.extended.set_sync_period(self._period)

@@ -1,4 +1,4 @@
-"""How each layer of a model gets its gradient."""
+"""The plan by which each layer of a model gets its gradient."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How long a simulated worker takes for a minibatch.
+    """The time that a simulated worker takes for a minibatch.
 
         seconds = mean · exp(spread · z − spread²/2),   z ~ N(0, 1)
 
@@ -51,7 +51,7 @@ class Speed:
 
 
 class Kept(NamedTuple):
-    """What a worker keeps between blocks, of rules with local steps.
+    """The state that a worker keeps between blocks under rules with local steps.
 
     Attributes:
         weights: of its model; empty: the server's.
@@ -189,7 +189,7 @@ class Simulation:
             heapq.heappush(self._events, (self._now + duration, worker.index))
 
     def _may_pull(self, worker: _Worker) -> bool:
-        """Whether the record, where one is repeated, has the worker pull now."""
+        """Returns whether the record that is repeated, if there is one, has the worker pull now."""
         if not self._repeats:
             return True
         coming = next((p for p in self._order if p.worker == worker.index), None)

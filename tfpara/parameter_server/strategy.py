@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class AsyncStatistics(NamedTuple):
-    """What has been pushed so far.
+    """Counts of what has been pushed so far.
 
     Attributes:
         pushes: updates of the global model.
@@ -317,7 +317,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             )
 
     def statistics(self, model: keras.Model | None = None) -> AsyncStatistics:
-        """What has been pushed so far.
+        """Returns counts of what has been pushed so far.
 
         Args:
             model: of this model; None: of the one that is trained, or was trained first by a `fit`
@@ -354,7 +354,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         self._servers[model][0].start_mean("average")
 
     def mean_started(self, model: keras.Model) -> bool:
-        """Whether the average "average" is a mean by now; it is none where it starts anew."""
+        """Returns whether the average "average" is a mean by now; it is none after a new start."""
         return self._servers[model][0].mean_started("average")
 
     @property
@@ -363,7 +363,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         return self._processes.asked_to_end
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """What the other processes end with when this one does.
+        """Sets the code and the sentence with which the other processes end when this one does.
 
         Args:
             exit_code: theirs.
@@ -421,7 +421,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def executor(
         self, server: Server, work: Work, chunks: Chunks, choose_rate: ChooseRate | None
     ) -> Cluster | Simulation:
-        """What runs chunks on the workers."""
+        """Returns the executor that runs chunks on the workers."""
         return self._processes.executor(
             server, work, chunks, self._period, choose_rate, seed=self.seed
         )

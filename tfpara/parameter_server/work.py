@@ -1,4 +1,4 @@
-"""What a worker computes between a pull and a push, as pure functions of tensors.
+"""The computation of a worker between a pull and a push, as pure functions of tensors.
 
 The Keras model is read as a function: while it runs, tensors stand in for its variables
 (`keras.StatelessScope`), so one traced function serves every worker and touches no variable of the
@@ -286,7 +286,7 @@ class Work:
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
-        """What a finished block sends, of a worker at a place."""
+        """Returns what a worker at a place sends after a finished block."""
         values, squares = block.weights, block.squares
         if self.local and not self.local_models:
             between = zip(block.weights, pulled.weights, strict=True)
@@ -316,7 +316,7 @@ class Work:
     def kept(
         self, block: Block, moves: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """What a worker keeps for its next block: local weights (or none) and optimizer.
+        """Returns what a worker keeps for its next block: local weights (or none) and optimizer.
 
         Args:
             block: that was pushed.
@@ -345,7 +345,7 @@ def _build_metrics(model: keras.Model, spec: Nest) -> None:
 
 
 def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """How much of the state at the pull is left in `state`, after one minibatch more.
+    """Returns the share of the state at the pull that is left in `state` after one more minibatch.
 
     It is the derivative: ρ where S ← ρ S + (1 − ρ) x, and 1 where S stays or counts.
     """

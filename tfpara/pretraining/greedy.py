@@ -24,7 +24,7 @@ _BIAS_MINIBATCHES = 100
 
 
 class Pretrained(NamedTuple):
-    """What became of one layer.
+    """The result of pretraining for one layer.
 
     layer: its name. visible: the kind of its visible units. errors: after each epoch the mean
     squared reconstruction error of a visible unit, over the epoch.

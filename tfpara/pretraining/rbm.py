@@ -98,11 +98,11 @@ class RBM:
         self.visible_bias.assign(mean)
 
     def learn(self, rows: tf.Tensor) -> tf.Tensor:
-        """One minibatch, float32 [b, visible]; returns its reconstruction error."""
+        """Learns from one minibatch, float32 [b, visible]; returns its reconstruction error."""
         return self._step(rows)
 
     def is_finite(self) -> bool:
-        """Whether all weights are."""
+        """Returns whether all weights are finite."""
         return all(bool(tf.reduce_all(tf.math.is_finite(v))) for v in self._variables)
 
     def _learn(self, rows: tf.Tensor) -> tf.Tensor:
@@ -138,7 +138,7 @@ def cd1(
     uniform: tf.Tensor,
     visible_kind: str,
 ) -> Statistics:
-    """One step of contrastive divergence from the data.
+    """Takes one step of contrastive divergence from the data.
 
         p = σ(v W + b),   h = [uniform < p]
         v' = h Wᵀ + a (Gaussian) or σ(h Wᵀ + a) (Bernoulli),   p' = σ(v' W + b)

@@ -1,4 +1,4 @@
-"""Which layers of a model can be pretrained as RBMs, and why others cannot."""
+"""The choice of a model's layers that can be pretrained as RBMs, and why others cannot."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class NewbobState(NamedTuple):
-    """What Newbob remembers between epochs.
+    """The state of Newbob between epochs.
 
     score: the score that the next one is compared with; None before the first. gain: what the last
     epoch gained; None before there were two scores. fading: the rate falls at every epoch from here
@@ -79,12 +79,12 @@ class NewbobRule:
 
     @classmethod
     def cross_entropy(cls, reject_worse: bool = False) -> NewbobRule:
-        """Of a held-out cross-entropy: a relative fall of 1 %, then 0.1 %."""
+        """Returns the rule for a held-out cross-entropy: a relative fall of 1 %, then 0.1 %."""
         return cls(reject_worse=reject_worse)
 
     @classmethod
     def accuracy(cls, reject_worse: bool = False) -> NewbobRule:
-        """Of a held-out frame accuracy in [0, 1]: a rise of 0.005, then 0.001."""
+        """Returns the rule for a held-out frame accuracy in [0, 1]: a rise of 0.005, then 0.001."""
         return cls(start=0.005, rising=True, relative=False, reject_worse=reject_worse)
 
     def init(self) -> NewbobState:

@@ -1,4 +1,4 @@
-"""What one process of a benchmark says to the program that started it, and measures of itself.
+"""The messages of a benchmark's process to the program that started it, and its measurements.
 
 Only the standard library is imported: the peers' environments have nothing of ours.
 """

@@ -19,7 +19,7 @@ from scripts.benchmarks.peers import process
 
 
 def main(options: dict[str, Any]) -> dict[str, Any]:
-    """What `options["system"]` names."""
+    """Runs the training loop that `options["system"]` names."""
     return {"mirrored": mirrored, "horovod": horovod, "horovod_all_reduce": all_reduce}[
         options["system"]
     ](options)
@@ -113,7 +113,7 @@ def _step(
 
 
 def _norm(model: keras.Model) -> float:
-    """Of the weights; waits until they are written."""
+    """Returns the norm of the weights; waits until they are written."""
     squares = [tf.reduce_sum(tf.cast(v.value, tf.float64) ** 2) for v in model.trainable_variables]
     return float(tf.sqrt(tf.add_n(squares)))
 

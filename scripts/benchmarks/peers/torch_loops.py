@@ -19,7 +19,7 @@ _TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def main(options: dict[str, Any]) -> dict[str, Any]:
-    """What `options["system"]` names."""
+    """Runs the training loop that `options["system"]` names."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def _stepper(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Calla
 
 
 def _norm(model: nn.Module) -> float:
-    """Of the weights."""
+    """Returns the norm of the weights."""
     squares = [weight.detach().double().pow(2).sum() for weight in model.parameters()]
     return float(torch.stack(squares).sum().sqrt())
 
