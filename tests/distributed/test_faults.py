@@ -27,7 +27,7 @@ def test_without_a_fault_all_train():
         ({}, {"rule": "tfpara.BMUF()"}, ["rule: worker 0 has 'BSP()'", "BMUF(block_momentum=0.5"]),
         ({"data_plan": {"seed": 1}}, {"data_plan": {"seed": 2}}, ["data_plan.seed: worker 0 has"]),
         ({"data_plan": {"seed": 1}}, {}, ["data_plan.seed: worker 0 has", "worker 1 has None"]),
-        ({}, {"local_state": "reset"}, ["local_state: worker 0 has 'keep'"]),
+        ({}, {"local_state": "reset"}, ["local_state: worker 0 has 'auto'"]),
         ({}, {"units": 8}, ["(6, 7)", "(6, 8)", "model, variable"]),
         (
             {"momentum": 0.9},
