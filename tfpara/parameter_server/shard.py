@@ -48,7 +48,8 @@ class Shard:
         self.steps: KerasSteps | None = None
         self.optimizer: list[tf.Variable] = []
         with tf.device(device):
-            # Without a shared name: no other object gets the same lock.
+            # TensorFlow 2.17 ignores the name here: all locks that are made eagerly on one device
+            # are one mutex. So pushes of different models on a server exclude each other, too.
             self.lock = tf.CriticalSection(name=f"shard_{number}")
             self.version = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.progress = Progress(1)

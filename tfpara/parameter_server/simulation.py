@@ -1,4 +1,4 @@
-"""Asynchronous training in one process, in an order of pulls and pushes that can be repeated."""
+"""Asynchronous training in one process, with a repeatable order of pulls and pushes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """The time that a simulated worker takes for a minibatch.
+    """The distribution of the time that a simulated worker takes for a minibatch: log-normal.
 
         seconds = mean · exp(spread · z − spread²/2),   z ~ N(0, 1)
 
     Args:
-        mean: seconds, > 0, on average; only their ratio between workers matters.
-        spread: standard deviation of the logarithm, ≥ 0. 0: always the mean.
+        mean: mean time in seconds, > 0. Only the ratios between workers matter.
+        spread: standard deviation of the time's logarithm, ≥ 0; with 0 it is always the mean.
 
     Raises:
         ValueError: a value outside its range.
@@ -45,18 +45,18 @@ class Speed:
             raise ValueError(f"{self!r}: mean must be positive and spread 0 or more, both finite.")
 
     def draw(self, generator: np.random.Generator) -> float:
-        """Seconds of one minibatch."""
+        """Returns a random time for one minibatch, in seconds."""
         shift = self.spread * generator.standard_normal() - self.spread**2 / 2
         return float(self.mean * np.exp(shift))
 
 
 class Kept(NamedTuple):
-    """The state that a worker keeps between blocks under rules with local steps.
+    """A worker's local model and optimizer between blocks, for rules with local steps.
 
     Attributes:
-        weights: of its model; empty: the server's.
-        optimizer: its state.
-        generation: of the server's model, that these belong to.
+        weights: weights of the local model; empty if the rule has no local models.
+        optimizer: state of the local optimizer.
+        generation: the generation of the server's model to which these belong.
     """
 
     weights: list[tf.Tensor]
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
 
 
 class _Worker:
-    """A simulated worker: its place in its chunk, and what it has pulled and not pushed yet."""
+    """A simulated worker: its position in a chunk, and its block between a pull and a push."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -73,26 +73,28 @@ class _Worker:
         self.iterator: Any = None
         self.element: Nest = None  # the next minibatch
         self.own: list[tf.Tensor] = []
-        self.start = 0  # of the block, in the chunk
-        self.idle_since = 0  # pushes
+        self.start = 0  # the block's first minibatch in the chunk
+        self.idle_since = 0  # number of pushes after this worker's last one
         self.rate = tf.constant(-1.0)
         self.pulled: Pulled | None = None
         self.block: Block | None = None
 
 
 class Simulation:
-    """Trains chunks on simulated workers: `cluster_run.Cluster` without a cluster.
+    """Trains chunks on simulated workers, as `cluster_run.Cluster` does on those of a cluster.
 
-    Each worker pulls, computes `sync_period` minibatches for as long as its speed says, pushes, and
-    pulls again at once. Events are taken in the order of their time, those of equal time by worker.
-    The functions that pull, compute and push are those that run on a cluster.
+    Each worker pulls, computes `sync_period` minibatches, pushes, and pulls again at once. Its
+    speed gives the simulated time of a block. Pushes are made in the order of their simulated time,
+    and by worker if the times are equal. The functions that pull, compute and push are those that
+    run on a cluster.
 
     Args:
         server, work, chunks, sync_period, choose_rate: as for `cluster_run.chunk_function`.
-        speeds: of each worker.
-        seed: of the speeds' random numbers.
-        order: a record to repeat, in place of speeds.
-        kept: by worker, of the `fit` before and for the next.
+        speeds: the speed of each worker.
+        seed: seed of the random times.
+        order: a record to repeat; the order of pushes is then not that of the speeds.
+        kept: by worker, local models and optimizers of the former `fit`. It is updated for the
+            next one.
     """
 
     def __init__(
@@ -121,8 +123,8 @@ class Simulation:
         self._workers = [_Worker(k) for k in range(len(speeds))]
         self._kept = {} if kept is None else kept
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
-        self._events: list[tuple[float, int]] = []  # time and worker of the next pushes
-        self._refused: list[_Worker] = []  # whose pushes must wait
+        self._events: list[tuple[float, int]] = []  # heap of the next pushes: time and worker
+        self._refused: list[_Worker] = []  # workers whose pushes must wait
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
@@ -137,7 +139,13 @@ class Simulation:
         self._waiting.extend((epoch, chunk) for chunk in chunks)
 
     def wait(self, seconds: float) -> bool:
-        """Trains for at least `seconds` of real time; returns whether all chunks are done."""
+        """Trains until all chunks are done, or for `seconds` of real time and one push at least.
+
+        Returns whether all chunks are done.
+
+        Raises:
+            ValueError: the record that is repeated is of another run.
+        """
         until = time.monotonic() + seconds
         while True:
             self._pull_where_free()
@@ -151,7 +159,7 @@ class Simulation:
                 return False
 
     def halt(self) -> None:
-        """Takes the chunks back from the workers; what they have not pushed is lost."""
+        """Takes the chunks back from the workers; minibatches that are not pushed yet are lost."""
         self._waiting.clear()
         self._events.clear()
         self._refused.clear()
@@ -159,7 +167,7 @@ class Simulation:
             worker.iterator = worker.element = worker.block = None
 
     def _pull_where_free(self) -> None:
-        """Has every idle worker pull, as long as there are chunks."""
+        """Lets every idle worker that has a chunk, or gets one, pull and compute its block."""
         for worker in sorted(self._workers, key=lambda w: w.idle_since):
             if worker.block is not None or not self._may_pull(worker):
                 continue
@@ -189,13 +197,16 @@ class Simulation:
             heapq.heappush(self._events, (self._now + duration, worker.index))
 
     def _may_pull(self, worker: _Worker) -> bool:
-        """Returns whether the record that is repeated, if there is one, has the worker pull now."""
+        """Returns whether the worker pulls now in the record; True if no record is repeated.
+
+        If the worker needs a chunk, the one that it has in the record is moved to the front.
+        """
         if not self._repeats:
             return True
         coming = next((p for p in self._order if p.worker == worker.index), None)
         if coming is None or coming.pulled != int(self._server.first.version):
             return False
-        if worker.element is None:  # takes the chunk that it took
+        if worker.element is None:  # it needs a chunk: the one that it has in the record
             mine = [place for place in self._waiting if place[1] == coming.chunk]
             if not mine:
                 return False
@@ -229,7 +240,7 @@ class Simulation:
         )
 
     def _next_minibatch(self, worker: _Worker) -> bool:
-        """Gives a worker a chunk where it has none; returns whether it has a minibatch."""
+        """Gives a worker a chunk if it has none; returns whether it has a next minibatch."""
         while worker.element is None and self._waiting:
             epoch, chunk = self._waiting.popleft()
             worker.epoch, worker.chunk = epoch, chunk
@@ -255,7 +266,7 @@ class Simulation:
             raise
 
     def _push_of(self, worker: _Worker) -> bool:
-        """Offers a push; returns whether it was its turn. If not it is offered after the next."""
+        """Offers a push; returns False if it is not its turn, and keeps it to be offered again."""
         block: Any = worker.block
         place = Place(*map(_long, (worker.epoch, worker.chunk, worker.start)))
         answer = self._push(block, worker.pulled, _long(worker.index), place, worker.rate)
@@ -273,7 +284,7 @@ class Simulation:
         return True
 
     def _push_refused(self) -> None:
-        """Offers what was refused again, the oldest first, for as long as one can go."""
+        """Offers the refused pushes again, the oldest first, until none of them can be made."""
         again = True
         while again:
             waiting, self._refused = self._refused, []

@@ -1,4 +1,4 @@
-"""Asynchronous training with parameter servers, as users see it."""
+"""The strategy for asynchronous training with parameter servers: the public interface."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class AsyncStatistics(NamedTuple):
-    """Counts of what has been pushed so far.
+    """The numbers of pushes so far, by staleness and by worker.
 
     Attributes:
-        pushes: updates of the global model.
-        samples: that these pushes had.
-        staleness: int64 [256], pushes by staleness k; the last counts the staler ones too.
+        pushes: number of pushes, which are updates of the global model.
+        samples: number of samples of these pushes.
+        staleness: int64 [256], pushes by staleness k; the last counts all staler ones too.
         by_worker: int64 [workers], pushes of each worker in this process's lifetime.
     """
 
@@ -51,12 +51,12 @@ class AsyncStatistics(NamedTuple):
 
     @property
     def syncs(self) -> int:
-        """The pushes: what scores within a run are listed by."""
+        """The same as `pushes`: scores within a run are listed by it."""
         return self.pushes
 
     @property
     def mean_staleness(self) -> float:
-        """Over all pushes; 0 before the first."""
+        """The mean staleness of all pushes; 0 before the first. 256 and more count as 255."""
         total = self.staleness.sum()
         return float((self.staleness * range(len(self.staleness))).sum() / max(1, total))
 
@@ -64,34 +64,36 @@ class AsyncStatistics(NamedTuple):
 class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     """Asynchronous training: workers pull the model from servers, and push without waiting.
 
-    Built on `tf.distribute.ParameterServerStrategy` and `ClusterCoordinator`. The same script runs
-    in every process of TF_CONFIG (`tfpara-launch --ps 1 -n 2 -- script.py`): in the chief the
-    constructor returns; workers and parameter servers stay inside it, do what the chief sends them,
-    and exit when the chief is done.
+    It is built on `tf.distribute.ParameterServerStrategy` and `ClusterCoordinator`. The same script
+    runs in every process of TF_CONFIG (`tfpara-launch --ps 1 -n 2 -- script.py`). The constructor
+    returns in the chief only. Workers and parameter servers stay inside it, run the graphs that the
+    chief sends them, and exit when the chief is done.
 
-    The model lives in the chief, where Keras' `evaluate`, `predict` and `export` work on it; to
-    train it call the strategy's `fit`. The workers compute its loss (`compute_loss`) and metrics;
-    what travels is weights, gradients, changes of moving statistics and of metrics. Each worker
-    process uses one device: its first GPU, or the CPU.
+    The chief has a copy of the model, for Keras' `evaluate`, `predict` and `export`. To train it,
+    call the strategy's `fit`. The workers compute the model's loss (`compute_loss`) and metrics.
+    Weights, gradients, and changes of moving statistics and metrics are sent over the network. Each
+    worker process uses one device: its first GPU, or the CPU.
 
     Args:
         rule: `tfpara.ASGD(...)`, `tfpara.AveragedASGD(...)`, `tfpara.Downpour(...)` or
             `tfpara.AsyncEASGD(...)`.
         sync_period: τ ≥ 1, minibatches between a worker's pull and its push.
-        averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`, which
-            take in the model after every push; they never touch training. Beside EMA and MA there
-            is `tfpara.RunningThenMean(...)`; under the name "average" `tfpara.StartMean` starts its
-            mean.
-        seed: ≥ 0, of the order of arrays and of shuffled datasets, and of simulated workers.
-        record: whether the first parameter server keeps a line for each push, for `record`.
-        timeout_seconds: a parameter server that is silent for so long is given up.
-        startup_timeout_seconds: longest wait for all processes to appear.
+        averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`. They
+            are updated after every push, and have no influence on training. Beside EMA and MA there
+            is `tfpara.RunningThenMean(...)`; the callback `tfpara.StartMean` starts the mean of the
+            one named "average".
+        seed: seed ≥ 0 of the order of arrays and shuffled datasets, and of simulated workers.
+        record: whether the first parameter server keeps a line for each push, for the method
+            `record`.
+        timeout_seconds: silence after which a worker or parameter server is taken for lost; also
+            how long training waits for a worker when all are lost.
+        startup_timeout_seconds: longest wait for all processes to start.
 
     Raises:
         TypeError: `rule` is not an asynchronous rule.
         ValueError: a value outside its range.
         tfpara.cluster.ClusterError: TF_CONFIG is wrong, or has no parameter server or chief.
-        tfpara.StartupError: processes that did not come, or see another cluster.
+        tfpara.StartupError: processes did not come, or have another TF_CONFIG.
     """
 
     def __init__(
@@ -106,7 +108,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         startup_timeout_seconds: float = 300.0,
         _processes: Any = None,
     ) -> None:
-        """Joins the other processes; returns in the chief alone. Arguments as above."""
+        """Joins the other processes; returns in the chief only. Arguments as above.
+
+        `_processes` replaces the processes of TF_CONFIG by simulated ones.
+        """
         checked_rule(rule)
         sync_period = checked_period(sync_period)
         self._averages = checked_averages(averages, asynchronous=True)
@@ -146,7 +151,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def run(
         self, fn: Callable[..., Nest], args: Nest = (), kwargs: Nest = None, options: object = None
     ) -> Nest:
-        """Runs `fn` on the chief; a Keras training step is refused."""
+        """Runs `fn` on the chief; refuses a Keras training step."""
         if isinstance(getattr(fn, "__self__", None), keras.Model) and fn.__name__ == "train_step":
             raise RuntimeError(
                 "model.fit would train on the chief alone. Call strategy.fit(model, ...), which "
@@ -174,17 +179,17 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         chunks: int | None = None,
         search_rate: ChunkRateSearch | None = None,
     ) -> keras.callbacks.History:
-        """Trains the model on the workers; Keras' `fit`, with its arguments, callbacks and history.
+        """Trains the model on the workers; arguments, callbacks and history are as in Keras' `fit`.
 
-        An epoch is divided into chunks. A chunk goes to one worker at a time, and to another one if
-        that dies, which goes on where the model is: every minibatch is in the model once, on every
-        parameter server.
+        An epoch is divided into chunks. One worker at a time trains a chunk. If it dies, another
+        one goes on with the first minibatch that is not in the model yet. So every minibatch is
+        applied exactly once on every parameter server.
 
-        What workers have of their own (AsyncEASGD, Downpour) goes on from fit to fit, as the
-        servers' optimizer does.
+        Local optimizers (AsyncEASGD, Downpour) and local models (AsyncEASGD) are kept from one
+        `fit` to the next, and so is the servers' optimizer.
 
-        The progress bar, and the batch hooks of callbacks, follow the pushes several times a
-        second, not each of them. After `fit` the model has the global weights.
+        The progress bar and the callbacks' batch hooks are updated several times a second, not at
+        each push. After `fit` the model has the global weights.
 
         Args:
             model: built and compiled in the scope.
@@ -193,9 +198,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 the dataset shuffles, have a new order in every epoch.
             epochs, initial_epoch, verbose, callbacks, validation_data, validation_batch_size,
                 validation_freq: as in Keras.
-            chunks: chunks of an epoch, for arrays and datasets; None: four for each worker from
-                arrays, and one for each from a dataset, of which every chunk reads the whole.
-            search_rate: a `tfpara.ChunkRateSearch`, to choose the rate of each chunk.
+            chunks: number of chunks of an epoch, for arrays and datasets. None: for arrays four
+                times the number of workers; for a dataset, which every chunk reads as a whole, the
+                number of workers; but never more than there are minibatches.
+            search_rate: a `tfpara.ChunkRateSearch`, to choose the learning rate of each chunk.
 
         Returns:
             The history: metrics of each epoch.
@@ -203,8 +209,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         Raises:
             ValueError: an argument that does not fit; a model that is not built or compiled, or
                 has a training step of its own; `sync_period` longer than a chunk.
-            tfpara.DivergedError: a push was not finite.
-            tfpara.ParameterServerError: a parameter server is gone.
+            tfpara.DivergedError: a push would have made a weight infinite or NaN.
+            tfpara.ParameterServerError: a parameter server is lost, or all workers are.
         """
         running = Fit(
             self,
@@ -234,21 +240,21 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
         """Puts the "global" model or an average into the chief's model for a while.
 
-        Weights that were set in the chief's model become those of the servers before (`write`).
+        Weights that were set in the chief's model before are sent to the servers first (`write`).
 
         Args:
-            model: made in the scope.
+            model: a model made in the strategy's scope.
             which: "global" or a name among `averages`.
 
         Raises:
-            ValueError: an unknown name; the message lists those there are. Or weights that are set
+            ValueError: the name is unknown; the message lists the known ones. Or weights were set
                 inside the context.
         """
         known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
         copy = self._copies.get(model)
-        if copy is None:  # not trained yet: all are the same
+        if copy is None:  # not trained yet: all averages are equal to the model
             yield
             return
         if not copy.shows:
@@ -257,27 +263,32 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             yield
 
     def read(self, model: keras.Model) -> None:
-        """Copies weights, and the moving statistics, from the servers into the chief's model."""
+        """Copies weights and moving statistics from the servers into the chief's model.
+
+        Args:
+            model: a model that `fit` was called with.
+        """
         self._copies[model].read()
 
     def write(self, model: keras.Model) -> None:
         """Sends the weights that were set in the chief's model to the servers.
 
-        `fit` does so itself: at its start, for what was set since the last one, and after each of
-        on_train_begin, on_epoch_begin, on_epoch_end and on_train_end. So `model.set_weights` and
-        the like work in a callback; call this where the servers must have the weights at once.
+        `fit` calls it at its start, and after on_train_begin, on_epoch_begin, on_epoch_end and
+        on_train_end. So `model.set_weights` and the like work in these callbacks, and between two
+        fits. Call it yourself only if the servers must have the weights at once.
 
-        The weights become those of the global model. Averages start anew from them, and so do
-        the models and optimizers that workers have of their own (AsyncEASGD, Downpour); the slots
-        of an optimizer on the servers stay. Nothing happens where nothing was set, or the model
-        has not been trained yet.
+        The weights become those of the global model. Averages start anew from them, and so do the
+        workers' local optimizers (AsyncEASGD, Downpour) and local models (AsyncEASGD). The slots of
+        an optimizer on the servers stay. Nothing happens if nothing was set, or the model has not
+        been trained yet.
 
         Args:
-            model: made in the scope.
+            model: a model made in the strategy's scope.
 
         Raises:
-            ValueError: weights were set in the middle of an epoch, where they would be lost; frozen
-                ones in a `fit`; or the model shows others (`weights`).
+            ValueError: weights were set in the middle of an epoch, where they would be lost; or
+                frozen weights were set during a `fit`; or the model shows other weights now
+                (`weights`).
         """
         if model in self._copies:
             running = self.running if self.running and self.running.model is model else None
@@ -285,18 +296,20 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             self._copies[model].write(within_epoch, within_fit=running is not None)
 
     def snapshot(self, model: keras.Model) -> Callable[[], None]:
-        """Keeps the global model as it is, to go back to: weights, moving statistics, optimizer.
+        """Keeps the state of the global model, and returns a function that restores it.
 
         Args:
-            model: that is trained; not in the middle of an epoch.
+            model: a model that `fit` was called with.
 
         Returns:
-            A function that goes back: the servers and the chief's model have the former weights and
-            moving statistics, the servers their averages, and their optimizer its slots and number
-            of steps, but not the learning rate. What workers have of their own starts anew.
+            A function that restores the weights and moving statistics on the servers and in the
+            chief's model, and on the servers also the averages, and the optimizer's slots and
+            number of steps. It does not restore the learning rate. The workers' local models and
+            optimizers start anew.
 
         Raises:
-            ValueError: in the middle of an epoch; or the model has not been trained yet.
+            ValueError: it is the middle of an epoch, or the model has not been trained yet. The
+                returned function raises it too in the middle of an epoch.
         """
         self._of(model)
         self._check_between_epochs()
@@ -317,14 +330,14 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             )
 
     def statistics(self, model: keras.Model | None = None) -> AsyncStatistics:
-        """Returns counts of what has been pushed so far.
+        """Returns the numbers of pushes so far, by staleness and by worker.
 
         Args:
-            model: of this model; None: of the one that is trained, or was trained first by a `fit`
-                last.
+            model: a model that `fit` was called with. None: of all these, the one whose first
+                `fit` was the latest.
 
         Raises:
-            ValueError: it has not been trained yet.
+            ValueError: the model has not been trained yet.
         """
         server = self._of(model)
         books = server.books
@@ -336,7 +349,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         )
 
     def record(self, model: keras.Model | None = None) -> list[Pushed]:
-        """Who pulled and pushed when, since this process has begun: a line for each push.
+        """Returns the order of pulls and pushes since this process started: a line for each push.
 
         `tfpara.simulate_async(order=...)` repeats it.
 
@@ -350,55 +363,66 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         return self._of(model).books.lines()
 
     def start_mean(self, model: keras.Model) -> None:
-        """Has the average "average", a `RunningThenMean`, go on as the mean of the models."""
+        """Makes the average named "average", a `RunningThenMean`, continue as a mean.
+
+        Args:
+            model: a model that `fit` was called with.
+        """
         self._servers[model][0].start_mean("average")
 
     def mean_started(self, model: keras.Model) -> bool:
-        """Returns whether the average "average" is a mean by now; it is none after a new start."""
+        """Returns whether the average named "average" has become a mean.
+
+        After weights were set (`write`) it starts anew, and is no mean.
+
+        Args:
+            model: a model that `fit` was called with.
+        """
         return self._servers[model][0].mean_started("average")
 
     @property
     def asked_to_end(self) -> str | None:
-        """A sentence, if a parameter server waits for the run to end in good order."""
+        """A sentence if a parameter server got SIGTERM or SIGINT and waits for the run's end."""
         return self._processes.asked_to_end
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the code and the sentence with which the other processes end when this one does.
+        """Sets the exit code and last sentence of the other processes, for when this one ends.
 
         Args:
-            exit_code: theirs.
-            sentence: what they print.
+            exit_code: their exit code.
+            sentence: the cause, which they print.
         """
         self._processes.end_with(exit_code, sentence)
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Has the state of an object kept in checkpoints and restored from them.
+        """Registers an object whose state checkpoints keep and restore.
 
         Args:
-            name: the state's; a second object under one name replaces the first.
-            holder: `get_state()` returns what JSON can carry, `set_state(state)` takes it back.
+            name: name of the state; a second object with the same name replaces the first.
+            holder: the object. `get_state()` returns a value for JSON; `set_state(state)` restores
+                it.
         """
         self._states[name] = holder
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects of `keep_state`."""
+        """The objects given to `keep_state`, by name."""
         return dict(self._states)
 
     def count_fit(self) -> int:
-        """Fits that have begun before; counts one more. Each has its own order of the data."""
+        """Counts a `fit`; returns the number of earlier ones, on which the data's order depends."""
         self._fits += 1
         return self._fits - 1
 
     def server_of(self, model: keras.Model, spec: Nest) -> tuple[Server, Work]:
-        """The model on the servers, made from the chief's where there is none yet.
+        """Returns the model on the servers and its `Work`; creates them in the first `fit`.
 
-        Weights that were set in the chief since the last `fit` go to the servers, where averages
-        start anew; a model that was compiled again is made anew.
+        They are created anew if the model was compiled with another optimizer since. Otherwise
+        weights that were set in the chief's model are sent to the servers (`write`).
 
         Args:
             model: built and compiled.
-            spec: of its minibatches.
+            spec: the element spec of the minibatches.
         """
         kept = self._servers.get(model)
         if kept is not None and kept[1].optimizer is model.optimizer:
@@ -421,16 +445,16 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def executor(
         self, server: Server, work: Work, chunks: Chunks, choose_rate: ChooseRate | None
     ) -> Cluster | Simulation:
-        """Returns the executor that runs chunks on the workers."""
+        """Returns the object that trains chunks on the workers."""
         return self._processes.executor(
             server, work, chunks, self._period, choose_rate, seed=self.seed
         )
 
     def check(self) -> None:
-        """Raises what ends the run, if something does.
+        """Raises an error if the run cannot go on; frees the others from waiting for lost workers.
 
         Raises:
-            tfpara.ParameterServerError: a parameter server is gone.
+            tfpara.ParameterServerError: a parameter server is lost, or all workers are.
         """
         self._processes.check()
         for worker in self._processes.lost():
@@ -438,7 +462,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 server.forget(worker)
 
     def _of(self, model: keras.Model | None) -> Server:
-        """The model's server; None: that of the newest model."""
+        """Returns the model's `Server`; for None, that of the model whose first `fit` was last."""
         if model is None and self._servers:
             return list(self._servers.values())[-1][0]
         if model not in self._servers:
@@ -447,7 +471,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
 
 def checked_rule(rule: object) -> AsyncRule:
-    """The rule, if it is an asynchronous one."""
+    """Returns the rule if it is an asynchronous one.
+
+    Raises:
+        TypeError: it is another object.
+    """
     if isinstance(rule, Rule):
         raise TypeError(
             f"{type(rule).__name__} is a synchronous rule: give it to "

@@ -1,8 +1,7 @@
 """The computation of a worker between a pull and a push, as pure functions of tensors.
 
-The Keras model is read as a function: while it runs, tensors stand in for its variables
-(`keras.StatelessScope`), so one traced function serves every worker and touches no variable of the
-chief's model.
+The Keras model is called with tensors in place of its variables (`keras.StatelessScope`). So all
+workers can run the same traced function, and it does not change the chief's model.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from tfpara.typing import Nest
 if TYPE_CHECKING:
     import numpy as np
 
-# Random streams of a chunk: one for each minibatch that it may be taken up again at.
+# Random streams of a chunk: one for each minibatch at which a worker may begin or continue it.
 CHUNK_STREAMS = 1 << 20
-# 2^64 divided by the golden ratio, as a signed number: the upper bits of its multiples differ.
+# 2^64 divided by the golden ratio, as a signed number. Its multiples differ in the upper bits.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
@@ -33,19 +32,20 @@ ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
 
 
 class Block(NamedTuple):
-    """A worker's place between a pull and a push: lists of tensors.
+    """A worker's state between a pull and a push: lists of tensors.
 
     Attributes:
-        weights: those the next minibatch sees: as pulled (ASGD), or after local steps.
+        weights: the weights for the next minibatch: as pulled (ASGD), or after local steps.
         gradients: sums over the block's minibatches; empty before the first, and for local steps.
         squares: sums of the gradients' squares; empty where the rule does not need them.
         optimizer: the local optimizer's state; empty for ASGD.
         before: minibatches in the model before the block, for a local optimizer's schedule.
         state: moving statistics that workers share.
-        kept: how much of each element of `state` was left since the pull, in [0, 1].
-        own: what is a worker's own: random seeds and carried recurrent states.
-        metrics: sums over the block's minibatches.
-        minibatches, samples: of the block so far, int64.
+        kept: the factor, in [0, 1], with which each element of the pulled state is still contained
+            in `state`.
+        own: state of the worker's own: random seeds and carried recurrent states.
+        metrics: values of the metrics' variables, summed over the block's minibatches.
+        minibatches, samples: their numbers in the block so far, int64.
     """
 
     weights: list[tf.Tensor]
@@ -62,7 +62,7 @@ class Block(NamedTuple):
 
 
 class Work:
-    """The minibatches of a worker.
+    """The functions by which a worker trains on minibatches, for one model and rule.
 
     Args:
         model: built and compiled.
@@ -72,10 +72,10 @@ class Work:
 
     Attributes:
         model: the Keras model.
-        optimizer: that it was compiled with.
-        state: the model's variables that `Block.state` stands for.
-        local, local_models: whether workers have optimizers, and models, of their own.
-        frozen, frozen_values: weights that are not trained, and what graphs have of them.
+        optimizer: the optimizer that it was compiled with.
+        state: the model's variables whose values are in `Block.state`.
+        local, local_models: whether workers have local optimizers, and local models.
+        frozen, frozen_values: weights that are not trained, and their values in the graphs.
 
     Raises:
         ValueError: the model is not built or compiled, or has a training step of its own.
@@ -86,8 +86,8 @@ class Work:
         _build_metrics(model, spec)
         self.model = model
         self.optimizer = model.optimizer
-        self._rule: Any = rule  # its flags say which of them it is
-        states = carried_states(model)  # Keras does not count them among the model's
+        self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
+        states = carried_states(model)  # Keras does not list them among the model's variables
         carried = {id(v) for v in states}
         frozen = [v for v in model.non_trainable_variables if v.value.trainable]
         rest = [v for v in model.non_trainable_variables if not v.value.trainable]
@@ -109,23 +109,23 @@ class Work:
             self._steps = KerasSteps(model.optimizer, model.trainable_variables, told_rate=True)
 
     def read_frozen(self) -> None:
-        """Takes the frozen weights as they are now; for graphs that are made from here on."""
+        """Reads the present values of the frozen weights, for graphs that are made from here on."""
         self.frozen_values = [v.numpy() for v in self.frozen]
 
     @property
     def optimizer_start(self) -> list[np.ndarray]:
-        """The first state of workers' optimizers, of rules that have them."""
+        """The initial state of the local optimizers; empty if the rule has none."""
         return [] if self._steps is None else list(self._steps.initial)
 
     def own_start(self, stream: tf.Tensor) -> list[tf.Tensor]:
-        """A worker's own state where a chunk begins.
+        """Returns a worker's own state (`Block.own`) at the beginning of its work on a chunk.
 
         Args:
-            stream: int64; streams differ in their random numbers.
+            stream: int64; different streams have different random numbers.
         """
         shift = tf.math.floormod(tf.bitwise.right_shift(stream * _MIX, 33), _SEEDS)
         return [
-            # Keras' seeds are a seed and a counter.
+            # The state of a Keras seed generator is a seed and a counter.
             tf.stack([(value[0] + tf.cast(shift, value.dtype)) % _SEEDS, value[1]])
             if seeded and value.shape == (2,)
             else tf.convert_to_tensor(value)
@@ -140,16 +140,16 @@ class Work:
         optimizer: Sequence[tf.Tensor] = (),
         rate: tf.Tensor | None = None,
     ) -> Block:
-        """A block without a minibatch.
+        """Returns a block without minibatches.
 
         Args:
-            pulled: the server's model.
-            own: of the block before it in the same chunk, or `own_start`.
-            weights, optimizer: the local model and optimizer, of rules that have them.
-            rate: a learning rate of the chunk's own, for local steps; negative or None: the
-                servers'.
+            pulled: the servers' model.
+            own: `Block.own` of the former block in the same chunk, or `own_start`.
+            weights, optimizer: the local model and optimizer, if the rule has them.
+            rate: the chunk's learning rate, for local steps; if negative or None, the servers'
+                rate is used.
         """
-        pulled_weights = [tf.identity(w) for w in pulled.weights]  # to this worker, once
+        pulled_weights = [tf.identity(w) for w in pulled.weights]  # sent to this worker only once
         zero = tf.zeros([], tf.int64)
         return Block(
             weights=list(weights) if self.local_models else pulled_weights,
@@ -168,7 +168,7 @@ class Work:
     def _told(
         self, optimizer: list[tf.Tensor], servers: tf.Tensor | None, chunks: tf.Tensor | None
     ) -> list[tf.Tensor]:
-        """The local optimizer's state with the rate that is a number now."""
+        """Returns the local optimizer's state with the present rate, unless it is a schedule."""
         if servers is not None:
             at: Any = self._steps and self._steps.rate_index
             rate = servers if chunks is None else tf.where(chunks >= 0.0, chunks, servers)
@@ -178,7 +178,10 @@ class Work:
     def _step(
         self, block: Block, gradients: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The local optimizer's step; a schedule counts the model's minibatches, as on a server."""
+        """Returns weights and optimizer state after a step of the local optimizer.
+
+        A learning rate schedule counts the minibatches in the global model, and those of the block.
+        """
         steps: Any = self._steps
         optimizer = list(block.optimizer)
         if steps.schedule is not None:
@@ -188,7 +191,7 @@ class Work:
         return steps(block.weights, optimizer, gradients)
 
     def add(self, block: Block, data: Nest) -> Block:
-        """The block with one more minibatch: (x, y) or (x, y, sample_weight)."""
+        """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight)."""
         model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         samples = tf.shape(tf.nest.flatten(x)[0])[0]
@@ -224,7 +227,7 @@ class Work:
             gradients = clipped(model.optimizer, gradients)
             if self._squares:
                 squares = [s + g * g for s, g in zip(squares, gradients, strict=True)]
-            if block.gradients:  # not the first of the block
+            if block.gradients:  # empty before the block's first minibatch
                 gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
         return Block(
             weights=weights,
@@ -247,7 +250,7 @@ class Work:
         own: Sequence[tf.Tensor],
         data: Nest,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The loss of a minibatch, as in evaluation, and its number of samples (float)."""
+        """Returns the loss of a minibatch, as in evaluation, and its number of samples (float)."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         zeros = [tf.zeros_like(v.value) for v in self._metrics]
         with self._scope(weights, state, own, zeros):
@@ -264,7 +267,7 @@ class Work:
         own: Sequence[tf.Tensor],
         metrics: Sequence[tf.Tensor],
     ) -> keras.StatelessScope:
-        """The scope in which tensors stand in for the model's variables."""
+        """Returns the scope in which these tensors take the place of the model's variables."""
         variables = [
             *self.model.trainable_variables,
             *self.frozen,
@@ -286,7 +289,15 @@ class Work:
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
-        """Returns what a worker at a place sends after a finished block."""
+        """Returns the push of a finished block.
+
+        Args:
+            block: the block.
+            pulled: the pulled model with which it began.
+            worker: index of the worker.
+            place: position of the block's first minibatch.
+            rate: learning rate of the push; negative for the servers' rate.
+        """
         values, squares = block.weights, block.squares
         if self.local and not self.local_models:
             between = zip(block.weights, pulled.weights, strict=True)
@@ -316,28 +327,28 @@ class Work:
     def kept(
         self, block: Block, moves: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns what a worker keeps for its next block: local weights (or none) and optimizer.
+        """Returns the local weights (empty if there are none) and optimizer for the next block.
 
         Args:
-            block: that was pushed.
-            moves: what the push was answered.
+            block: the block that was pushed.
+            moves: `Answer.moves` of the push.
         """
         between = zip(block.weights, moves, strict=True) if self.local_models else ()
         return [w - m for w, m in between], block.optimizer
 
 
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
-    """Makes the variables of the model's metrics, which Keras makes on the first minibatch.
+    """Creates the variables of the model's metrics, which Keras creates at the first minibatch.
 
     Args:
-        model: compiled.
+        model: built and compiled.
         spec: the element spec of its minibatches.
     """
     zeros = tf.nest.map_structure(
         lambda s: tf.zeros([1 if d is None else d for d in s.shape], s.dtype), spec
     )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(zeros)
-    with keras.StatelessScope():  # carried states stay
+    with keras.StatelessScope():  # carried recurrent states must not change
         outputs = model(x, training=False)
     model.compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
     model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
@@ -345,9 +356,15 @@ def _build_metrics(model: keras.Model, spec: Nest) -> None:
 
 
 def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the share of the state at the pull that is left in `state` after one more minibatch.
+    """Returns `Block.kept` after one more minibatch.
 
-    It is the derivative: ρ where S ← ρ S + (1 − ρ) x, and 1 where S stays or counts.
+    Each element is multiplied by the derivative of the new state with respect to the former one:
+    ρ for S ← ρ S + (1 − ρ) x, and 1 if S is not changed or only added to. It is clipped to [0, 1].
+
+    Args:
+        tape: has recorded the minibatch, and watches `block.state`.
+        block: the block before the minibatch.
+        state: the state after the minibatch.
     """
     zero = tf.UnconnectedGradients.ZERO
     slopes = tape.gradient(state, block.state, unconnected_gradients=zero) if state else []
@@ -360,7 +377,7 @@ def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> li
 def clipped(
     optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """The gradients, clipped as a Keras optimizer says."""
+    """Returns the gradients, clipped as the Keras optimizer is set up to do."""
     if optimizer.clipnorm:
         return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
     if optimizer.global_clipnorm:
