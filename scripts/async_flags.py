@@ -58,7 +58,7 @@ _SLOW = flags.DEFINE_float(
     "slow_worker", 1.0, "simulated workers: how many times slower than the others worker 0 is"
 )
 
-# Whose workers begin each block with the servers' model.
+# The rules whose workers begin each block with the servers' model.
 _PULLING = ("asgd", "aasgd", "downpour")
 
 
@@ -70,7 +70,7 @@ def check(name: str, simulated: int) -> None:
         simulated: the value of --simulate_replicas.
 
     Raises:
-        ValueError: which, and why.
+        ValueError: the message has the flag, its value and the reason.
     """
     common.only_for(name in RULES, (_CHUNK,), f"--rule={', '.join(RULES)}")
     pulling = (_STALENESS, _BY_STALENESS, _SEARCH)
@@ -93,14 +93,14 @@ def strategy(
     simulated: int,
     options: dict[str, Any],
 ) -> Any:
-    """The strategy; in a worker or parameter server it never returns.
+    """Makes the strategy; in a worker or parameter server it never returns.
 
     Args:
         name: the value of --rule.
-        elasticity: of asynchronous EASGD.
-        block_learning_rate: of Downpour.
-        simulated: workers to simulate; 0: those of TF_CONFIG.
-        options: arguments of `tfpara.AsyncStrategy`.
+        elasticity: elasticity of asynchronous EASGD.
+        block_learning_rate: block learning rate of Downpour.
+        simulated: number of workers to simulate; 0 for the workers of TF_CONFIG.
+        options: further arguments of `tfpara.AsyncStrategy`.
     """
     from tfpara.parameter_server.simulated import simulate_async
     from tfpara.parameter_server.simulation import Speed
@@ -119,12 +119,12 @@ def local_steps(name: str) -> bool:
 
 
 def chunk_seconds() -> float:
-    """Speech of a chunk."""
+    """Returns the length of a chunk, in seconds of speech."""
     return 60.0 * _CHUNK.value
 
 
 def rate_search() -> Any:
-    """The search for a chunk's learning rate; None without --search_rate."""
+    """Returns the search for a chunk's learning rate; None without --search_rate."""
     from tfpara.parameter_server.search import ChunkRateSearch
 
     if not _SEARCH.value:
@@ -139,12 +139,12 @@ def rate_search() -> Any:
 
 
 def by_staleness() -> bool:
-    """The value of --rate_by_staleness."""
+    """Returns the value of --rate_by_staleness."""
     return _BY_STALENESS.value
 
 
 def start_mean_chunks() -> int:
-    """The value of --start_mean_chunks."""
+    """Returns the value of --start_mean_chunks."""
     return _START_MEAN.value
 
 

@@ -17,17 +17,17 @@ from scripts import async_flags, run_files, schedule_flags
 
 
 class ChunkedData:
-    """The training split in chunks, with what `scripts.train` asks of its data.
+    """The training split in chunks, with the attributes that `scripts.train` reads of its data.
 
     Args:
         corpus: from `index.read`.
         strategy: a `tfpara.AsyncStrategy`.
-        description: of the model.
+        description: description of the model, as in model.json.
         seed: with the epoch, decides the order.
         shuffle_frames: frames that are shuffled together.
 
     Raises:
-        ValueError: chunks that are too short for the utterances.
+        ValueError: the chunks are too short for the utterances.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ def fit(
     """Trains the model on the workers.
 
     Args:
-        model: compiled.
+        model: the compiled model.
         data: the training data.
-        callbacks: all of them.
+        callbacks: all callbacks.
     """
     data.strategy.fit(
         model,
@@ -79,13 +79,13 @@ def fit(
 def checkpoint(
     run_dir: Path, minutes: float | None, keep: int, plan: Mapping[str, Any]
 ) -> tfpara.AsyncCheckpoint:
-    """The callback that writes checkpoints.
+    """Returns the callback that writes checkpoints.
 
     Args:
-        run_dir: of the run.
-        minutes: between checkpoints within epochs; None: none.
-        keep: how many stay.
-        plan: what a run that is taken up again must share with the former one.
+        run_dir: directory of the run.
+        minutes: time between checkpoints within epochs; None for none within epochs.
+        keep: number of checkpoints that are kept.
+        plan: settings that must be the same when the run is resumed.
     """
     matters = () if schedule_flags.epochs_matter() else ("epochs",)
     return tfpara.AsyncCheckpoint(
@@ -97,7 +97,7 @@ def checkpoint(
 
 
 def before_scores(data: ChunkedData, validation: Any) -> list[keras.callbacks.Callback]:
-    """The callbacks that averaged ASGD needs, before those that score the model."""
+    """Returns the callbacks that averaged ASGD needs before those that score the model."""
     if not isinstance(data.strategy.rule, tfpara.AveragedASGD):
         return []
     return [tfpara.StartMean(validation, async_flags.start_mean_chunks())]

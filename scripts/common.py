@@ -1,4 +1,4 @@
-"""Helpers of the programs: a quiet TensorFlow, threads, devices, and errors of one line.
+"""Helpers of all programs: a quiet TensorFlow, threads, devices, and errors of one line.
 
 Import it before TensorFlow.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors reach us as exceptions
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors are seen as exceptions
 warnings.filterwarnings("ignore", category=UserWarning, module="keras")
 
 from absl import app, flags
@@ -45,16 +45,16 @@ _DEVICES = flags.DEFINE_integer(
 )
 
 
-_calls: set[subprocess.Popen[bytes]] = set()  # under way
+_calls: set[subprocess.Popen[bytes]] = set()  # processes that are running
 
 
 class Failure(Exception):
-    """Something that the user can put right. The message is all that is printed."""
+    """An error that the user can correct. Only its message is printed."""
 
 
 @contextlib.contextmanager
 def bad_input() -> Iterator[None]:
-    """Turns the errors of what checks its arguments and files into a `Failure`."""
+    """Turns errors from checks of arguments and files into a `Failure`."""
     try:
         yield
     except (ValueError, TypeError, OSError, KeyError, StartupError) as error:
@@ -75,20 +75,25 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 
 def program() -> str:
-    """The name of the running program, such as "train"."""
+    """Returns the name of the running program, such as "train"."""
     path = Path(sys.argv[0])
     return path.parent.name if path.stem == "__main__" else path.stem
 
 
 def resolved_flags() -> str:
-    """The present values of the program's flags, in the form of --flagfile."""
+    """Returns the present values of the program's flags, in the form of --flagfile."""
     chosen = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
     lines = sorted({flag.serialize() for flag in chosen} - {""})
     return "".join(f"{line}\n" for line in lines)
 
 
 def only_for(holds: bool, chosen: Iterable[flags.FlagHolder], what: str) -> None:
-    """Refuses flags that would do nothing: `what` they are for is not what the program does.
+    """Refuses flags that would have no effect.
+
+    Args:
+        holds: whether the flags have an effect.
+        chosen: the flags.
+        what: the flags with which they have an effect, for the message.
 
     Raises:
         ValueError: `holds` is false, and one of the flags has another value than its default.
@@ -121,16 +126,16 @@ def call(
     """Runs `python -m COMMAND` with one thread.
 
     Args:
-        out: the directory of the log.
-        name: the log's, without .log.
+        out: directory of the log.
+        name: name of the log, without .log.
         command: a module and its arguments.
-        watch: called every second, and at the end, with all that was printed so far.
+        watch: called every second, and at the end, with everything that was printed so far.
 
     Returns:
-        The lines that it printed, which are also left in OUT/NAME.log; at least one.
+        The lines that the command printed, at least one. They are also in OUT/NAME.log.
 
     Raises:
-        Failure: it failed; with the last lines.
+        Failure: the command failed; the message has its last lines.
     """
     log = out / f"{name}.log"
     threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
@@ -157,7 +162,7 @@ def call(
 
 
 def _watched(process: subprocess.Popen[bytes], log: Path, watch: Callable[[str], None]) -> int:
-    """Waits for a process; its exit code."""
+    """Waits for a process and returns its exit code."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1)
@@ -167,24 +172,24 @@ def _watched(process: subprocess.Popen[bytes], log: Path, watch: Callable[[str],
 
 
 def exit_on_sigterm() -> None:
-    """SIGTERM ends the program like an error, so that what it has started ends with it."""
+    """Makes SIGTERM end the program like an error, so that the processes it started end too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def end_calls() -> None:
-    """Ends all calls that are under way, in whatever thread."""
+    """Ends all calls that are running, in any thread."""
     for process in list(_calls):
         process.terminate()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Writes a file that appears whole or not at all."""
     with files.whole(path) as place:
         place.write_text(text)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON to a file that is there whole or not at all."""
+    """Writes JSON to a file that appears whole or not at all."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -204,7 +209,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _explain(error: BaseException) -> str | None:
-    """One line for a `Failure`, or an error of data; None for what is not the program's own."""
+    """Returns one line for a `Failure` or an error of data; None for other errors."""
     if isinstance(error, Failure):
         return str(error)
     if not tfpara.cluster.failures.is_of_tensorflow(error):
@@ -217,7 +222,7 @@ def _explain(error: BaseException) -> str | None:
 
 
 def _cause(text: str) -> str:
-    """The first line that says something, without the places in the graph."""
+    """Returns the first line of a message with content, without the places in the graph."""
     text = re.sub(r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*?\]|\[type\.googleapis.*", " ", text)
     for line in text.splitlines():
         line = " ".join(line.split())

@@ -1,6 +1,6 @@
-"""Minibatches of a corpus for `fit` and `evaluate`, with a strategy or (None) without.
+"""Minibatches of a corpus for `fit` and `evaluate`.
 
-The training data are one object for all epochs, as `strategy.datasets_by_epoch` takes it.
+The training data are one object for all epochs, for `strategy.datasets_by_epoch`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfpara.schedules import Piecewise
 
 
 def stream_options(description: Mapping[str, Any]) -> streams.StreamOptions:
-    """Returns the options by which a recurrent model, described in model.json, gets its frames."""
+    """Returns the options of the streams for a recurrent model that model.json describes."""
     return streams.StreamOptions(
         streams=description["streams"],
         truncation=description["truncation"],
@@ -33,26 +33,27 @@ def stream_options(description: Mapping[str, Any]) -> streams.StreamOptions:
 
 
 def is_recurrent(description: Mapping[str, Any]) -> bool:
-    """Returns whether a model, described in model.json, takes streams of frames."""
+    """Returns whether a model that model.json describes takes streams of frames."""
     return description["kind"] != "dnn"
 
 
 class TrainingData:
-    """The training split: calling it with an epoch gives this worker's minibatches of that epoch.
+    """The training split; a call with an epoch returns this worker's minibatches of that epoch.
 
-    It is the function that `strategy.datasets_by_epoch` takes. Checkpoints keep the number of
-    replicas with it (`strategy.keep_state`), for where the position in an epoch depends on it.
+    It is the function that `strategy.datasets_by_epoch` takes. Checkpoints have its state
+    (`strategy.keep_state`): the number of replicas, on which the position in an epoch may depend.
 
     Args:
         corpus: from `index.read`.
-        strategy: whose replicas share the data.
-        description: of the model.
-        minibatch: frames of a minibatch by the position in epochs. The size changes where every
-            replica has done the same number of minibatches. Recurrent models do not use it.
+        strategy: strategy whose replicas share the data.
+        description: description of the model, as in model.json.
+        minibatch: frames of a minibatch by the position in epochs. The size changes only where
+            every replica has done the same number of minibatches. Recurrent models do not use it.
         sync_period: minibatches between two syncs.
         seed: with the epoch, decides the order.
         shuffle_frames: frames that are shuffled together, rounded up to a multiple of all sizes.
-        warm: in its epochs all replicas read what one would alone.
+        warm: the callback of the warm start; in its epochs each replica reads all data, as if it
+            were the only one.
 
     Raises:
         ValueError: there are too few frames or utterances for the replicas.
@@ -86,29 +87,34 @@ class TrainingData:
 
     @property
     def num_frames(self) -> int:
-        """Frames of an epoch."""
+        """Number of frames of an epoch."""
         return self._corpus.num_frames("train")
 
     @property
     def num_steps(self) -> int | None:
-        """Minibatches of a replica in an epoch, where all epochs have about the same number."""
+        """Number of minibatches of a replica in an epoch; None if epochs differ much in it."""
         replicas = self.strategy.num_replicas
         if self._changes_size or self._warm.replicas(self.strategy, 0)[0] != replicas:
             return None
-        if self._recurrent:  # The order of the utterances makes little difference.
+        if self._recurrent:  # The number depends little on the order of the utterances.
             return self._streams_plan().num_steps
         return math.ceil(math.ceil(self.num_frames / self._sizes_unit) / replicas)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state that a checkpoint keeps."""
+        """Returns the state for a checkpoint."""
         return {"replicas": self.strategy.num_replicas}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what a checkpoint has kept."""
+        """Restores the state from a checkpoint."""
         self._former_replicas = state["replicas"]
 
     def __call__(self, epoch: int, first: int) -> tf.data.Dataset:
-        """This worker's minibatches of an epoch, of which `first`, of all replicas, are done."""
+        """Returns this worker's minibatches of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            first: number of minibatches of all replicas that are done already; they are left out.
+        """
         replicas, ids = self._warm.replicas(self.strategy, epoch)
         total = self.strategy.num_replicas
         is_warm = replicas != total
@@ -158,8 +164,8 @@ class TrainingData:
         return dataset
 
     def _stretches(self, epoch: int, replicas: int) -> list[_Stretch]:
-        """The parts of an epoch that have one minibatch size each."""
-        # There every replica has done the same number of minibatches, whatever their size.
+        """Returns the parts of an epoch that have one minibatch size each."""
+        # At multiples of this, every replica has done the same number of minibatches of any size.
         unit = self._sizes_unit * replicas
         starts: dict[int, int] = {}
         for segment in self._sizes.segments(epoch, self.num_frames):
@@ -204,9 +210,10 @@ class TrainingData:
 
 
 class _Stretch(NamedTuple):
-    """Minibatches of one size: number `first` in an epoch of that size, and those after it.
+    """Successive minibatches of one size in an epoch.
 
-    How many is not said of the last stretch of an epoch.
+    `first` is the number of the first one if the whole epoch had this size. `minibatches` is their
+    number, None for the last stretch of an epoch.
     """
 
     size: int
@@ -223,19 +230,20 @@ def training_chunks(
     shuffle_frames: int = pipeline.SHUFFLE_FRAMES,
     seconds: float = chunks.SECONDS,
 ) -> tfpara.Chunks:
-    """The training split for the workers of an asynchronous strategy, in chunks.
+    """Returns the training split for the workers of an asynchronous strategy, in chunks.
 
     Args:
         corpus: from `index.read`.
-        description: of the model. Recurrent ones get streams, which start anew in every chunk.
+        description: description of the model, as in model.json. Recurrent models get streams, which
+            start anew in every chunk.
         minibatch: frames of a minibatch by the position in epochs where a chunk begins. Recurrent
             models do not use it.
         seed: with the epoch, decides the order.
         shuffle_frames: frames of a chunk that are shuffled together.
-        seconds: of speech in a chunk, about.
+        seconds: approximate length of a chunk, in seconds of speech.
 
     Raises:
-        ValueError: a value out of range, or more chunks than utterances.
+        ValueError: a value is out of range, or there are more chunks than utterances.
     """
     if is_recurrent(description):
         made = stream_chunks.stream_chunks(
@@ -251,7 +259,7 @@ def training_chunks(
         context=description["context"],
         shuffle_frames=shuffle_frames,
     )
-    if len(minibatch) > 1:  # epochs have different numbers of minibatches
+    if len(minibatch) > 1:  # then epochs have different numbers of minibatches
         made = made._replace(num_minibatches=None)
     return tfpara.Chunks(*made)
 
@@ -263,18 +271,21 @@ def held_out(
     description: Mapping[str, Any],
     minibatch: int = 1024,
 ) -> Any:
-    """A split in its own order, shared by the strategy's replicas; none is left without frames.
+    """Returns a split in its own order, divided between the strategy's replicas.
+
+    No replica is left without frames.
 
     Args:
         corpus: from `index.read`; for a run's model, from `runs.corpus_for`.
-        split: its name.
-        strategy: whose replicas share it; None, or an asynchronous one, whose chief alone scores: a
-            plain dataset.
-        description: of the model. Recurrent ones get streams, as many as in training.
-        minibatch: frames of a minibatch, for others.
+        split: name of the split.
+        strategy: strategy whose replicas share the split. With None, or an asynchronous strategy,
+            of which only the chief scores, the result is a plain dataset.
+        description: description of the model, as in model.json. Recurrent models get as many
+            streams as in training.
+        minibatch: frames of a minibatch, for other models.
 
     Raises:
-        ValueError: a recurrent model, and the split has fewer utterances than there are replicas.
+        ValueError: the model is recurrent, and the split has fewer utterances than replicas.
     """
     if isinstance(strategy, tfpara.AsyncStrategy):
         strategy = None

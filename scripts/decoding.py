@@ -1,7 +1,7 @@
-"""A run's model on whole utterances: phones decoded, or log-likelihoods for Kaldi's decoders.
+"""Applies a run's model to utterances: decodes phones, or gives log-likelihoods for Kaldi.
 
-Priors, bigram and transitions are counted in the labels of the training split, once: the counts are
-kept in RUN_DIR/decoding.json, with the fingerprint of the corpus they are of.
+Priors, bigram and transitions are counted once, in the labels of the training split. The counts are
+kept in RUN_DIR/decoding.json, with the fingerprint of their corpus.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE_NAME = "decoding.json"
 
 
 class Utterance(NamedTuple):
-    """The output of a model for an utterance."""
+    """An utterance with its labels and the model's log posteriors."""
 
     id: str
     labels: np.ndarray  # int [num_frames], of the corpus
@@ -34,13 +34,13 @@ class Utterance(NamedTuple):
 def utterances(
     model: keras.Model, description: dict[str, Any], corpus: CorpusIndex, split: str
 ) -> Iterator[Utterance]:
-    """The utterances of a split, one at a time, with the model's log posteriors.
+    """Yields the utterances of a split, one at a time, with the model's log posteriors.
 
     Args:
-        model: gives logits, for frames [n, dim], or for sequences of frames [1, n, dim].
-        description: of the run, as `serving.model_input` takes it. The first `label_delay` outputs
-            of a sequence are left out.
-        corpus: has the frames; from `runs.corpus_for`, which says what normalises them.
+        model: returns logits for frames [n, dim], or for sequences of frames [1, n, dim].
+        description: description of the run, for `serving.model_input`. The first `label_delay`
+            outputs of a sequence are left out.
+        corpus: the corpus, from `runs.corpus_for`, which has the statistics of the training frames.
         split: "train", "validation" or "test".
     """
     sequences = len(model.inputs[0].shape) == 3
@@ -62,20 +62,20 @@ def utterances(
 
 
 def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) -> dict[str, Any]:
-    """Returns the counts from the training split of the corpus that a run was trained on.
+    """Returns the counts of the training split of the corpus that a run was trained on.
 
     Args:
-        run_dir: of the run; the counts are kept there.
-        description: of the run.
-        corpus: the one to be evaluated; used if it is that of the training.
+        run_dir: directory of the run; the counts are kept there.
+        description: description of the run.
+        corpus: the corpus to be evaluated; used if it is that of the training.
 
     Returns:
-        `frames`, [K] of each class, and if the classes are phone states, `moves` and `bigram` of
-        `models.decoding.Counts`; as JSON has them.
+        `frames`, [K], the number of frames of each class, and, if the classes are phone states,
+        `moves` and `bigram` of `models.decoding.Counts`; as values of JSON.
 
     Raises:
-        ValueError: the corpus of the training has changed since.
-        FileNotFoundError: it is not there, and the counts have not been kept.
+        ValueError: the corpus of the training has changed since the training.
+        FileNotFoundError: that corpus is not there, and there are no kept counts.
     """
     path = run_dir / FILE_NAME
     mark = {
@@ -100,7 +100,7 @@ def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) 
 
 
 def hmm(content: dict[str, Any], class_names: tuple[str, ...]) -> decoding.Hmm:
-    """The phone model of what `statistics` gave.
+    """Returns the phone model of the counts that `statistics` returned.
 
     Raises:
         ValueError: the classes are not phone states, or the counts are not of these classes.
@@ -130,8 +130,8 @@ def score(
         uncounted: names of phones that are left out before phones are compared, such as silence.
 
     Returns:
-        phone_error_rate and decoded_frame_error_rate in %, phones said, insertions, deletions and
-        substitutions.
+        phone_error_rate and decoded_frame_error_rate in %, and the numbers of phones said,
+        insertions, deletions and substitutions.
     """
     left_out = [n for n, name in enumerate(model.states.phones) if name in uncounted]
     total, wrong, frames = decoding.PhoneErrors(), 0, 0
@@ -159,20 +159,20 @@ def score(
 def log_likelihoods(
     spoken: Iterator[Utterance], content: dict[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(id, log posteriors minus log priors), in the order of the classes, as Kaldi decodes them."""
+    """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi."""
     prior = decoding.log_prior(np.array(content["frames"])).astype(np.float32)
     for utterance in spoken:
         yield utterance.id, utterance.log_posteriors - prior
 
 
 def _of_stacks(labels: np.ndarray, count: int) -> np.ndarray:
-    """The labels of frames put together."""
+    """Returns the labels of stacks of `count` frames."""
     found: np.ndarray = features.stack_labels(labels, count).numpy()
     return found
 
 
 def _count(corpus: CorpusIndex, stack: int) -> dict[str, Any]:
-    """Counts of the training split; frames alone where the classes are not phone states."""
+    """Returns counts of the training split; only frames if the classes are not phone states."""
     try:
         counts = decoding.Counts.zero(decoding.PhoneStates.of(corpus.class_names))
     except ValueError:
