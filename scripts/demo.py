@@ -44,7 +44,7 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "hidden layers", lower_bound=0)
 _WIDTH = flags.DEFINE_integer("width", 512, "units of a hidden layer", lower_bound=1)
 
 
-# The averages remember about 10 syncs: with some 20 syncs in an epoch, half of one.
+# The average spans about 10 syncs: half of an epoch of some 20 syncs.
 _EMA_DECAY = 0.9
 
 
@@ -57,20 +57,21 @@ class _Run(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of the table: a run, and which of its models."""
+    """A row of the table: a run, and the name of one of its models."""
 
     run: _Run
     weights: str
     model: str
 
 
-_ALONE = ("--rule=none", "--sync_period=1000")  # a period for checkpoints alone
+_ALONE = ("--rule=none", "--sync_period=1000")  # the period only affects checkpoints
 _INITIAL = _Run("initial", "common first epoch, single SGD", _ALONE)
 _SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (
     _SINGLE,
     _Run("bsp", "BSP", ("--rule=bsp",)),
-    # Kept momentum of 0.9 outlasts a short block, which the classical form does not stand.
+    # Local momentum of 0.9 that is kept at syncs acts for longer than a short block. Classical
+    # block momentum does not tolerate that, so this run resets it.
     _Run(
         "bmuf-classical",
         "classical BMUF, momentum reset",
@@ -79,7 +80,7 @@ _RUNS = (
     _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf", "--ma", f"--ema_decay={_EMA_DECAY}")),
     _Run("bmuf-int8", "Nesterov BMUF, syncs in int8", ("--rule=bmuf", "--compression=int8")),
     _Run("easgd", "EASGD", ("--rule=easgd",)),
-    # A parameter server, to which each worker pushes every minibatch.
+    # This run has a parameter server, to which each worker pushes every minibatch.
     _Run("asgd", "asynchronous SGD", ("--rule=asgd", "--sync_period=1", "--chunk_minutes=2")),
 )
 _AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
@@ -87,7 +88,7 @@ _AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
 
 def main() -> None:
     started = time.monotonic()
-    # So that a run under way is ended with the demo.
+    # With this, a running training ends with the demo.
     common.exit_on_sigterm()
     out = Path(_OUT.value)
     with common.bad_input():
@@ -97,7 +98,7 @@ def main() -> None:
     with _Progress() as progress:
         _train_all(out, corpus, progress)
     results = _results(out, corpus)
-    # Chosen by the validation set: the test set is for the table alone.
+    # The validation set chooses the model; the test set is only for the table.
     best = min(results, key=lambda result: result["validation_frame_error_rate"])
     export = out / "export"
     chosen = [f"--run_dir={out / best['name']}", f"--weights={best['weights']}"]
@@ -114,7 +115,7 @@ def main() -> None:
 
 
 def _train_all(out: Path, corpus: Path, progress: _Progress) -> None:
-    """The common first epoch, and the runs that start from its model."""
+    """Trains the common first epoch, and the runs that start from its model."""
     first = [f"--learning_rate={_RATE.value}", "--epochs=1", "--seed=0"]
     _train(_INITIAL, out, corpus, first, progress)
     rest = [
@@ -146,7 +147,7 @@ def _prepare(corpus: Path) -> None:
 
 
 class _Progress:
-    """The bar over all training. Its unit is what one process trains in an epoch of a run alone."""
+    """The progress bar over all training; its unit is an epoch of a run on one process."""
 
     def __enter__(self) -> _Progress:
         total = _epochs(_INITIAL) / _workers(_INITIAL)
@@ -165,21 +166,21 @@ class _Progress:
         sys.stdout.flush()
 
     def follow(self, run: _Run, printed: str) -> None:
-        """Moves to where a run is that has printed this."""
+        """Moves the bar to the progress of a run that has printed this."""
         begun = [int(epoch) for epoch in re.findall(r"Epoch (\d+)/\d+", printed)]
         self._bar.n = self._done + max(max(begun, default=1) - 1, 0) / _workers(run)
         self._bar.set_description_str(run.title, refresh=False)
         self._bar.refresh()
 
     def ended(self, run: _Run) -> None:
-        """Moves to the end of a run."""
+        """Moves the bar to the end of a run."""
         self._done += _epochs(run) / _workers(run)
         self._bar.n = self._done
         self._bar.refresh()
 
 
 def _train(run: _Run, out: Path, corpus: Path, schedule: list[str], progress: _Progress) -> None:
-    """Trains one run in processes of its own, a thread each."""
+    """Trains one run in separate processes, with one thread each."""
     workers = _workers(run)
     progress.say(f"{run.title}, {workers} worker{'s' * (workers > 1)} ...")
     began = time.monotonic()
@@ -225,7 +226,7 @@ def _history(out: Path, name: str) -> dict[str, Any]:
 
 
 def _errors(history: dict[str, Any], weights: str = "global") -> list[float]:
-    """Validation frame error in % after each epoch."""
+    """Returns the validation frame error in % after each epoch."""
     name = "validation" if weights == "global" else f"validation_{weights}"
     return [100 * (1 - log[f"{name}_frame_accuracy"]) for log in history["epochs"]]
 

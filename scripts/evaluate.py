@@ -27,7 +27,7 @@ from scripts.data import held_out, is_recurrent, stream_options
 from tfpara.algorithms import BSP
 from tfpara.sync.strategy import PeriodicSyncStrategy
 
-_SILENCE = "_"  # of eSpeak NG
+_SILENCE = "_"  # eSpeak NG's name of the silence
 
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
@@ -75,7 +75,7 @@ def main() -> None:
     phones: dict[str, float] = {}
     with common.bad_input():
         if statistics is not None and is_recurrent(description):
-            model, _ = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)  # for whole utterances
+            model, _ = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)  # takes whole utterances
         spoken = functools.partial(decoding.utterances, model, description, corpus, _SPLIT.value)
         if hmm is not None:
             phones = _decode(spoken(), hmm)
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _check_flags() -> None:
-    """Refuses early what would be found wrong only after the frames have been scored."""
+    """Refuses wrong flags early that would otherwise fail only after the frames are scored."""
     if (_DECODE.value or _LOGLIKES.value) and tfpara.cluster.read().num_workers > 1:
         raise ValueError(
             "--decode and --write_loglikes run in one process. Start evaluate without the launcher."
@@ -101,7 +101,7 @@ def _check_flags() -> None:
 
 
 def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns the statistics that the flags ask for: the counts, and the phone model."""
+    """Returns the counts of the training labels, and the phone model, if the flags need them."""
     if not (_DECODE.value or _LOGLIKES.value):
         return None, None
     if _DECODE.value:
@@ -117,7 +117,7 @@ def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple
 
 
 def _frames(corpus: index.CorpusIndex, description: dict[str, Any]) -> int:
-    """Returns how many frames were scored. A stack of frames counts once."""
+    """Returns the number of scored frames; a stack of frames counts as one."""
     frames = corpus.split(_SPLIT.value).frames
     if not is_recurrent(description):
         return int(frames.sum())

@@ -1,11 +1,11 @@
-"""The lines that the preparing programs print on a corpus that they have made."""
+"""The summary that the preparing programs print of their corpus."""
 
 from input import features
 from input.index import CorpusIndex
 
 
 def summary(made: CorpusIndex, reused: bool, seconds: float) -> str:
-    """One line on what the corpus holds."""
+    """Returns one line about the contents of the corpus."""
     splits = made.splits.values()
     frames = sum(int(split.frames.sum()) for split in splits)
     return (

@@ -1,4 +1,4 @@
-"""Flags of the model, and what they make of it: the description that a run keeps of its model.
+"""Flags of the model, and the description of the model that they give, which a run keeps.
 
 Import it before TensorFlow, after `scripts.common`.
 """
@@ -33,19 +33,20 @@ def recurrent() -> bool:
 
 
 def description(corpus: CorpusIndex, coefficients: int | None = None) -> dict[str, Any]:
-    """The chosen model for a corpus, in a form that JSON can hold.
+    """Returns the description of the chosen model for a corpus, in a form that JSON can hold.
 
     Args:
-        corpus: has the frames and classes.
-        coefficients: the first ones of each frame that a recurrent model sees; None: all.
+        corpus: the corpus, which gives the width of frames and the classes.
+        coefficients: number of coefficients of each frame that a recurrent model uses, from the
+            first; None for all.
 
     Returns:
-        `kind`, a name in `presets.BUILDERS`, and the builder's `arguments`; `context`, frames
-        spliced on each side, `stack`, frames put together to one, and `coefficients`; the `corpus`
-        and its fingerprint.
+        `kind`, a name in `presets.BUILDERS`, and the builder's `arguments`; `context`, the number
+        of frames spliced on each side, `stack`, the number joined to one, and `coefficients`; the
+        `corpus` and its fingerprint.
 
     Raises:
-        ValueError: flags that do not go together, or a value out of range.
+        ValueError: flags do not go together, or a value is out of range.
     """
     plain = _MODEL.value == _PLAIN
     shape = (_LAYERS, _WIDTH, _ACTIVATION, _CONTEXT)
@@ -80,5 +81,5 @@ def description(corpus: CorpusIndex, coefficients: int | None = None) -> dict[st
 
 
 def _bands(corpus: CorpusIndex) -> int:
-    """Mel bands of a frame: what the corpus says of itself, else 40."""
+    """Returns the number of mel bands of a frame, from the corpus' options, else 40."""
     return int(corpus.options.get("num_mel") or 40)

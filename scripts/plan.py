@@ -56,7 +56,7 @@ _PLOT = flags.DEFINE_string("plot", None, "picture of the table to write (.png, 
 
 
 def main() -> None:
-    """Measures what is not given, prints the tables, and writes what is asked for."""
+    """Measures the costs that no flag gives, prints the tables, and writes the requested files."""
     for flag in (_OUT, _PLOT):
         if flag.value and not Path(flag.value).absolute().parent.is_dir():
             raise common.Failure(
@@ -72,7 +72,7 @@ def main() -> None:
             raise ValueError(
                 f"--link_delay_ms={_DELAY.value} is of the link of --link_mbit. Give that too."
             )
-        probe = _costs(Link(1.0), {"step_ms": 1.0})  # refuses what is wrong before it is measured
+        probe = _costs(Link(1.0), {"step_ms": 1.0})  # refuses wrong values before the measurement
         for count in workers:
             probe.smallest_period(count, _LOSS.value)
         for period in periods:
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _costs(link: Link, found: dict[str, Any]) -> Costs:
-    """Returns the costs that flags give, else those that were measured."""
+    """Returns the costs, each from its flag if given, else from the measurement."""
     numbers = {"step_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0} | found
     given = {"step_ms": _STEP_MS.value, "sync_ms": _SYNC_MS.value, "slowdown": _SLOWDOWN.value}
     numbers |= {name: value for name, value in given.items() if value is not None}
@@ -104,7 +104,7 @@ def _costs(link: Link, found: dict[str, Any]) -> Costs:
 
 
 def _measured(link: Link | None) -> dict[str, Any]:
-    """Runs what is needed for what the flags do not give."""
+    """Measures the costs that the flags do not give."""
     sizes = {name: flag.value for name, flag in _SIZES.items()}
     plain = {**sizes, "system": "plain", "sync_period": None, "steps": _STEPS.value}
     found: dict[str, Any] = {}

@@ -68,7 +68,8 @@ class _Bars:
                 bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s of speech"
                 " [{elapsed}<{remaining}]",
             )
-        self._bar.total = max(self._bar.total, self._bar.n + seconds)  # the last one may overrun
+        # The last utterance may be longer than the rest of the bar.
+        self._bar.total = max(self._bar.total, self._bar.n + seconds)
         self._bar.update(seconds)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Flags and work that prepare_kaldi and prepare_librispeech share.
+"""The common flags and work of prepare_kaldi and prepare_librispeech.
 
 Import it before TensorFlow.
 """
@@ -147,8 +147,8 @@ def run(
     """Makes the corpus that the flags describe, and prints one line on it.
 
     Args:
-      open_source: the source of a directory.
-      made_with: the program's own options.
+      open_source: opens the source of a directory.
+      made_with: options of this program alone.
       allow_pipes: whether commands in cmvn.scp are run.
     """
     started = time.monotonic()
@@ -199,7 +199,7 @@ def _extraction() -> sources.Extraction:
 
 
 def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extraction) -> dict:
-    """Returns the kind of the features, without deltas: "given" stands for those of a feats.scp."""
+    """Returns the options of the features for the index; "given" means those of a feats.scp."""
     from_audio = {split: isinstance(source, sources.Audio) for split, source in opened.items()}
     if len(set(from_audio.values())) > 1:
         raise ValueError(

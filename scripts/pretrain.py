@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _checked_out() -> Path:
-    """--out, before hours of work are spent on what cannot be written."""
+    """Returns the path of --out; checks its ending and makes its directory before the work."""
     out = Path(_OUT.value)
     if not out.name.endswith(".weights.h5"):
         raise ValueError(f"--out={out} must end in .weights.h5, as Keras wants it.")

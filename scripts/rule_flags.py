@@ -1,4 +1,4 @@
-"""Flags of how replicas agree, and the strategy that they make.
+"""Flags of the rule and of syncs, and the strategy that they make.
 
 Import it before TensorFlow, after `scripts.common`.
 """
@@ -104,7 +104,7 @@ _OUTER = ("diloco", "slowmo")
 
 
 def rule_name() -> str:
-    """The value of --rule."""
+    """Returns the value of --rule."""
     return _RULE.value
 
 
@@ -114,7 +114,7 @@ def is_async() -> bool:
 
 
 def simulated() -> int:
-    """The value of --simulate_replicas."""
+    """Returns the value of --simulate_replicas."""
     return _SIMULATE.value
 
 
@@ -122,11 +122,11 @@ def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
     """Sets TensorFlow up as the flags say, and makes the strategy.
 
     Args:
-        sync_period: minibatches of each replica between two syncs, at first.
-        data_plan: what all workers must agree on.
+        sync_period: minibatches of each replica between two syncs at the start of the training.
+        data_plan: settings of the data that must be the same on all workers.
 
     Raises:
-        ValueError: flags that do not go together, or a value out of range.
+        ValueError: flags do not go together, or a value is out of range.
     """
     _check()
     rule, averages = _rule(), _averages()

@@ -1,7 +1,7 @@
-"""The files in a run's directory that are the run's own: those that its record names.
+"""The record of the files that a run has written in its directory.
 
 RUN_DIR/files.txt has a name, or a pattern of names, in each line. A program adds the names before
-it writes the files. Only what the record names is ever removed.
+it writes the files. Only files in this record are ever removed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ RECORD = "files.txt"
 _HEADER = "# Written here by the programs of a run: train --start_over removes these files alone.\n"
 _CHECKPOINTS = "checkpoints"
 _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
-# What a run has before its first checkpoint; all others are results.
+# Files that a run has before its first checkpoint; all others are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", "tensorboard/events.out.tfevents.*")
 
 
 def checkpoints(run_dir: Path) -> Path:
-    """The directory of a run's checkpoints."""
+    """Returns the directory of a run's checkpoints."""
     return run_dir / _CHECKPOINTS
 
 
 def can_resume(run_dir: Path) -> bool:
-    """Returns whether there is a checkpoint to go on from."""
+    """Returns whether there is a checkpoint from which the run can be resumed."""
     return bool(Store(checkpoints(run_dir), 1).numbers())
 
 
 def of_training(weights: Iterable[str]) -> list[str]:
-    """The names of what `scripts.train` writes.
+    """Returns the names of the files that `scripts.train` writes.
 
     Args:
         weights: names of the files of weights.
     """
-    named = [name for file in weights for name in (file, f".[0-9]*.{file}")]  # whole, under way
+    # Each file of weights has a second name while it is being written.
+    named = [name for file in weights for name in (file, f".[0-9]*.{file}")]
     return [*_AT_START, "history.json", _CHECKPOINT_NAMES, *named]
 
 
@@ -46,14 +47,14 @@ def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | Non
     """Refuses a run that would lose files, before anything is written.
 
     Args:
-        run_dir: of the run.
-        names: of what it writes.
-        start_over: whether an earlier run's files may go.
+        run_dir: directory of the run.
+        names: names of the files that it writes.
+        start_over: whether an earlier run's files may be removed.
         init: the file of weights to start from, if there is one.
 
     Raises:
-        ValueError: there are files that the run would replace, and they are not an earlier run's;
-            or they are, and its results would be lost.
+        ValueError: the run would replace files that are not of an earlier run, or the results of
+            an earlier run.
     """
     _check_init(run_dir, names, init)
     if can_resume(run_dir) and not start_over:
@@ -80,12 +81,12 @@ def begin(run_dir: Path, names: Sequence[str], start_over: bool) -> None:
     """Makes the directory ready for a run that begins, after `check`, and records its files.
 
     Args:
-        run_dir: of the run.
-        names: of what it writes.
+        run_dir: directory of the run.
+        names: names of the files that it writes.
         start_over: whether the files of an earlier run are removed.
 
     Raises:
-        CheckpointError: a run that is under way writes there.
+        CheckpointError: another run is still writing there.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     store = Store(checkpoints(run_dir), 1)
@@ -107,7 +108,10 @@ def record(run_dir: Path, name: str) -> None:
 
 
 def _remove(run_dir: Path, store: Store) -> None:
-    """Removes what the record names, the checkpoints first: nothing goes on from half of them."""
+    """Removes the files in the record.
+
+    The checkpoints go first, so that no run is resumed if only a part of the files is removed.
+    """
     recorded = _recorded(run_dir)
     if _CHECKPOINT_NAMES in recorded:
         for number in store.numbers():

@@ -29,7 +29,7 @@ from models.presets import BUILDERS
 from scripts.data import is_recurrent
 from tfpara import files
 
-# The options of a corpus that say how its features were made.
+# The names of the options of a corpus that describe its features.
 _MADE = (
     "features",
     "num_mel",
@@ -43,31 +43,31 @@ _MADE = (
 
 
 def weights_path(run_dir: Path, which: str) -> Path:
-    """Returns the path of the weights `which` of a run: "global" or an average's name."""
+    """Returns the file of a run's weights; `which` is "global" or an average's name."""
     return run_dir / ("model.weights.h5" if which == "global" else f"{which}.weights.h5")
 
 
 def save_weights(model: keras.Model, path: Path) -> None:
-    """Writes weights so that they are there whole or not at all."""
+    """Writes weights to a file that appears whole or not at all."""
     with files.whole(path) as place:
         model.save_weights(place)
 
 
 def build(description: Mapping[str, Any], **options: Any) -> keras.Model:
-    """The model that model.json describes; options of the builder, such as seed= or streams=."""
+    """Builds the model that model.json describes; `options` are for the builder, such as seed=."""
     return BUILDERS[description["kind"]](**description["arguments"], **options)
 
 
 def load(
     run_dir: Path, which: str = "global", streams: bool = False
 ) -> tuple[keras.Model, dict[str, Any]]:
-    """The trained model of a run, and what its model.json says.
+    """Returns the trained model of a run, and the contents of its model.json.
 
     Args:
-        run_dir: of scripts.train.
+        run_dir: directory of a run of scripts.train.
         which: "global", or an average's name.
-        streams: whether a recurrent model takes as many streams as in training, or whole
-            utterances.
+        streams: whether a recurrent model takes as many streams as in training; otherwise it takes
+            whole utterances.
 
     Raises:
         FileNotFoundError: there is no such run, or it has no such weights.
@@ -97,11 +97,11 @@ def load(
 
 
 def load_weights(model: keras.Model, path: Path) -> None:
-    """Loads weights, with one clear error where they do not fit.
+    """Loads weights, with one clear error if they do not fit.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no weights file, or one of another model.
+        ValueError: the file is no weights file, or is of another model.
     """
     if not path.is_file():
         raise FileNotFoundError(f"weights file {path} does not exist.")
@@ -116,12 +116,12 @@ def load_weights(model: keras.Model, path: Path) -> None:
 
 
 def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The loss and metrics of `compile`. Those of streams leave the padding out."""
+    """Returns the loss and metrics for `compile`. Metrics of streams leave the padding out."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")
     if not is_recurrent(description):
         return {"loss": loss, "metrics": [accuracy]}
-    # The loss divides by all frames of a minibatch, padding among them.
+    # The loss divides by all frames of a minibatch, padding included, so a metric is needed.
     entropy = keras.metrics.SparseCategoricalCrossentropy("cross_entropy", from_logits=True)
     return {"loss": loss, "weighted_metrics": [accuracy, entropy]}
 
@@ -132,7 +132,7 @@ def entropy_name(description: Mapping[str, Any]) -> str:
 
 
 class Frames(NamedTuple):
-    """The frames that a model was trained on: what has to be done to others too."""
+    """A description of the frames that a model was trained on; others need the same treatment."""
 
     feature_dim: int
     mean: np.ndarray  # float32 [feature_dim], of the training frames
@@ -142,7 +142,7 @@ class Frames(NamedTuple):
 
 
 def describe_frames(corpus: CorpusIndex) -> dict[str, Any]:
-    """The frames of a run's corpus, in a form that JSON can hold, for model.json."""
+    """Returns the description of a corpus' frames for model.json, in a form that JSON can hold."""
     return {
         "feature_dim": corpus.feature_dim,
         "mean": corpus.mean.tolist(),
@@ -153,7 +153,7 @@ def describe_frames(corpus: CorpusIndex) -> dict[str, Any]:
 
 
 def frames(description: Mapping[str, Any]) -> Frames:
-    """The frames that a run's model was trained on.
+    """Returns the description of the frames that a run's model was trained on.
 
     Raises:
         FileNotFoundError, ValueError: model.json is of an older version, which left them to the
@@ -174,11 +174,11 @@ def frames(description: Mapping[str, Any]) -> Frames:
 
 
 def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> CorpusIndex:
-    """A corpus for a run's model: its frames are normalised as those of the training were.
+    """Returns a corpus for a run's model, with the statistics of the training frames.
 
     Args:
-        description: of the run.
-        directory: of the corpus; None: the one of the training.
+        description: description of the run.
+        directory: directory of the corpus; None for the corpus of the training.
 
     Raises:
         ValueError: the corpus has other frames or classes than the run's.
@@ -186,7 +186,7 @@ def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> 
     corpus = index.read(directory or description["corpus"])
     trained = frames(description)
     _check_corpus(corpus, trained)
-    # A corpus' own statistics are of its training split, which may be another.
+    # The corpus' own statistics are those of its training split, which may be a different one.
     return dataclasses.replace(corpus, mean=trained.mean, stddev=trained.stddev)
 
 
@@ -200,7 +200,7 @@ def _check_corpus(corpus: CorpusIndex, trained: Frames) -> None:
         what = f"other classes ({corpus.num_classes}) than those of the run, or in another order"
     else:
         theirs, ours = found["options"], trained.options
-        # What a feats.scp held is not known.
+        # Nothing is known about the features of a feats.scp.
         given = "given" in (theirs.get("features"), ours.get("features"))
         names = [name for name in _MADE if name in theirs and name in ours]
         differing = [n for n in names if theirs[n] != ours[n] and not (given and n == "features")]
@@ -219,14 +219,17 @@ def _checksum(names: Sequence[str]) -> str:
 
 
 def named_scores(scores: dict[str, Any]) -> dict[str, float]:
-    """Results of `evaluate`: frame error rate in %, cross-entropy in nats per frame."""
+    """Returns the scores of `evaluate`: frame error rate in %, cross-entropy in nats per frame."""
     error = 100.0 * (1.0 - float(scores["frame_accuracy"]))
     entropy = scores.get("cross_entropy", scores["loss"])
     return {"frame_error_rate": error, "cross_entropy": float(entropy)}
 
 
 def speed(history: list[dict[str, float]]) -> dict[str, float]:
-    """Speed over the whole run: epochs have the same frames, so rates are averaged harmonically."""
+    """Returns the speed over the whole run.
+
+    Epochs have the same frames, so the rates are averaged harmonically.
+    """
     means = {}
     speeds = [log["samples_per_second"] for log in history if log.get("samples_per_second")]
     if speeds:

@@ -1,4 +1,4 @@
-"""Flags of the local optimizer and of all schedules, and what they make.
+"""Flags of the local optimizer and of all schedules, and the objects that they make.
 
 Import it before TensorFlow, after `scripts.common`.
 """
@@ -98,10 +98,10 @@ _ADAM = ("adam", "adamw")
 
 
 def check() -> None:
-    """Refuses values and combinations that are known to be wrong before anything starts.
+    """Refuses wrong values and combinations of flags, before anything starts.
 
     Raises:
-        ValueError: which, and why.
+        ValueError: the message has the flag, its value and the reason.
     """
     name, schedule = _OPTIMIZER.value, _schedule()
     common.only_for(name in ("sgd", "ngsgd"), (_MOMENTUM,), "--optimizer=sgd and ngsgd")
@@ -135,7 +135,7 @@ def check() -> None:
 
 
 def _check_async(name: str, schedule: str) -> None:
-    """Refuses what parameter servers do not do."""
+    """Refuses flags that do not work with parameter servers."""
     if name == "adapt" and len(minibatches()) > 1:
         raise ValueError("--optimizer=adapt needs one --minibatch: it works on sums of gradients.")
     if not rule_flags.is_async():
@@ -164,32 +164,32 @@ def _check_async(name: str, schedule: str) -> None:
 
 
 def epochs() -> int:
-    """The value of --epochs."""
+    """Returns the value of --epochs."""
     return _EPOCHS.value
 
 
 def epochs_matter() -> bool:
-    """Returns whether a run of more epochs would begin otherwise than this one."""
+    """Returns whether a run's course depends on its number of epochs from the start."""
     return _schedule() == "exponential"
 
 
 def sync_periods() -> dict[int, int]:
-    """The sync period from each epoch on."""
+    """Returns the sync periods, each by the epoch from which it holds."""
     return {int(k): v for k, v in _by_position(_PERIOD, whole=True).items()}
 
 
 def minibatches() -> dict[float, int]:
-    """Frames of a minibatch from each position, in epochs, on."""
+    """Returns the frames of a minibatch, each by the position, in epochs, from which it holds."""
     return _by_position(_MINIBATCH, whole=False)
 
 
 def warm_start() -> callbacks.WarmStart:
-    """The callback for --warm_start_epochs, of 0 epochs too."""
+    """Returns the callback for --warm_start_epochs, also if that is 0."""
     return callbacks.WarmStart(_WARM.value)
 
 
 def optimizer(model: keras.Model, num_replicas: int) -> keras.optimizers.Optimizer:
-    """The local optimizer, for a built model; call it in the strategy's scope."""
+    """Returns the local optimizer, for a built model; call it in the strategy's scope."""
     rate: Any = _scaled(_first_rate(), num_replicas)
     if _schedule() == "hand":
         # An iteration of the servers' optimizer is a push; those of workers are minibatches.
@@ -210,7 +210,7 @@ def optimizer(model: keras.Model, num_replicas: int) -> keras.optimizers.Optimiz
 
 
 def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.callbacks.Callback]:
-    """The callbacks that come before those that score the model."""
+    """Returns the callbacks that come before those that score the model."""
     chosen: list[keras.callbacks.Callback] = []
     if len(sync_periods()) > 1:
         chosen.append(callbacks.SyncPeriod(sync_periods()))
@@ -228,7 +228,7 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
 
 
 def after_scores(entropy: str, validation: Any) -> list[keras.callbacks.Callback]:
-    """The callbacks that come after those that score the model.
+    """Returns the callbacks that come after those that score the model.
 
     Args:
         entropy: name of the cross-entropy in the model's logs, "loss" or a metric's name.
@@ -275,7 +275,7 @@ def _scaled(rate: float, num_replicas: int) -> float:
 
 
 def _by_position(flag: flags.FlagHolder, whole: bool) -> dict[float, int]:
-    """`VALUE[,POSITION:VALUE...]` as {0: VALUE, POSITION: VALUE, ...}, ascending."""
+    """Parses `VALUE[,POSITION:VALUE...]`: returns {0: VALUE, POSITION: VALUE, ...}, ascending."""
     values: dict[float, int] = {}
     last = -math.inf
     try:

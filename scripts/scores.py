@@ -16,17 +16,18 @@ def scores(
     times_per_epoch: int,
     steps_per_epoch: int | None,
 ) -> HeldOut:
-    """The callback that scores them, into the log, TensorBoard and RUN_DIR/held_out.csv.
+    """Returns the callback that writes scores to the log, TensorBoard and RUN_DIR/held_out.csv.
 
     Args:
         validation: held-out data.
         averages: names of the averages.
-        run_dir: of the run.
-        times_per_epoch: how often in an epoch.
-        steps_per_epoch: minibatches of a replica in an epoch, for more than once.
+        run_dir: directory of the run.
+        times_per_epoch: how often the models are scored in an epoch.
+        steps_per_epoch: number of minibatches of a replica in an epoch, None if epochs differ;
+            needed if `times_per_epoch` is above 1.
 
     Raises:
-        ValueError: more than once, and the epochs differ in length.
+        ValueError: `times_per_epoch` is above 1, and the epochs differ in length.
     """
     if times_per_epoch > 1 and steps_per_epoch is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The steps of a served model: from an utterance's features to its posteriors."""
+"""The steps of a served model around the network: from an utterance's features to posteriors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from scripts.runs import Frames
 
 
 class Serving(NamedTuple):
-    """The ends of a SavedModel, as `tfpara.export` takes them.
+    """The steps before and after the network in a SavedModel, as arguments of `tfpara.export`.
 
     Attributes:
-        frame_dim: width of a frame that is taken, static features without deltas.
+        frame_dim: width of an input frame, static features without deltas.
         preprocessing: float32 [num_frames, frame_dim] -> the model's input.
         postprocessing: the model's logits -> `log_posteriors` and `logits`, [num_outputs, classes].
-        about: what the frames must be, in words.
+        about: requirements on the frames, in words.
     """
 
     frame_dim: int
@@ -30,15 +30,15 @@ class Serving(NamedTuple):
 
 
 def serving(trained: Frames, description: Mapping[str, Any]) -> Serving:
-    """The ends of a model that was trained on frames of a corpus.
+    """Returns the steps before and after a model that was trained on frames of a corpus.
 
-    What is known of how the features were made is done here once more: their deltas, and
-    normalisation by the utterance's own mean. What a served model cannot know, the mean of a
-    speaker or features of a `feats.scp`, has to be in the frames that it is given.
+    The served model computes deltas, and normalises by the utterance's own mean, if the corpus was
+    made so. It cannot subtract the mean of a speaker, or compute the features of a `feats.scp`; its
+    input frames must have these already.
 
     Args:
         trained: the frames of the training.
-        description: of the model.
+        description: description of the model, as in model.json.
     """
     made = trained.options
     deltas = int(made.get("deltas", 2))
@@ -65,17 +65,18 @@ def serving(trained: Frames, description: Mapping[str, Any]) -> Serving:
 def model_input(
     trained: CorpusIndex | Frames, description: Mapping[str, Any]
 ) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function that makes a model's input from an utterance's frames, with their deltas.
+    """Returns a function that makes a model's input from an utterance's frames with deltas.
 
     Args:
-        trained: has the mean and deviation of the training frames, which normalise unless each
-            utterance has its own: from `runs.frames` or `runs.corpus_for`.
-        description: of the model: `context` frames are spliced on each side, `stack` frames (1 if
-            not given) put together, `label_delay` (0) added at the end; it sees the first
-            `coefficients` of each frame (all), with `normalisation` ("global").
+        trained: from `runs.frames` or `runs.corpus_for`; has the mean and standard deviation of the
+            training frames, for "global" normalisation.
+        description: description of the model. `context` frames are spliced on each side, `stack`
+            frames (default 1) are joined to one, and the last input is repeated `label_delay` times
+            (0). The first `coefficients` of each frame are used (all), with `normalisation`
+            ("global").
 
     Returns:
-        float32 [num_frames, dim] -> [num_outputs + label_delay, input_dim].
+        A function float32 [num_frames, dim] -> [num_outputs + label_delay, input_dim].
     """
     kind = description.get("normalisation", "global")
 
@@ -98,7 +99,7 @@ def model_input(
 
 
 def label_delay(description: Mapping[str, Any]) -> int:
-    """Returns by how many outputs a model is late. Only a model of streams may be late."""
+    """Returns the number of outputs by which a model is late; 0 for a model without streams."""
     return int(description.get("label_delay", 0)) if is_recurrent(description) else 0
 
 

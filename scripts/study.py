@@ -41,13 +41,16 @@ _JOBS = flags.DEFINE_integer("jobs", 0, "runs at a time; 0: one for each core", 
 _SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
 _ONLY = flags.DEFINE_list("only", [], "names of the runs to make; all if not set")
 
-_RBM = "rbm"  # what the DNNs start from
-_FIRST = "first-epoch"  # what the asynchronous runs start from, and those beside them
+_RBM = "rbm"  # the pretraining that the DNNs start from
+_FIRST = "first-epoch"  # the run that the suite "async" starts from
 
 
 class _Run(NamedTuple):
-    """A training run. `options` are flags of scripts.train, `models` the rows it is in, `start` the
-    run whose weights it starts from."""
+    """A training run.
+
+    `options` are flags of scripts.train, `models` names its rows in the table, and `start` is the
+    run whose weights it starts from.
+    """
 
     name: str
     model: str
@@ -59,7 +62,7 @@ class _Run(NamedTuple):
 
 
 _DNN = ("--flagfile=scripts/recipes/001.flags", "--minibatch=128")
-# Recipes of the recurrent models are for thousands of hours: of these, what fits a small corpus.
+# The recipes of the recurrent models are for thousands of hours; these flags fit a small corpus.
 _STREAMS = (
     "--streams=8",
     "--truncation=20",
@@ -74,7 +77,7 @@ _CLDNN = (
     "--final_learning_rate=0.002",
     *_STREAMS,
 )
-# Some ten syncs in an epoch, of which the average remembers half.
+# With some ten syncs in an epoch, the average spans half an epoch.
 _BMUF = ("--rule=bmuf", "--ema_decay=0.8", "--ma")
 _AVERAGED = ("global", "ma", "ema-0.8")
 
@@ -116,7 +119,7 @@ _MODELS = (
 )
 
 
-# Small minibatches, so that there are several syncs in an epoch even where the period is 80.
+# Small minibatches give several syncs in an epoch even with a period of 80.
 _PLAIN = ("--model=dnn-003", "--minibatch=64", "--learning_rate=0.02", "--momentum=0")
 _FALLING = ("--schedule=exponential", "--final_learning_rate=0.002")
 _SERVERS = ("--chunk_minutes=1",)
@@ -163,7 +166,7 @@ _ASYNC = (
         ),
         start=_FIRST,
     ),
-    # Chunks that are not too short for 20 % of them to tell a rate that is too high.
+    # The chunks are so long that 20 % of one show whether a learning rate is too high.
     _one_pass(
         "aasgd-search",
         "averaged ASGD, one pass, rates searched",
@@ -198,11 +201,11 @@ def main() -> None:
 
 
 def _all(out: Path, chosen: list[_Run], jobs: int) -> list[dict[str, Any]]:
-    """Carries the runs out; their rows, in the order of the runs."""
-    # So that runs under way are ended with the study; they can be taken up again.
+    """Carries out the runs, and returns their rows in the same order."""
+    # With this, running trainings end with the study; they can be resumed.
     common.exit_on_sigterm()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        # The longest ones first, so that none is left alone at the end.
+        # The longest runs come first, so that none of them runs alone at the end.
         order = sorted(chosen, key=lambda run: run.model == "DNN")
         futures = {run.name: pool.submit(_train_and_score, out, run) for run in order}
         try:
@@ -291,7 +294,7 @@ def _seconds(run_dir: Path, now: float) -> float:
 
 
 def _diverged(out: Path, run: _Run, weights: str) -> dict[str, Any]:
-    """The row of a run that has ended because its weights grew without bound."""
+    """Returns the row of a run that has ended because its weights diverged."""
     del out
     unknown = ("epochs", "frame_error_rate", "cross_entropy", "phone_error_rate", "staleness")
     return {

@@ -104,7 +104,7 @@ def main() -> None:
         corpus = index.read(_CORPUS.value)
         description = _description(corpus)
         first_period = next(iter(schedule_flags.sync_periods().values()))
-        # With parameter servers, all processes but the chief stay in here.
+        # With parameter servers, this call does not return in any process but the chief.
         strategy = rule_flags.strategy(first_period, _data_plan(corpus))
         files = _files(strategy)
         run_files.check(run_dir, files, _START_OVER.value, _INIT.value)
@@ -142,16 +142,16 @@ def main() -> None:
 
 
 class _History(keras.callbacks.Callback):
-    """The log of every epoch, those before an interruption too."""
+    """Keeps the log of every epoch, also of those before an interruption."""
 
     def __init__(self) -> None:
         super().__init__()
-        # As they are: callbacks that come later may still add to the last one.
+        # The dictionaries are not copied, since later callbacks may still add to the last one.
         self._logs: list[dict[str, Any]] = []
 
     @property
     def epochs(self) -> list[dict[str, float]]:
-        """Returns the log of each epoch."""
+        """The log of each epoch."""
         return [{name: float(value) for name, value in log.items()} for log in self._logs]
 
     def get_state(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _description(corpus: index.CorpusIndex) -> dict[str, Any]:
 
 
 def _data_plan(corpus: index.CorpusIndex) -> dict[str, Any]:
-    """Returns the facts of the data that all workers share, and a resumed run with its past."""
+    """Returns the settings that must be the same on all workers, and when a run is resumed."""
     shared = [flag.name for flag in _PLANNED]
     for module in (model_flags, async_flags, schedule_flags):
         shared += [flag.name for flag in flags.FLAGS.get_key_flags_for_module(module)]
@@ -202,7 +202,7 @@ def _data_plan(corpus: index.CorpusIndex) -> dict[str, Any]:
 
 
 def _file_mark(path: str | None) -> str:
-    """A short checksum of a file; "" without one."""
+    """Returns a short checksum of a file; "" if there is no file."""
     if path is None:
         return ""
     if not os.path.isfile(path):
@@ -222,13 +222,13 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
 
 
 def _files(strategy: Any) -> list[str]:
-    """The names of all that the run writes in its directory."""
+    """Returns the names of all files that the run writes in its directory."""
     kept = ("global", *strategy.averages)
     return run_files.of_training(runs.weights_path(Path(), which).name for which in kept)
 
 
 def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> None:
-    """Prepares the directory; what an interrupted run has left there stays."""
+    """Prepares the directory; the files of an interrupted run stay."""
     if _START_OVER.value or not run_files.can_resume(run_dir):
         try:
             run_files.begin(run_dir, files, _START_OVER.value)
@@ -241,7 +241,7 @@ def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> 
 def _callbacks(
     run_dir: Path, validation: Any, data: Any, warm: Any
 ) -> list[keras.callbacks.Callback]:
-    """All but the last ones."""
+    """Returns all callbacks but the last ones."""
     replicas = data.strategy.num_replicas
     traced = [] if _TRACE.value is None else [tfpara.callbacks.Trace(_TRACE.value)]
     choosing = async_training.before_scores(data, validation) if rule_flags.is_async() else []
@@ -270,7 +270,7 @@ def _checkpoint(run_dir: Path, strategy: Any, plan: dict[str, Any]) -> keras.cal
 def _fit(
     model: keras.Model, strategy: Any, data: Any, callbacks: list[keras.callbacks.Callback]
 ) -> None:
-    # Made here for the number of steps, and a progress bar on the chief alone.
+    # The list is made here to set the number of steps, and to show progress on the chief alone.
     chosen = keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
@@ -295,7 +295,7 @@ def _finish(
     history: list[dict[str, float]],
     data: Any,
 ) -> None:
-    """Leaves the weights and the log in the run's directory."""
+    """Writes the weights and the log to the run's directory."""
     for which in ("global", *strategy.averages):
         with strategy.weights(model, which):
             if strategy.is_chief:
