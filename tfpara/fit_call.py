@@ -16,20 +16,23 @@ if TYPE_CHECKING:
 
 
 class Order(enum.IntEnum):
-    """When a callback of tfpara runs, said by its attribute `order`; each needs those before it."""
+    """The place of a callback of tfpara among the others, given by its attribute `order`.
+
+    Callbacks run from the lowest place to the highest: each needs what those before it do.
+    """
 
     CLOCK = 1  # measures what others do
     PERIOD = 2  # sets the sync period
     START = 3  # says what the replicas start from
     RATE = 4
     SCORES = 5  # adds scores to the log
-    # Here are callbacks of Keras' and of the user's, and ours without an order.
-    SAVES = 7  # has what all others have done
+    # Callbacks of Keras and of the user, and those of tfpara without an order, run here.
+    SAVES = 7  # saves what all callbacks before it have done
     STOPS = 8  # sees whether any other wants to stop
 
 
 def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """The callbacks in the order in which they have to run; otherwise as they are given."""
+    """Returns the callbacks sorted by `order`; those of equal order stay as they are given."""
 
     def order(callback: keras.callbacks.Callback) -> int:
         own = getattr(callback, "order", None)

@@ -15,7 +15,13 @@ def _minimum(a: Scalar, b: Scalar) -> Scalar:
 
 
 class AverageState(NamedTuple):
-    """`average`: the running value. `count`: blocks seen (float). `bias`: weight still on zero."""
+    """State of an average.
+
+    Attributes:
+        average: the running value, a flat vector.
+        count: blocks seen so far, a float: a block that was a share f of a whole one counts f.
+        bias: the weight that the starting point still has in `average`.
+    """
 
     average: Array
     count: Any  # a Scalar; but `count` is a tuple's method, too
@@ -28,13 +34,15 @@ class EMA(Average):
 
         Ŵ_t = β_t Ŵ_{t−1} + (1 − β_t) W_t,   Ŵ_0 = W_0
 
-    Equal to the shadow variables of `tf.train.ExponentialMovingAverage` updated once a sync. After
-    a block that was a share f of a whole one the step is that share, f(1 − β_t).
+    This equals the shadow variables of `tf.train.ExponentialMovingAverage`, updated once a sync.
+    After a block that was a share f of a whole one, the model's weight is f(1 − β_t) instead of
+    1 − β_t.
 
     Args:
         decay: β, 0 < β < 1.
-        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the syncs before this one, as
-            TensorFlow does when it is given a counter; young averages then follow the model faster.
+        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the blocks before this one, where a
+            share f of a block counts f. TensorFlow does the same when it is given a counter. Young
+            averages then follow the model faster.
         zero_debias: True: Ŵ starts from 0 and is divided by the weight that the models seen so far
             have in it, instead of starting from W_0.
 
@@ -93,8 +101,8 @@ class MA(Average):
 
         W̄_t = (1/t) Σ_{k=1..t} W_k
 
-    After a block that was a share f of a whole one W_k counts with weight f, here and in t. Before
-    the first sync it is the initial model. Source: paper 000, section 2.2.
+    After a block that was a share f of a whole one, W_k has the weight f in the sum, and adds f to
+    t. Before the first sync the average is the initial model. Source: paper 000, section 2.2.
 
     Example:
         >>> ma = MA()

@@ -1,8 +1,9 @@
 """A step of a Keras optimizer as a pure function of tensors.
 
 Keras optimizers keep their state in variables and assign to them. Here a private copy of one works
-on `_Value` objects instead, which stand in for variables and hold a tensor each. This is the only
-file of the rules that knows Keras' inside; the names used of it are commented where they are.
+on `_Value` objects instead, which stand in for variables and hold a tensor each. Of the files in
+this package, this one and `outer.py` use private names of Keras. `outer.py` only reads settings of
+an optimizer; this file also replaces methods and attributes. Comments say what each name is for.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from tfpara.typing import Array, Scalar, State
 class _Value(keras.Variable):
     """A stand-in for a variable of a Keras optimizer: a tensor of any shape, without storage."""
 
-    # What the constructor of keras.Variable calls, on every backend, to make storage.
+    # The constructor of keras.Variable calls this method, on every backend, to make storage.
     def _initialize(self, value: tf.Tensor) -> None:
         self._value = tf.convert_to_tensor(value() if callable(value) else value, self._dtype)
 
-    # The same, with an initializer.
+    # The constructor calls this one instead when it is given an initializer.
     def _initialize_with_initializer(self, initializer: Any) -> None:
         self._initialize(initializer(self._shape, dtype=self._dtype))
 
     def hold(self, tensor: tf.Tensor) -> None:
-        # What `dtype` and `value` of keras.Variable read.
+        # The properties `dtype` and `value` of keras.Variable read these two attributes.
         self._dtype = tensor.dtype.name
         self._value = tensor
 
     def release(self) -> None:
-        """Lets go of the tensor: one of a graph must not outlive it."""
+        """Drops the tensor, since a tensor of a graph must not outlive the graph."""
         self._value = None
 
     def assign(self, value: tf.Tensor) -> tf.Tensor:
@@ -56,10 +57,11 @@ class _Made:
 
 
 class _Functional(keras.optimizers.Optimizer):
-    """Put behind an optimizer's class: what Keras does for TensorFlow variables, on `_Value`s.
+    """A base class that makes an optimizer work on `_Value`s instead of TensorFlow variables.
 
-    Each method below is one that Keras' TensorFlow optimizer overrides to reach `tf.Variable` and
-    `tf.distribute`; here they do what Keras' base optimizer does.
+    It is the second base, after the optimizer's own class. Each method below is one that Keras'
+    TensorFlow optimizer overrides to reach `tf.Variable` and `tf.distribute`; here they do what
+    Keras' base optimizer does.
     """
 
     def add_variable(
@@ -90,18 +92,18 @@ class _Functional(keras.optimizers.Optimizer):
     def assign_sub(self, variable: _Value, value: tf.Tensor) -> None:
         variable.assign_sub(value)
 
-    # By which slots are found.
+    # Keras finds the slots of a variable by this key.
     def _var_key(self, variable: _Value) -> int:
         return id(variable)
 
-    # What `apply` calls before the step, for every optimizer's weight_decay: W ← W − lr·decay·W.
+    # `apply` calls this before the step, for every optimizer's decay: W ← W − lr·decay·W.
     def _apply_weight_decay(self, variables: Sequence[_Value]) -> None:
         if self.weight_decay is not None:
             for variable in filter(self._use_weight_decay, variables):
                 rate = tf.cast(self.learning_rate, variable.dtype)
                 variable.assign_sub(variable * tf.cast(self.weight_decay, variable.dtype) * rate)
 
-    # What `apply` calls for the step; Nadam extends it.
+    # `apply` calls this for the step; Nadam extends it.
     def _backend_update_step(
         self,
         grads: Sequence[tf.Tensor],
@@ -136,7 +138,7 @@ class KerasStep:
         copy = functional.from_config(optimizer.get_config())
         self._optimizer = copy
         self._lock = threading.Lock()
-        # NaN: a slot that is made from the weights shows.
+        # The weights are NaN here, so that a slot that starts from them is noticed.
         self._weights = _Value(np.full([1], np.nan, np.float32), autocast=False, name="weights")
         copy.build([self._weights])
         # Keras makes the iterations and a constant rate as variables; schedules read `_iterations`.
@@ -145,13 +147,13 @@ class KerasStep:
             copy._learning_rate = shortest(copy._learning_rate.numpy())
         self._slots = self._find_slots()
         self.initial = {name: slot.numpy() for name, slot in self._slots.items()}
-        # The list of what the optimizer would save: nothing here is saved by Keras.
+        # Keras saves the variables in this list, and nothing here is saved by Keras.
         copy._variables.clear()
         fields = ("global_model", *self._slots, "iterations")
         self.State: Any = collections.namedtuple("OuterState", fields)  # type: ignore[misc]
 
     def _find_slots(self) -> dict[str, _Value]:
-        """The slots by name; those that Keras made as variables itself (Nadam's) are replaced."""
+        """Returns the slots by name; replaces those that Keras made as variables (Nadam's)."""
         optimizer = self._optimizer
         slots: dict[str, _Value] = {}
         for attribute, value in vars(optimizer).items():
@@ -169,7 +171,7 @@ class KerasStep:
         return slots
 
     def __call__(self, state: State, gradient: Array) -> State:
-        """One step from `state`; the gradient is a tensor, whose type is that of all fields."""
+        """Returns the state after one step. Weights and slots take the dtype of the gradient."""
         held = [self._weights, *self._slots.values()]
         with self._lock:
             try:
@@ -199,7 +201,7 @@ class KerasSteps:
         initial: values of the state before the first step: iterations, the learning rate unless
             it is a schedule, then the slots.
         schedule: with `told_rate`: the optimizer's schedule. None: its rate is a number.
-        rate_index: of the learning rate in the state; None: it is not there.
+        rate_index: the position of the learning rate in the state; None: it is not there.
 
     Raises:
         ValueError: settings that reach beyond one step.
@@ -215,7 +217,7 @@ class KerasSteps:
         check_plain(optimizer)
         kind = type(optimizer)
         config = optimizer.get_config()
-        # What is behind `learning_rate`, which gives a schedule's value.
+        # The property `learning_rate` gives a schedule's value; this attribute is the schedule.
         rate = optimizer._learning_rate
         scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
         self.schedule = rate if told_rate and scheduled else None
@@ -230,7 +232,7 @@ class KerasSteps:
         self._weights = [
             _Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights
         ]
-        # What `exclude_from_weight_decay` has set is in no config.
+        # The config does not hold what `exclude_from_weight_decay` has set.
         copy._exclude_from_weight_decay = {
             id(value)
             for value, variable in zip(self._weights, weights, strict=True)
@@ -259,14 +261,14 @@ class KerasSteps:
         state: Sequence[tf.Tensor],
         gradients: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """One step.
+        """Returns weights and state after one step.
 
         Args:
             weights, gradients: tensors, in the order of the variables.
             state: tensors like `initial`.
 
         Returns:
-            The weights and the state after it.
+            The new weights and the new state, in the same orders.
         """
         held = [*self._weights, *self._state]
         with self._lock:

@@ -50,7 +50,8 @@ class Outer(Rule):
     gradient G/f: weights, slots and count go f of the way (see `tfpara.algorithms`). So SGD does
     what BMUF does.
 
-    A LearningRateSchedule counts syncs. `weight_decay` pulls all weights, biases among them, to 0
+    A LearningRateSchedule is given the number of blocks so far, where a share f of a block counts
+    f, rounded to a whole number. `weight_decay` pulls all weights, biases among them, to 0
     at each sync.
 
     Args:
@@ -115,10 +116,10 @@ class Outer(Rule):
         return momentum > 0.5 or (momentum > 0.0 and not outer.nesterov)
 
     def init(self, weights: Array) -> State:
-        """State of a run that starts at `weights`: a NamedTuple of W, the slots and the syncs.
+        """State of a run that starts at `weights`: a NamedTuple of W, the slots and the count.
 
         Its fields are `global_model`, the optimizer's slots by their Keras names (momentum,
-        velocity, …) and `iterations` (syncs so far, a float).
+        velocity, …) and `iterations` (blocks so far, a float: a share f of a block counts f).
         """
         step = self._step
         slots = [
@@ -128,7 +129,7 @@ class Outer(Rule):
         return step.State(weights, *slots, 0.0)
 
     def update(self, state: State, average: Array, num_replicas: int, share: Scalar = 1.0) -> State:
-        """The global step, from the mean of the local models; `share`: f, 0 < f ≤ 1."""
+        """Returns the state after a sync; `average` is w̄, and `share` is f, 0 < f ≤ 1."""
         del num_replicas
         step = self._step
         in_numpy = not (tf.is_tensor(average) or tf.is_tensor(state.global_model))
@@ -141,7 +142,7 @@ class Outer(Rule):
         return step.State(*(np.asarray(v)[()] for v in after)) if in_numpy else after
 
     def _check_element_by_element(self) -> None:
-        """Two steps on three weights together must be those on each alone."""
+        """Raises ValueError unless two steps on three weights give what they give on each alone."""
         weights = np.array([0.5, -1.0, 2.0], np.float32)
         averages = weights + np.array([[1e-3, 0.2, -30.0], [-0.7, 0.1, 4.0]], np.float32)
 
@@ -257,7 +258,7 @@ def _check_options(optimizer: keras.optimizers.Optimizer) -> None:
                 f"{name}({option}={getattr(optimizer, option)!r}) cannot be an outer optimizer: "
                 f"the option needs {reason}."
             )
-    # What `exclude_from_weight_decay` of Keras' optimizers sets.
+    # The method `exclude_from_weight_decay` of Keras' optimizers sets these two attributes.
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
     if excluded or getattr(optimizer, "_exclude_from_weight_decay_pattern", None):
         raise ValueError(
@@ -274,7 +275,7 @@ def _check_options(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _settings(optimizer: keras.optimizers.Optimizer) -> str:
-    """The optimizer as it is written, the same on every worker, as the fingerprint needs it."""
+    """The optimizer's settings as text that is the same on every worker, for the fingerprint."""
     config = optimizer.get_config()
     shown = []
     for key, value in config.items():

@@ -1,4 +1,4 @@
-"""When averaged ASGD's running average becomes the mean of the models."""
+"""A callback that turns the running average of averaged ASGD into the mean of the models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class StartMean(keras.callbacks.Callback):
     """Scores the model and its running average on held-out data; starts the mean at the first win.
 
     While workers train on, the chief takes the server's model and the average of that moment, every
-    so many chunks, and compares their losses. Once the average's is lower, it goes on as the mean
-    (`tfpara.algorithms.RunningThenMean`), and nothing is scored any more.
+    `every_chunks` chunks, and compares their losses. Once the average's loss is lower, the average
+    goes on as the mean (`tfpara.algorithms.RunningThenMean`), and nothing is scored any more.
 
     Args:
         dataset: held-out data, in any form that `fit` takes as `validation_data`.

@@ -24,7 +24,7 @@ class NewbobState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NewbobRule:
-    """When to lower the learning rate, and when to stop, from one held-out score after each epoch.
+    """Decides when to lower the learning rate and when to stop, from a held-out score per epoch.
 
     An epoch's gain is the fall of a loss (or, with ``rising=True``, the rise of an accuracy) since
     the epoch before; with ``relative=True`` as a part of the score before. The rate stays as long
