@@ -78,7 +78,7 @@ _SIZES = {
 
 def main() -> None:
     """Measures, prints the table and writes the JSON file."""
-    # So that processes, and the namespaces of limited links, end with the benchmark.
+    # With this, processes and the namespaces of limited links are removed if SIGTERM comes.
     common.exit_on_sigterm()
     out = Path(_OUT.value)
     if not out.parent.is_dir():
@@ -117,7 +117,7 @@ def _peers(out: Path) -> None:
     conditions = _conditions()
     conditions["versions"] |= beside_peers.versions()
     model_bytes = 4 * elements_of(sizes)
-    # Written after each link: the slow ones take long.
+    # Results are written after each link, since the slow links take long.
     for found in beside_peers.measured(sizes, periods, steps, rounds, links):
         rows = found["rows"]
         costs = costs_of(rows, sizes["batch"], model_bytes, beside_peers.LOOPBACK)
@@ -164,7 +164,7 @@ def _periods() -> list[int]:
 
 
 def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
-    """Name → (processes, options of each)."""
+    """Returns the systems: name → (number of processes, options of each)."""
     periods = _periods()
     longest = max(periods)
     steps = max(8, _STEPS.value // 4)
@@ -236,7 +236,7 @@ def _input_systems() -> dict[str, tuple[int, dict[str, Any]]]:
 def _row(
     name: str, workers: int, options: dict[str, Any], rounds: list[dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Medians over the rounds, with the smallest and largest value of each."""
+    """Returns the medians over the rounds, with the smallest and largest value of each."""
     row: dict[str, Any] = {
         "system": name,
         "workers": workers,
@@ -252,7 +252,7 @@ def _row(
         none = f"{options['strategy']['aggregation']}, no averages"
         bases["ratio_to_none"] = ("sync_ms", none)
     for ratio, (key, base) in bases.items():
-        if key in values and base in rounds[0]:  # --only may leave it out
+        if key in values and base in rounds[0]:  # --only may leave out the base
             measured = [r[base][key] for r in rounds]
             values[ratio] = [a / b for a, b in zip(values[key], measured, strict=True)]
     for key, series in values.items():

@@ -18,18 +18,18 @@ _MARK = "FIGURES "
 
 
 def measured(sizes: dict[str, int], steps: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Figures of the model of `sizes` and of a tiny one, with one parameter server.
+    """Measures a model of `sizes` and a tiny one, with one parameter server.
 
     Args:
-        sizes: of the large model, with "batch".
-        steps: timed minibatches of each worker, of the large model; the tiny one takes 20 times
-            more.
-        rounds: times that everything is measured.
-        seconds: after them a run is killed.
+        sizes: sizes of the large model, with "batch".
+        steps: timed minibatches of each worker for the large model; the tiny one takes 20 times as
+            many.
+        rounds: how often everything is measured.
+        seconds: time after which a run is killed.
 
     Returns:
-        "rows": by model, workers and system the median figures; `ratio_to_stock` is the median of
-        the ratios within a round.
+        "rows": the median figures for each model, number of workers and system; `ratio_to_stock` is
+        the median of the ratios within a round.
 
     Raises:
         Failure: a run did not give its figures.
@@ -65,7 +65,10 @@ def measured(sizes: dict[str, int], steps: int, rounds: int, seconds: float) -> 
 
 
 def _measure(workers: int, options: dict[str, Any], seconds: float) -> float:
-    """Pushes/s of one run: a chief, a parameter server and workers, one thread for operations."""
+    """Measures pushes/s of a run: a chief, a parameter server and workers.
+
+    Each process runs operations on one thread.
+    """
     command = [sys.executable, "-m", "tfpara.launch", "--ps", "1", "-n", str(workers), "--"]
     command += ["python", "-m", "scripts.benchmarks.asynchronous_worker", json.dumps(options)]
     environment = os.environ | {

@@ -23,12 +23,12 @@ from tfpara.parameter_server import processes
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.strategy import AsyncStrategy
 
-_CHUNKS = 4  # of each worker; `fit` has as many by default, so that none is left alone at the end
+_CHUNKS = 4  # for each worker, as by default in `fit`, so that no worker trains alone at the end
 _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 
 
 def main() -> None:
-    """Trains, and prints pushes/s after a first epoch."""
+    """Trains, and prints pushes/s; the first epoch is not counted."""
     options = json.loads(sys.argv[1])
     options["steps"] = max(1, options["steps"] // _CHUNKS) * _CHUNKS
     place = processes.join(_TIMEOUT_SECONDS, _STARTUP_SECONDS)
@@ -80,7 +80,7 @@ def _tfpara(place: Any, options: dict[str, Any]) -> float:
 
 
 class _Clock(keras.callbacks.Callback):
-    """Seconds of the last epoch."""
+    """A callback that measures the seconds of the last epoch."""
 
     async_safe = False
 

@@ -1,4 +1,4 @@
-"""The suite `peers` of scripts.benchmarks: tfpara beside what a user would otherwise pick.
+"""The suite `peers` of scripts.benchmarks: tfpara beside its alternatives.
 
 All train the same network (1320-6x1024-5723) on one minibatch in memory, by SGD with momentum, with
 one thread for each worker. `scaling` is the speed of two workers over that of one process of the
@@ -42,22 +42,22 @@ _LINK_ROUNDS = flags.DEFINE_integer(
 _TORCH = flags.DEFINE_string(
     "torch_python", None, "python that has torch and torchft; without it they are left out"
 )
-# Names have commas in them.
+# The names have commas in them, so the flag cannot be a list.
 _ONLY = flags.DEFINE_string(
     "only", "", "only systems whose names begin with one of these, ; between them"
 )
 
 LOOPBACK = "loopback"
-# Systems that average at every step end with equal weights.
+# Systems that average at every step must end with equal weights, up to this relative difference.
 _EQUAL = 1e-6
 _SECONDS = 300.0
 
 
 def limited_mbit() -> list[float]:
-    """The limited links that were asked for, in Mbit/s.
+    """Returns the speeds of the limited links that the flags ask for, in Mbit/s.
 
     Raises:
-        Failure: one is no speed, or this process may not make them.
+        Failure: a value is no speed, or this process may not make limited links.
     """
     with common.bad_input():
         speeds = [float(mbit) for mbit in _LINKS.value]
@@ -73,15 +73,17 @@ def limited_mbit() -> list[float]:
 def measured(
     sizes: dict[str, int], periods: list[int], steps: int, rounds: int, limits: list[float]
 ) -> Iterator[dict[str, Any]]:
-    """Measures everything; after each link gives all rows so far, (name, Mbit/s, ms) of the limited
-    links, and notes on them.
+    """Measures all systems on all links.
 
     Args:
         sizes: `batch`, `inputs`, `layers`, `width`, `classes`.
-        periods: of tfpara.
+        periods: sync periods of tfpara.
         steps: timed minibatches at the longest period.
-        rounds: on loopback.
-        limits: the limited links, in Mbit/s.
+        rounds: number of rounds on loopback.
+        limits: speeds of the limited links, in Mbit/s.
+
+    Yields:
+        After each link: all rows so far, (name, Mbit/s, ms) of the limited links, and notes.
     """
     systems = systems_of(sizes, periods, steps)
     names = chosen([s.name for s in systems])
@@ -103,10 +105,10 @@ def measured(
 
 
 def chosen(names: list[str]) -> list[str]:
-    """Those of the systems that --only asks for.
+    """Returns the systems that --only asks for.
 
     Raises:
-        Failure: it asks for none of them.
+        Failure: --only asks for none of them.
     """
     if not _ONLY.value:
         return names
@@ -119,7 +121,7 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def _shortened(system: System, mbit: float) -> System:
-    """Fewer exchanges where each takes long: about as many as fit into 15 seconds."""
+    """Returns the system with fewer exchanges on a slow link: what fits into about 15 seconds."""
     options = dict(system.options)
     elements = options.get("elements") or elements_of(options)
     seconds = 4 * elements * 8 / (mbit * 1e6)
@@ -142,7 +144,7 @@ def _measure_at(
     rounds: int,
     speeds: dict[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of one link. `speeds`: those on loopback, of what is not measured here."""
+    """Returns the rows of one link; `speeds` are those on loopback, if not measured here."""
     results: list[dict[str, dict[str, Any]]] = []
     for number in range(rounds):
         found = {}
@@ -158,7 +160,7 @@ def _measure_at(
 
 
 def _measure(system: System, place: Loopback | Namespaces) -> dict[str, Any]:
-    """Its figures, or why there are none."""
+    """Returns the figures of a system, or the reason why there are none."""
     why = _missing(system)
     if why:
         return {"missing": why}
@@ -192,13 +194,13 @@ def _missing(system: System) -> str | None:
 
 
 def _python(system: System) -> str | None:
-    """The interpreter; None if no environment for it was named."""
+    """Returns the system's Python interpreter; None if it needs PyTorch and no flag names one."""
     return _TORCH.value if system.module == TORCH_LOOPS else sys.executable
 
 
 @functools.cache
 def version_of(package: str, python: str) -> str | None:
-    """The version of an importable package of an interpreter; None if it cannot be imported."""
+    """Returns the version of an interpreter's package; None if it cannot be imported."""
     name = package.split(".")[0]
     code = f"import {package}; from importlib import metadata; print(metadata.version({name!r}))"
     ended = subprocess.run([python, "-c", code], capture_output=True, text=True)
@@ -220,7 +222,7 @@ def _row(
     rounds: list[dict[str, dict[str, Any]]],
     speeds: dict[str, float],
 ) -> dict[str, Any]:
-    """Medians over the rounds that gave figures, with the smallest and largest value of each."""
+    """Returns the medians over the rounds that gave figures, with the extremes of each."""
     row: dict[str, Any] = {
         "link": link,
         "system": system.name,

@@ -11,7 +11,7 @@ _SPEED = "samples_per_second"
 
 
 def headlines(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Sentences on scaling, syncs and limited links, of what was measured."""
+    """Returns sentences on scaling, syncs and limited links, as far as they were measured."""
     by_link: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_link.setdefault(row["link"], {})[row["system"]] = row
@@ -77,7 +77,7 @@ def _limited(
 
 
 def _longest(found: dict[str, dict[str, Any]], strategy: dict[str, Any]) -> dict[str, Any] | None:
-    """tfpara on two workers at its longest period, with just these options of the strategy."""
+    """Returns the row of tfpara on two workers at its longest period with exactly these options."""
     rows = [
         row
         for row in found.values()

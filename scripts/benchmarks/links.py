@@ -28,10 +28,10 @@ _HOSTS = Path("/etc/netns")
 
 
 class Loopback:
-    """All processes share this machine's loopback."""
+    """A place where all processes share this machine's loopback."""
 
     interface = "lo"
-    shared = True  # the interface counts the bytes of all processes together
+    shared = True  # whether the interface counts the bytes of all processes together
     delay_ms = 0.0
 
     def prefix(self, rank: int) -> list[str]:
@@ -45,7 +45,7 @@ class Loopback:
 
 
 class Namespaces:
-    """Two network namespaces and a cable between them. Use `limited`, which removes them."""
+    """Two network namespaces and a cable between them. Make it with `limited`, which removes it."""
 
     interface = _INTERFACE
     shared = False
@@ -53,7 +53,7 @@ class Namespaces:
     def __init__(self) -> None:
         self.names = [f"tfpara-{os.getpid()}-{end}" for end in range(2)]
         self.delay_ms = 0.0
-        # A new one for each cluster: nothing of the last one is met there.
+        # Each cluster has new ports, so that it never meets remains of the last one.
         self._ports = itertools.count(20000)
 
     def prefix(self, rank: int) -> list[str]:
@@ -70,8 +70,8 @@ class Namespaces:
         """Makes the namespaces and the cable, and limits both of its ends."""
         for end, name in enumerate(self.names):
             _run("ip", "netns", "add", name)
-            # What `ip netns exec` shows as /etc/hosts: here this machine's name is the cable's end,
-            # which Gloo listens on.
+            # `ip netns exec` shows this file as /etc/hosts. In it this machine's name is the
+            # cable's end, on which Gloo listens.
             (_HOSTS / name).mkdir(parents=True)
             lines = f"127.0.0.1 localhost\n{_NETWORK}.{end + 1} {socket.gethostname()}\n"
             (_HOSTS / name / "hosts").write_text(lines)
@@ -89,35 +89,36 @@ class Namespaces:
 
     def _limit(self, name: str, mbit: float, delay_ms: float) -> None:
         at = ["tc", "-n", name, "qdisc", "add", "dev", _INTERFACE]
-        # A bucket of 1 ms, and of one large packet at least. What waits, waits for _QUEUE_MS at
-        # most, like in a switch with that much memory.
+        # The bucket has 1 ms of data, and at least one large packet. Packets wait for at most
+        # _QUEUE_MS, as in a switch with that much memory.
         burst = max(128 * 1024, int(mbit * 1e6 / 8 * 0.001))
         speed = ["tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
         _run(*at, "root", "handle", "1:", *speed)
         if delay_ms:
             delay = [*at, "parent", "1:1", "handle", "10:", "netem", "delay", f"{delay_ms}ms"]
-            # Not every kernel has it.
+            # Not every kernel can delay packets.
             if subprocess.run(delay, capture_output=True).returncode == 0:
                 self.delay_ms = delay_ms
 
     def remove(self) -> None:
-        """Removes what was made; the cable goes with its ends."""
+        """Removes the namespaces, and with them the cable."""
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(_HOSTS / name, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another benchmark's are in it, or it is not there
+        # The directory may not exist, or have files of another benchmark.
+        with contextlib.suppress(OSError):
             _HOSTS.rmdir()
 
 
 @contextlib.contextmanager
 def limited(mbit: float, delay_ms: float = 0.0) -> Iterator[Namespaces]:
-    """Two namespaces with a cable of `mbit` Mbit/s and a delay in each direction, for a while.
+    """Makes two namespaces and a cable of `mbit` Mbit/s with a delay in each direction.
 
-    They are removed on leaving, also by an error, Ctrl-C or SIGTERM. `delay_ms` of what is given is
-    0 where the kernel cannot delay.
+    They are removed at the end, also after an error, Ctrl-C or SIGTERM. The attribute `delay_ms` of
+    the result is 0 if the kernel cannot delay packets.
 
     Raises:
-        Failure: this process may not make them, or the tools are missing.
+        Failure: this process may not make namespaces, or the tools are missing.
     """
     made = Namespaces()
     with _ended_by_sigterm():
@@ -155,7 +156,7 @@ def _shown(command: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the program by an exception, so that everything is cleaned up."""
+    """Makes SIGTERM end the program by an exception, so that everything is cleaned up."""
 
     def end(number: int, frame: Any) -> None:
         del frame

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def section(content: dict[str, Any]) -> str:
-    """The part between the marks, in Markdown."""
+    """Returns the part between the marks, in Markdown."""
     trained = [row for row in content["rows"] if _SPEED in row]
     exchanged = [row for row in content["rows"] if row not in trained and "sync_ms" in row]
     columns = {
@@ -89,13 +89,13 @@ def _conditions(content: dict[str, Any]) -> str:
 
 
 def _limited(trained: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of what was measured on a limited link, too."""
+    """Returns the rows of the systems that were measured on a limited link, too."""
     limited = {row["system"] for row in trained if row["link"] != "loopback"}
     return [row for row in trained if row["system"] in limited]
 
 
 def _by_link(title: str, rows: list[dict[str, Any]], key: str) -> str:
-    """A figure of every system, with a column for each link."""
+    """Returns a table of one figure of every system, with a column for each link."""
     by_system: dict[str, dict[str, Any]] = {}
     for row in rows:
         by_system.setdefault(row["system"], {"system": row["system"]})[row["link"]] = row
@@ -148,7 +148,7 @@ def _ranged(row: dict[str, Any], key: str, form: str) -> str:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Bars of the speed of two workers, one panel for each link."""
+    """Draws bars of the speed of two workers, with one panel for each link."""
     try:
         import matplotlib
     except ImportError as error:
@@ -156,7 +156,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
             "the plot needs matplotlib. pip install matplotlib installs it."
         ) from error
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # equal results give equal files
+    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # with this, equal results give equal files
     from matplotlib import pyplot
 
     rows = [r for r in content["rows"] if r["workers"] == 2 and _SPEED in r]

@@ -1,4 +1,4 @@
-"""The cost model (tfpara.planner) beside what the suite `peers` measured."""
+"""Predictions of the cost model (tfpara.planner) beside the measurements of the suite `peers`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from scripts.benchmarks.systems import INDEPENDENT, ONE_WORKER, PLAIN, REDUCE
 from tfpara.planner import Costs, Link, calibrated_link
 
-# Bytes of a weight on the wire, over those of float32.
+# Bytes of a weight in an exchange, divided by those of float32, for each compression.
 _ON_THE_WIRE = {None: 1.0, "none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.25}
 
 

@@ -21,7 +21,7 @@ _SECONDS = 600
 
 
 class _Process(NamedTuple):
-    """A process that runs, and the file that has its standard error."""
+    """A running process, and the file with its standard error."""
 
     popen: subprocess.Popen
     errors: IO[str]
@@ -39,12 +39,12 @@ def measure(
     """Starts the processes, lets them begin together, and puts their figures together.
 
     Args:
-        workers: processes.
-        options: of `module`; those of the system "plain" know nothing of each other.
-        module: what each process runs.
-        python: the interpreter that runs it.
-        place: where they run; by default on loopback.
-        seconds: after them the processes are killed.
+        workers: number of processes.
+        options: options of `module`. Processes of the system "plain" are independent.
+        module: module that each process runs.
+        python: interpreter that runs it.
+        place: place where the processes run; by default loopback.
+        seconds: time after which the processes are killed.
 
     Raises:
         Failure: a process ended before it gave its figures.
@@ -73,7 +73,7 @@ def measure(
 def _running(
     commands: Sequence[list[str]], environments: Sequence[dict[str, str]], seconds: float
 ) -> Iterator[list[_Process]]:
-    """The processes, for a while; none outlives it."""
+    """Starts the processes, and ends all of them when the context ends."""
     processes: list[_Process] = []
 
     def kill() -> None:
@@ -86,7 +86,7 @@ def _running(
     with contextlib.ExitStack() as stack:
         try:
             for command, environment in zip(commands, environments, strict=True):
-                # Not a pipe, which could fill up while nobody reads it.
+                # This is a file, since a pipe could fill up while nobody reads it.
                 errors = stack.enter_context(tempfile.TemporaryFile("w+"))
                 popen = subprocess.Popen(
                     command,
@@ -108,7 +108,7 @@ def _running(
 
 
 def _environment(place: Loopback | Namespaces, cluster: Cluster | None) -> dict[str, str]:
-    """One thread each; TF_CONFIG and the interface for those of a cluster."""
+    """Returns a process's environment: one thread; in a cluster, TF_CONFIG and the interface."""
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     environment |= {
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -118,13 +118,13 @@ def _environment(place: Loopback | Namespaces, cluster: Cluster | None) -> dict[
     }
     if cluster is None:
         return environment
-    # Gloo would take the interface that this machine's name belongs to.
+    # Without these, Gloo takes the interface that this machine's name resolves to.
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"), place.interface)
     return environment | interfaces | {"TF_CONFIG": cluster.tf_config()}
 
 
 def _together(parts: Sequence[dict[str, Any]], shared_interface: bool) -> dict[str, Any]:
-    """Means of what each process has, and the sum of what they did."""
+    """Combines the figures of the processes: means of some, and sums of others."""
     figures = {
         k: statistics.mean(p[k] for p in parts)
         for k in parts[0]

@@ -27,11 +27,17 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One row of the table.
+    """A system, one row of the table.
 
-    name: what it is called. workers: its processes. options: what each is told. module: what it
-    runs. alone: the name of the same system in one process. package: what must be installed.
-    family: "tfpara", "peer" or "reference". per_step: whether it averages at every step.
+    Attributes:
+        name: name in the table.
+        workers: number of processes.
+        options: options of each process.
+        module: module that each process runs.
+        alone: name of the same system in one process.
+        package: package that must be installed.
+        family: "tfpara", "peer" or "reference".
+        per_step: whether it averages at every step.
     """
 
     name: str
@@ -45,11 +51,11 @@ class System:
 
 
 def systems_of(sizes: dict[str, int], periods: list[int], steps: int) -> list[System]:
-    """All systems.
+    """Returns all systems.
 
     Args:
         sizes: `batch`, `inputs`, `layers`, `width`, `classes` of the network.
-        periods: sync periods of tfpara; its variants have the two longest, the peers the longest.
+        periods: sync periods of tfpara. Its variants have the two longest, the peers the longest.
         steps: timed minibatches at the longest period.
     """
     short = max(8, steps // 4)
@@ -79,7 +85,7 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
         options = {**step, "system": "tfpara", "sync_period": period}
         options["steps"] = _whole_blocks((period / longest) ** 0.5 * steps, period)
         if period == longest:
-            # A block that is not counted would take long: one of a minibatch is before it.
+            # A whole block before the timed one would take long, so that block has one minibatch.
             options["first"] = 1
             found.insert(0, System(ONE_WORKER, 1, options, family="tfpara"))
         found.append(ours(f"tfpara, period {period}", 2, options))
@@ -90,7 +96,7 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
             name = f"tfpara, period {period}, {label}"
             of_variant = {**options, "strategy": strategy}
             if "overlap" in strategy:
-                of_variant.pop("first", None)  # the sync before must be as far away
+                of_variant.pop("first", None)  # the block before the timed one must be as long
             found.append(ours(name, 2, of_variant, package=package))
     return found
 
@@ -144,7 +150,7 @@ def _periodic_peers(step: dict[str, Any], period: int, steps: int) -> list[Syste
 
 
 def _exchanges(sizes: dict[str, int], syncs: int) -> list[System]:
-    """Syncs that nothing trains between, and bare exchanges of the same bytes."""
+    """Returns systems that only sync, and bare exchanges of the same bytes."""
     sync = {**sizes, "system": "syncs", "syncs": syncs, "averages": "one"}
     bare = {"elements": elements_of(sizes), "steps": 11}
     reference = functools.partial(System, family="reference")
@@ -169,6 +175,6 @@ def _whole_blocks(steps: float, period: int) -> int:
 
 
 def elements_of(sizes: dict[str, int]) -> int:
-    """Weights and biases of the network."""
+    """Returns the number of weights and biases of the network."""
     widths = [sizes["inputs"], *[sizes["width"]] * sizes["layers"], sizes["classes"]]
     return sum((a + 1) * b for a, b in zip(widths, widths[1:], strict=False))

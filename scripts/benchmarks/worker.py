@@ -54,7 +54,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
         return tf.data.Dataset.from_tensors((x, y)).repeat()
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
-    # The first syncs, also the first that are merged, make what later ones use.
+    # Syncs before the timed ones set up what later ones use; so do their first merges.
     long_block = strategy is not None and "first" in options
     if strategy:
         strategy.set_sync_period(1)
@@ -62,10 +62,10 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     if strategy and not long_block:
         strategy.set_sync_period(options["sync_period"])
     wait_for_the_others()
-    # Timed from the end of a block to that of a later one, so that each has one sync; what `fit`
-    # does around them is not training. Where a block is long, the one before has one minibatch. Of
-    # overlapped syncs one that is in the air at the begin is merged in this time, and one that
-    # begins at the end is not waited for.
+    # Time is measured from the end of a block to the end of a later one, so that there is one sync
+    # for each block, and the beginning and end of `fit` do not count. If blocks are long, the block
+    # before has one minibatch. With overlap, a sync that is under way at the beginning is merged in
+    # this time, and one that begins at the end is not waited for.
     first = options.get("first") or options["sync_period"] or 1
     marks: list[tuple[float, Any, int]] = []
 
@@ -98,7 +98,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_reduce(options: dict[str, Any]) -> dict[str, Any]:
-    """A bare all-reduce of as many bytes, in buckets that travel in parallel."""
+    """Measures a bare all-reduce of the model's bytes, in buckets that travel in parallel."""
     import tensorflow as tf
 
     import tfpara
@@ -135,7 +135,7 @@ def _averages(which: str) -> dict[str, Any] | None:
 
 
 def _dnn(options: dict[str, Any]) -> Any:
-    """The papers' network, if the options do not say another size."""
+    """Builds the papers' network, or one of the sizes in the options."""
     from models.dnn import dnn
 
     sizes = {"layers": options.get("layers", 6), "width": options.get("width", 1024)}
@@ -153,7 +153,7 @@ def _compiled(strategy: Any, options: dict[str, Any]) -> Any:
 
 
 def _syncs(options: dict[str, Any]) -> dict[str, Any]:
-    """Training with tiny minibatches and a sync after every second one: syncs are what it does."""
+    """Measures syncs: trains with tiny minibatches and a sync after every second one."""
     import numpy as np
     import tensorflow as tf
 
@@ -170,7 +170,7 @@ def _syncs(options: dict[str, Any]) -> dict[str, Any]:
     data = strategy.distribute_datasets_from_function(
         lambda _: tf.data.Dataset.from_tensors((x, y)).repeat()
     )
-    # The first 16 syncs also measure how far the replicas are apart.
+    # The first 16 syncs also measure the distances between the replicas, so they are not timed.
     warm_up = min(18, options["syncs"])
     model.fit(data, epochs=1, steps_per_epoch=2 * warm_up, verbose=0)
     before = strategy.statistics()
@@ -199,7 +199,7 @@ def _memory(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input(options: dict[str, Any]) -> dict[str, Any]:
-    """An epoch of shuffled, spliced, normalised minibatches, read on one core."""
+    """Measures the reading of an epoch of shuffled, spliced, normalised minibatches on one core."""
     import os
 
     import tensorflow as tf
@@ -226,7 +226,7 @@ def _input(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _demo_training(options: dict[str, Any]) -> dict[str, Any]:
-    """The demo's model on frames in memory, one thread."""
+    """Measures the training of the demo's model on frames in memory with one thread."""
     import keras
     import numpy as np
     import tensorflow as tf

@@ -20,19 +20,19 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 def run(figures: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Calls `figures` with the options from the command line and prints what it returns."""
     print(json.dumps(figures(json.loads(sys.argv[1]))), flush=True)
-    # The peers' own ends wait for each other, print, or crash: the figures are out.
+    # The process ends here: at their regular ends the peers wait for each other, print, or crash.
     sys.stdout.flush()
     os._exit(0)
 
 
 def wait_for_the_others() -> None:
-    """Says that this process is ready, and waits until all are."""
+    """Tells the starter that this process is ready, and waits until all are."""
     print("READY", flush=True)
     sys.stdin.readline()
 
 
 def place() -> tuple[int, list[str]]:
-    """This process's rank, and the host:port of every process; from TF_CONFIG, as tfpara's."""
+    """Returns this process's rank, and the host:port of every process, from TF_CONFIG."""
     text = os.environ.get("TF_CONFIG", "")
     if not text:
         return 0, ["127.0.0.1:0"]
@@ -45,12 +45,12 @@ def place() -> tuple[int, list[str]]:
 def timed_training(
     options: dict[str, Any], step: Callable[[], Any], norm: Callable[[], float]
 ) -> dict[str, Any]:
-    """Times `steps` calls of `step`, after `warm_up` of them that nobody counts.
+    """Times `steps` calls of `step`, after `warm_up` calls that do not count.
 
     Args:
         options: `batch`, `steps`, `warm_up`, `interface`.
-        step: one minibatch, with what belongs to it of averaging; returns when it is done.
-        norm: of the weights: equal on all workers if they agree.
+        step: trains one minibatch, with its share of averaging; returns when it is done.
+        norm: returns the norm of the weights, which is equal on all workers if their weights are.
     """
     for _ in range(options["warm_up"]):
         step()
@@ -71,7 +71,7 @@ def timed_training(
 
 
 def timed_sync(options: dict[str, Any], exchange: Callable[[], Any]) -> dict[str, Any]:
-    """The median time of `exchange`, of which a first call is not counted."""
+    """Measures the median time of `exchange`; its first call does not count."""
     exchange()
     wait_for_the_others()
     times = []
@@ -83,12 +83,12 @@ def timed_sync(options: dict[str, Any], exchange: Callable[[], Any]) -> dict[str
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has had resident so far; 0 where Linux does not say."""
+    """Returns the peak resident memory of this process so far; 0 if the system does not tell it."""
     return 1024 * _field("/proc/self/status", "VmHWM:", 0)
 
 
 def sent_bytes(options: dict[str, Any]) -> int:
-    """Bytes sent so far by the network interface that is measured; by every process on it."""
+    """Returns the bytes that all processes have sent so far on the measured network interface."""
     return _field("/proc/net/dev", f"{options.get('interface', 'lo')}:", 8)
 
 

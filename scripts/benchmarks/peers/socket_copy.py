@@ -13,7 +13,7 @@ _SECONDS = 60.0
 
 
 def main(options: dict[str, Any]) -> dict[str, Any]:
-    """`elements` float32 numbers each way between two processes."""
+    """Measures the exchange of `elements` float32 numbers each way between two processes."""
     rank, addresses = process.place()
     host, port = addresses[0].rsplit(":", 1)
     connection = _accept(host, int(port)) if rank == 0 else _connect(host, int(port))

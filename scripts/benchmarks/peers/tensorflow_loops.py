@@ -26,7 +26,10 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def mirrored(options: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer sums the gradients over the workers, of each worker's share of the loss."""
+    """Measures MultiWorkerMirroredStrategy.
+
+    The optimizer sums the gradients of the workers; each computes its share of the mean loss.
+    """
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model, optimizer = _model(options), _optimizer()
@@ -42,7 +45,7 @@ def mirrored(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def horovod(options: dict[str, Any]) -> dict[str, Any]:
-    """Gradients are averaged by one grouped all-reduce."""
+    """Measures Horovod; one grouped all-reduce averages the gradients."""
     hvd = start_horovod()
     model, optimizer = _model(options), _optimizer()
     optimizer.build(model.trainable_variables)
@@ -61,7 +64,7 @@ def horovod(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_reduce(options: dict[str, Any]) -> dict[str, Any]:
-    """Horovod's all-reduce of as many bytes as the model has, in one piece."""
+    """Measures Horovod's all-reduce of the model's bytes, in one piece."""
     hvd = start_horovod()
     buffer = tf.ones([options["elements"]])
 
@@ -73,7 +76,7 @@ def all_reduce(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_horovod() -> Any:
-    """Horovod between the processes of TF_CONFIG; the first one serves what they meet at."""
+    """Starts Horovod between the processes of TF_CONFIG; the first one serves the rendezvous."""
     import horovod.tensorflow as hvd
 
     from tfpara import cluster
@@ -100,7 +103,7 @@ def _step(
     reduced: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
     share: float = 1.0,
 ) -> tf.Tensor:
-    """One minibatch of SGD with momentum; `reduced` averages the gradients over the workers."""
+    """Trains a minibatch by SGD with momentum; `reduced` averages gradients over the workers."""
     with tf.GradientTape() as tape:
         logits = model(x, training=True)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)

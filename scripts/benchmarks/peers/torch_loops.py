@@ -47,7 +47,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     return process.timed_training(options, step, lambda: _norm(model))
 
 
-# Each is a generator, so that what it makes lives as long as the training; it yields the step.
+# A set-up is a generator that yields the step, so that its objects live as long as the training.
 _Setup = Iterator[Callable[[], Any]]
 
 
@@ -72,7 +72,7 @@ def _averager(model: nn.Module, options: dict[str, Any]) -> _Setup:
 
 
 def _post_local(model: nn.Module, options: dict[str, Any]) -> _Setup:
-    """Local from the first step on, as the other periodic ones are."""
+    """Sets up post-local SGD; it is local from the first step on, as the other periodic systems."""
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
     from torch.distributed.optim import PostLocalSGDOptimizer
 
@@ -109,7 +109,7 @@ def _torchft_diloco(model: nn.Module, options: dict[str, Any]) -> _Setup:
 
 
 def _manager(model: nn.Module, options: dict[str, Any], use_async_quorum: bool) -> Any:
-    """torchft's coordinator of this replica group of one process; rank 0 has the lighthouse."""
+    """Makes torchft's manager of this replica group of one process; rank 0 runs the lighthouse."""
     from torchft.coordination import LighthouseServer
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
@@ -139,12 +139,12 @@ def _manager(model: nn.Module, options: dict[str, Any], use_async_quorum: bool) 
         lighthouse_addr=found[0],
         replica_id=f"replica_{rank}",
         hostname=host,
-        init_sync=False,  # all begin with the same seed
+        init_sync=False,  # all begin with equal weights, from the same seed
     )
 
 
 def _stepper(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Callable[[], None]:
-    """One minibatch of SGD with momentum."""
+    """Returns a function that trains one minibatch by SGD with momentum."""
     generator = torch.Generator().manual_seed(process.place()[0])
     x = torch.randn(options["batch"], options["inputs"], generator=generator)
     y = torch.randint(options["classes"], (options["batch"],), generator=generator)
