@@ -36,7 +36,7 @@ setup(
     python_requires=">=3.10",
     install_requires=["tensorflow>=2.17", "keras>=3.5", "numpy", "absl-py", "tensorboard"],
     extras_require={
-        # espeakng-loader contains eSpeak NG, which is GPL-3, so the library must not depend on it.
+        # eSpeak NG, which espeakng-loader carries, is GPL-3: never a dependency of the library.
         "speech": [
             "espeakng-loader",
             "kaldi-native-fbank>=1.23",
@@ -54,7 +54,7 @@ setup(
             "hypothesis",
             "ruff",
             "mypy",
-            # The next package has schemas for the manifests in docs/engines/kubernetes.
+            # Schemas for docs/engines/kubernetes.
             "kubeflow-trainer-api",
             "pydantic>=2.12",
             "pyyaml",

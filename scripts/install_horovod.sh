@@ -39,7 +39,7 @@ tag=$("$python" -c 'import sys, platform; print("cp%d%d-" % sys.version_info[:2]
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/tfpara
 kept=$cache/horovod-$version-tensorflow-$tensorflow-$tag-$transport
 
-# The constraints of the stack, where the environment is one.
+# If TensorFlow is that of a stack, the stack's constraints are used.
 constraints=()
 for stack in full latest; do
   if grep -qx "tensorflow==$tensorflow" "requirements/$stack.txt"; then

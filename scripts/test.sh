@@ -48,8 +48,8 @@ check() { # check NAME COMMAND...
   "$@" || failed+=("$name")
 }
 
-# One process more than there are cores shares the test files, for some tests wait for a time-out;
-# "-n 0" among the arguments is one, for a debugger.
+# There is one process more than cores, since some tests wait for time-outs. Each test file runs in
+# one of them. With "-n 0" among the arguments all run in one process, for a debugger.
 processes=$(($(nproc) + 1))
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
@@ -59,8 +59,8 @@ if [ "$stack" = full ]; then
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
     export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
   fi
-  # Trainings in the test process go without TensorFlow's graph optimiser, which takes a seventh of
-  # their time. It is at work in the programs that tests start, and on the latest stack.
+  # Trainings in the test process run without TensorFlow's graph optimiser, which takes a seventh of
+  # their time. The programs that tests start use it, and so does the latest stack.
   export TFPARA_TEST_GRAPPLER=0
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
@@ -88,8 +88,8 @@ else
   pytest_arguments+=(-m "not long and not one_version" --first-cases)
 fi
 
-# Tests run in a directory that has the recipes but not tfpara, which so comes from the wheel; for
-# the processes that tests start, too.
+# Tests run in a directory that has the recipes but not tfpara, so that tfpara comes from the wheel.
+# The same is true for the processes that tests start.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 for name in input models scripts tests; do ln -s "$root/$name" "$work/$name"; done
