@@ -8,11 +8,12 @@ import keras
 
 
 class Group(keras.Model):
-    """Models that are trained together, and the optimizers with which they are.
+    """Models that are trained together, with their optimizers.
 
     Args:
         models: built.
-        optimizers: of the loop; those that the models are compiled with need not be given.
+        optimizers: those that the loop uses. Those that the models are compiled with need not be
+            given.
 
     Raises:
         TypeError: something else is given.

@@ -12,9 +12,11 @@ from tfpara.typing import Json
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
-    """The strategy in whose scope the weights of a model were made, else the model itself.
+    """Returns the strategy in whose scope a model's weights were made.
 
-    A model may be put together outside of the scope from layers of a trained one.
+    Without such weights it is the strategy of the model itself, and without one the current one.
+
+    A model may be made outside of the scope, from layers of a model that was trained in it.
     """
     weights = getattr(model, "weights", [])  # Keras saves what is no model, too
     of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
@@ -32,7 +34,7 @@ def build_optimizer(model: keras.Model) -> None:
 
 
 def unbuilt_optimizers(model: keras.Model) -> list[str]:
-    """The attributes of a model that are optimizers without slots."""
+    """Returns the names of a model's attributes that are optimizers without slots."""
     attributes = vars(model).items()
     return [k for k, v in attributes if isinstance(v, keras.optimizers.Optimizer) and not v.built]
 
@@ -66,7 +68,7 @@ def hyperparameters(model: keras.Model) -> dict[str, Json]:
             config = optimizer.get_config()
         except NotImplementedError:  # of a user's own class
             continue
-        # What is behind `learning_rate`, which gives a schedule's value.
+        # The property `learning_rate` gives a schedule's value; this attribute is the schedule.
         schedule = isinstance(
             optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
         )
@@ -84,10 +86,10 @@ def _is_plain(value: object) -> bool:
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The optimizers of a model: the compiled one, and others that are its attributes.
 
-    Those inside a LossScaleOptimizer or a MultiOptimizer stand for these.
+    A LossScaleOptimizer or MultiOptimizer is replaced by the optimizers inside it.
     """
     inner = [getattr(o, "inner_optimizer", o) for o in _outer_optimizers(model)]
-    # How Keras' MultiOptimizer keeps what it hands the weights to.
+    # Keras' MultiOptimizer keeps the optimizers inside it in this attribute.
     inner = [one for o in inner for one in getattr(o, "_inner_optimizers", [o])]
     return list({id(o): o for o in inner}.values())
 
@@ -129,7 +131,7 @@ def check_optimizers_known(
 
 def carried_states(model: keras.Model) -> list[keras.Variable]:
     """States that recurrent layers carry from batch to batch; Keras does not count them in."""
-    # Also reaches layers inside layers, which `layers` does not.
+    # `_flatten_layers` also gives layers inside layers, which `layers` does not.
     states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
 

@@ -13,7 +13,7 @@ from tfpara.typing import Array, Nest
 
 
 def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
-    """`fn`, but not run where the replica's batch has no samples; its results are then zeros."""
+    """Wraps `fn` so that it gives zeros where a replica's batch has no samples."""
 
     stepped: list[Nest] = []  # results of replicas before this one; TensorFlow runs them in turn
 
@@ -51,7 +51,7 @@ def _zeros_like_or_none(tensor: tf.Tensor | None) -> tf.Tensor | None:
 
 
 def after(structure: Nest) -> contextlib.AbstractContextManager:
-    """Operations made inside run once the tensors of `structure` are there.
+    """A context whose operations run only once the tensors of `structure` are computed.
 
     Without it a step whose data turn out to be at their end would already have counted itself, and
     let an optimizer with weight decay write.
@@ -103,7 +103,7 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
 
 
 def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset` with a batch size that is not known from its spec.
+    """Returns `dataset` with a batch size that its spec leaves open.
 
     Where all shapes are fixed, TensorFlow leaves out the last minibatches if there are fewer of
     them than devices; otherwise it gives the devices without one an empty minibatch.
@@ -126,7 +126,7 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset` with elements that are copies.
+    """Returns `dataset` with elements that are copies.
 
     What a Python function has yielded (`from_generator`, `PyDataset`) may be the memory of the
     caller's own arrays. TensorFlow's steps write their results over the parts of a batch that it
@@ -146,7 +146,7 @@ def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def without_tuner(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset` without tf.data's tuner, unless its options ask for it.
+    """Returns `dataset` with tf.data's autotuning off, unless its options say on or off.
 
     The iterator of several devices cannot wake the tuner's thread, which sleeps for longer and
     longer: the end of an epoch would wait for it, for up to a minute, and other workers with it.

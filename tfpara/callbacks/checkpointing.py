@@ -154,7 +154,7 @@ class Checkpoint(keras.callbacks.Callback):
             where = f", step {position['steps']}" if position["steps"] else ""
             number = position["number"]
             print(taken_up(self._directory, number, position, where, epochs), flush=True)
-        # As Keras' BackupAndRestore does it; `fit` begins there.
+        # `fit` begins at this epoch. Keras' BackupAndRestore sets it, too.
         self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -206,7 +206,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._stand_down()
 
     def _stand_down(self) -> None:
-        """Leaves nothing behind of a call of `fit`, which ends; may be called again."""
+        """Clears what belongs to one call of `fit` when it ends; may be called more than once."""
         self._termination.stop()
         if self._checkpoints is not None:
             self._checkpoints.store.release()
@@ -237,7 +237,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved_at = time.monotonic()
 
     def _save_at_boundary(self, finished: bool = False) -> None:
-        """Between two epochs: all blocks are closed."""
+        """Closes all blocks at the boundary of an epoch and saves, unless that is already saved."""
         self._ask()
         self.model.distribute_strategy.synchronize()
         request = self._at_sync.synchronizer.agreement().request

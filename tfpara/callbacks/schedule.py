@@ -137,7 +137,7 @@ class LearningRate(Schedule):
         self._epoch = -1  # a checkpoint from here on belongs to no epoch's middle
 
     def _share(self, done: int) -> float:
-        """Returns the share of the epoch that so many minibatches are."""
+        """Returns which share of the epoch `done` minibatches are, at most 1."""
         return min(done / self._steps, 1.0) if self._steps else 0.0
 
     def _set(self, position: float) -> None:
@@ -263,6 +263,6 @@ def check_rate(model: keras.Model) -> None:
 
 
 def components(model: keras.Model, variables: Sequence[keras.Variable]) -> list[tf.Variable]:
-    """Keras variables as the plain ones behind them, of every local replica."""
+    """Returns the TensorFlow variables behind Keras variables, of every local replica."""
     first = model.distribute_strategy.experimental_local_results
     return [component for v in variables for component in first(v.value)]

@@ -129,7 +129,7 @@ class WarmStart(Schedule):
         if not self._alone:
             return
         strategy = self.model.distribute_strategy
-        # First this: at the end of a block the rule would change the weights.
+        # The broadcast comes first: at the end of a block the rule would change the weights.
         strategy.broadcast_replica(self.model, 0)
         strategy.set_sync_period(self._period)
         self._alone = False

@@ -135,7 +135,7 @@ def pretrain(
 
 
 def _outputs_below(model: keras.Model, layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
-    """The function from the model's inputs to the inputs of `layer`, float32 [b, visible]."""
+    """Returns the function from the inputs of `model` to those of `layer`, float32 [b, visible]."""
     below = keras.Model(model.inputs, layer.input)
     return tf.function(
         lambda x: tf.cast(below(x, training=False), tf.float32), reduce_retracing=True
@@ -145,7 +145,7 @@ def _outputs_below(model: keras.Model, layer: keras.layers.Dense) -> Callable[..
 def _source(
     dataset: tf.data.Dataset, below: Callable[..., tf.Tensor]
 ) -> Callable[[int], Iterator[tf.Tensor]]:
-    """The function that gives an epoch's minibatches as the layers below turn them."""
+    """Returns a function that gives an epoch's minibatches as outputs of the layers below."""
 
     def rows(epoch: int) -> Iterator[tf.Tensor]:
         data = dataset(epoch) if callable(dataset) else dataset
