@@ -136,9 +136,12 @@ class Slurm:
         self.wait_for(f"{wanted} of {self.state(job)}", reached)
 
     def start_again(self, job: str, log: pathlib.Path, restarts: int) -> None:
-        """Waits until a job is queued again, and has it begin at once: Slurm waits two minutes."""
+        """Waits until a job is queued again, and has it begin in 15 s: Slurm waits two minutes.
+
+        At once is too early: nodes refuse what is not at least seconds newer than the former end.
+        """
         self.wait_until(job, log, Restarts=str(restarts), JobState="PENDING")
-        self.tell("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.tell("scontrol", "update", f"JobId={job}", "StartTime=now+15")
         self.wait_until(job, log, Restarts=str(restarts), JobState="RUNNING")
 
     def _idle(self) -> bool:
