@@ -191,6 +191,7 @@ NEARLY_RIGHT = st.fixed_dictionaries(
 @example("1" * 5000)
 @example('{"task": {"type": "worker", "index": 1e999}}')
 @example('"\ud800"')
+@example('{"cluster": {"\\r": {}}}')
 def test_any_text_is_a_cluster_or_one_error(text):
     try:
         read = cluster.read({"TF_CONFIG": text})

@@ -125,6 +125,7 @@ def test_a_watcher_asks_for_the_end_from_any_thread():
     assert listening.asked and not answers and thread not in asked
 
 
+@pytest.mark.quick  # a skip in the thread would not reach the test
 @pytest.mark.parametrize("call", [lambda fit: fit(), in_a_thread], ids=["main", "thread"])
 def test_fit_leaves_where_the_watcher_says_that_the_machine_goes(call, tmp_path, capsys):
     import keras

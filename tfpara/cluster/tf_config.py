@@ -98,11 +98,7 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
             f"TensorFlow knows. Write TF_CONFIG as {kind.example}{kind.otherwise}."
         )
     spec = _object(config.get("cluster", {}), "'cluster' in TF_CONFIG", kind)
-    jobs = {
-        job: _addresses(job, _listed(job, value), kind)
-        for job, value in spec.items()
-        if job != _EVALUATOR
-    }
+    jobs = {job: _addresses(job, value, kind) for job, value in spec.items() if job != _EVALUATOR}
     jobs = {job: addresses for job, addresses in jobs.items() if addresses}
     if "task" not in config and jobs:
         raise ClusterError(
@@ -219,6 +215,7 @@ def _object(value: Json, name: str, kind: Kind) -> dict[str, Json]:
 
 def _addresses(job: str, value: Json, kind: Kind) -> list[str]:
     _check_job(job, "cluster job", kind)
+    value = _listed(job, value)
     if not isinstance(value, list):
         raise ClusterError(
             f"cluster job '{job}' in TF_CONFIG must be a list of addresses, not "
