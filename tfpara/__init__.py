@@ -107,7 +107,7 @@ _MODULES = (
     "pretraining",
     "schedules",
 )
-# Modules by their former names, for one release.
+# The former names of modules, which still work for one release.
 _MOVED = {"startup": "tfpara.cluster.startup"}
 
 __all__ = ["__version__", *_LOCATION, *_MODULES]

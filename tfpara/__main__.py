@@ -22,7 +22,7 @@ In Python:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what there is; returns the exit code."""
+    """Prints versions and commands; returns the exit code, 2 for arguments it does not know."""
     if not set(arguments) <= {"-h", "--help", "--version"}:
         print(
             f"python -m tfpara starts nothing, and was given {' '.join(arguments)!r}. Write "

@@ -1,7 +1,8 @@
 """Files and folders that appear whole or not at all.
 
-A writer gets a scratch folder beside the place. What it leaves there is moved to the place when the
-writer is done; a reader sees the former content until then. Nothing here needs TensorFlow.
+A writer gets a scratch folder beside the final path. When the writer is done, the content of the
+scratch folder is moved to that path; a reader sees the former content until then. Nothing here
+needs TensorFlow.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-# What Keras and TensorFlow put into the folder of a model.
+# The files and folders that Keras and TensorFlow write for a saved model.
 _OF_A_MODEL = {
     *("saved_model.pb", "saved_model.pbtxt", "keras_metadata.pb", "fingerprint.pb"),
     *("variables", "assets", "assets.extra", "debug"),
     *("config.json", "metadata.json", "model.weights.h5"),
 }
-_FORMER = ".former"  # in the scratch folder: what stood in the place
+_FORMER = ".former"  # the name in the scratch folder of a folder that is being replaced
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
@@ -29,10 +30,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Gives the path to write a file or folder to; it appears at `path` when the block has ended.
 
-    If the block raises, `path` stays as it was. What the block writes into the same folder under
-    other names is moved too, before the rest. A folder takes the place of a folder in one step
-    where the system can swap two (Linux on local disks). Elsewhere there is a moment without
-    either; if the process is killed then, the next call puts the former folder back.
+    If the block raises, `path` stays as it was. The block may write other files into the same
+    folder; they are moved, too, and before `path`. Where the system can swap two folders (Linux on
+    local disks), a new folder replaces a former one in one step. Elsewhere there is a moment
+    without either; if the process is killed then, the next call puts the former folder back.
 
     Args:
         path: of the file or folder. Its parents are made.
@@ -47,7 +48,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch / path.name
-        # What a list of files names goes first, then lists, then what was asked for.
+        # Files go first, then the .json lists that name such files, then `path` itself.
         entries = sorted(
             scratch.iterdir(), key=lambda e: (e.name == path.name, e.suffix == ".json")
         )
@@ -61,7 +62,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def foreign_entries(folder: Path) -> list[str]:
-    """The names in a folder that are not of a saved model; replacing it would delete them."""
+    """Returns the names in a folder that no saved model has; replacing it would delete them."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in _OF_A_MODEL)
 
 
@@ -85,7 +86,7 @@ def _to_disk(entry: Path) -> None:
 
 
 def _place(new: Path, place: Path, former: Path) -> None:
-    """Moves what was written to its place; what stood there is in the scratch folder then."""
+    """Moves what was written to its place. A folder that stood there goes to the scratch folder."""
     if not (new.is_dir() and place.is_dir()):
         os.replace(new, place)
         return
@@ -101,7 +102,7 @@ def _place(new: Path, place: Path, former: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two folders in one step; False where the system cannot."""
+    """Swaps two folders in one step; returns False where the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
@@ -110,7 +111,11 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _clear_up(path: Path) -> None:
-    """Removes what processes of this machine left that were killed while they wrote `path`."""
+    """Removes the scratch folders of processes that were killed while they wrote `path`.
+
+    Only processes of this machine count. If one was killed between taking the former folder away
+    and moving the new one in, the former one is put back.
+    """
     for left in path.parent.glob(f"{glob.escape(_prefix(path))}*.partial"):
         number = left.name.removeprefix(_prefix(path)).removesuffix(".partial")
         if not number.isdigit() or _runs_beside(int(number)):
@@ -121,7 +126,10 @@ def _clear_up(path: Path) -> None:
 
 
 def _runs_beside(process: int) -> bool:
-    """Returns whether another process has this number; one's own may be a killed one's."""
+    """Returns whether another process has this number.
+
+    This process's own number gives False, since a killed process may have had it before.
+    """
     if process == os.getpid():
         return False
     try:

@@ -1,6 +1,6 @@
-"""The callbacks of a call of `fit`: in which order they run, and what they do where it ends.
+"""The callbacks of a call of `fit`: the order in which they run, and what they do where it ends.
 
-Keras tells callbacks of the end of a `fit` that goes well, and of nothing where it raises.
+Keras calls `on_train_end` of its callbacks where `fit` goes well, and nothing where it raises.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callba
 
 
 class _Calls(threading.local):
-    """Those of a thread, from the outermost to the innermost."""
+    """The calls of `fit` that a thread is in, from the outermost to the innermost."""
 
     def __init__(self) -> None:
         self.ends: list[contextlib.ExitStack] = []
@@ -53,7 +53,7 @@ _calls = _Calls()
 
 @contextlib.contextmanager
 def under_way() -> Iterator[None]:
-    """A call of `fit`; what `at_end` was given in it is called where it ends, however it does."""
+    """A context for a call of `fit`; its end, by an error or not, calls what `at_end` was given."""
     with contextlib.ExitStack() as end:
         _calls.ends.append(end)
         end.callback(_calls.ends.remove, end)
@@ -61,11 +61,11 @@ def under_way() -> Iterator[None]:
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Has a function called where the innermost `fit` of this thread ends, well or not.
+    """Registers a function to be called where the innermost `fit` of this thread ends, well or not.
 
-    It is called after `on_train_end`, and before the caller of `fit` hears of an error; the one
-    that was given last comes first. Outside of `fit`, as where a loop of the user's own calls the
-    callbacks, nobody knows the end: it is not called.
+    It is called after `on_train_end`, and before the caller of `fit` gets an error. Of several
+    functions the last one is called first. Outside of `fit`, for example in a loop of the user's
+    own, the end of training is not known, and the function is not called.
     """
     if _calls.ends:
         _calls.ends[-1].callback(function)

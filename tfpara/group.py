@@ -11,7 +11,7 @@ class Group(keras.Model):
     """Models that are trained together, with their optimizers.
 
     Args:
-        models: built.
+        models: the models, which must be built.
         optimizers: those that the loop uses. Those that the models are compiled with need not be
             given.
 

@@ -18,7 +18,7 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
 
     A model may be made outside of the scope, from layers of a model that was trained in it.
     """
-    weights = getattr(model, "weights", [])  # Keras saves what is no model, too
+    weights = getattr(model, "weights", [])  # Keras also saves objects that are no models.
     of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
     own = getattr(model, "distribute_strategy", None)
     return next(filter(None, of_weights), None) or own or tf.distribute.get_strategy()
@@ -43,7 +43,7 @@ def check_optimizers_built(model: keras.Model) -> None:
     """Makes sure that all of a model's optimizers have their slots.
 
     Raises:
-        ValueError: one has not; the message has the line that makes them.
+        ValueError: an optimizer has none; the message has the line of code that makes them.
     """
     for name in unbuilt_optimizers(model):
         parts = [k for k, v in vars(model).items() if isinstance(v, keras.Model)]
@@ -56,9 +56,10 @@ def check_optimizers_built(model: keras.Model) -> None:
 
 
 def hyperparameters(model: keras.Model) -> dict[str, Json]:
-    """Returns the settings of the model's optimizers, by names for messages: equal on all workers.
+    """Returns the settings of a model's optimizers, which must be equal on all workers.
 
-    Of learning rates only schedules: a number is that of a moment. And what is a plain value.
+    The keys are names for messages. Only settings with plain values are there. A learning rate is
+    there only where the optimizer has a schedule: a number is only the rate of the moment.
     """
     found: dict[str, Json] = {}
     for number, optimizer in enumerate(optimizers(model)):
@@ -114,10 +115,10 @@ def check_optimizers_known(
     Args:
         model: whose step was traced.
         used: the optimizers that took the step.
-        why: what has to know the optimizers.
+        why: the feature that has to know the optimizers, for the message.
 
     Raises:
-        ValueError: there is one more.
+        ValueError: the step used an optimizer that is not among the model's.
     """
     known = {id(optimizer) for optimizer in (*_outer_optimizers(model), *optimizers(model))}
     unknown = [optimizer.name for optimizer in used if id(optimizer) not in known]
@@ -130,14 +131,17 @@ def check_optimizers_known(
 
 
 def carried_states(model: keras.Model) -> list[keras.Variable]:
-    """States that recurrent layers carry from batch to batch; Keras does not count them in."""
+    """Returns the states that recurrent layers carry from batch to batch.
+
+    Keras does not count them among the variables of the model.
+    """
     # `_flatten_layers` also gives layers inside layers, which `layers` does not.
     states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
 
 
 def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable]]:
-    """Every variable of the model, its optimizers and its metrics, by a name of its own.
+    """Gives every variable of the model, its optimizers and its metrics, each with its own name.
 
     Names begin with "weights/", "state/", "optimizer/", "metrics/" or "carried/".
     """

@@ -23,7 +23,7 @@ from tfpara.whole_number import checked_whole
 
 __all__ = ["Costs", "Link", "calibrated_link"]
 
-# Above this no sync period is looked for.
+# The longest sync period that `Costs.smallest_period` tries.
 LONGEST_PERIOD = 10**6
 
 
@@ -33,7 +33,7 @@ class Link:
 
     Args:
         bytes_per_second: of one worker, in each direction.
-        delay_seconds: until a message that was sent arrives.
+        delay_seconds: the time from sending a message to its arrival.
 
     Raises:
         ValueError: a speed that is not above 0, or a negative delay.
@@ -52,7 +52,7 @@ class Link:
         return cls(mbit * 1e6 / 8, delay_ms / 1e3)
 
     def reduce_seconds(self, nbytes: float, num_workers: int) -> float:
-        """Time of an all-reduce among `num_workers`, or of a reduce-scatter and an all-gather.
+        """Returns the time of an all-reduce, or of a reduce-scatter and an all-gather.
 
         Each worker sends 2(N − 1)/N of the buffer (paper 000, section 3.2), in 2(N − 1) messages
         that wait for each other.
@@ -66,8 +66,8 @@ class Costs:
     """The measured costs of one model on one kind of machine.
 
     Args:
-        step_seconds: t, a minibatch on one replica that has its machine to itself.
-        model_bytes: of the weights as they travel: 4 for each, 2 with half precision.
+        step_seconds: t, the time of a minibatch on one replica that has its machine to itself.
+        model_bytes: bytes of the weights as they travel: 4 for each, 2 with half precision.
         link: between the workers.
         local_seconds: the part of a sync that is not travel: packing, the rule, unpacking.
         slowdown: α of equation 16, at least 1.
@@ -96,15 +96,16 @@ class Costs:
             )
 
     def sync_seconds(self, num_workers: int) -> float:
-        """c(N), one sync; 0 for a single worker, which has nobody to meet."""
+        """Returns the time of one sync, c(N); 0 for a single worker."""
         if checked_whole("num_workers", num_workers) == 1:
             return 0.0
         return self.local_seconds + self.link.reduce_seconds(self.model_bytes, num_workers)
 
     def block_seconds(self, num_workers: int, sync_period: int) -> float:
-        """Time from one sync to the next: τ minibatches, and what the sync adds to them.
+        """Returns the time from one sync to the next: τ minibatches, and what the sync adds.
 
-        With `overlap` the travel hides behind the next block's minibatches, as far as they last.
+        With `overlap` the travel adds only as much as it lasts longer than the next block's
+        minibatches.
         """
         checked_whole("sync_period", sync_period)
         slowdown = self.slowdown if num_workers > 1 else 1.0
@@ -116,18 +117,18 @@ class Costs:
         return max(training, sync - local) + local
 
     def speedup(self, num_workers: int, sync_period: int) -> float:
-        """s(N, τ) over one replica: equation 17."""
+        """Returns the speed-up over one replica, s(N, τ): equation 17."""
         alone = num_workers * sync_period * self.step_seconds
         return alone / self.block_seconds(num_workers, sync_period)
 
     def loss(self, num_workers: int, sync_period: int) -> float:
-        """Share of the speed that the syncs cost, against the same replicas without any."""
+        """Returns the share of the speed that the syncs cost: 0 is the speed without any sync."""
         if num_workers == 1:
             return 0.0
         return 1.0 - self.speedup(num_workers, sync_period) * self.slowdown / num_workers
 
     def smallest_period(self, num_workers: int, loss: float = 0.05) -> int | None:
-        """The smallest τ at which the syncs cost less than `loss`; None if that is above 10^6.
+        """Returns the smallest τ at which the syncs cost less than `loss`; None if above 10^6.
 
         Raises:
             ValueError: `loss` is not between 0 and 1.
@@ -147,9 +148,9 @@ class Costs:
 
 
 def calibrated_link(reduce_seconds: float, nbytes: float, num_workers: int) -> Link:
-    """The link that a measured all-reduce of `nbytes` among `num_workers` speaks of.
+    """Returns the link that explains a measured all-reduce of `nbytes` among `num_workers`.
 
-    The delay is part of the measured time and cannot be told from it: it is left at 0.
+    Its delay is 0: the measured time includes the delay, and does not say how long it was.
 
     Raises:
         ValueError: a time or size that is not above 0, or fewer than two workers.

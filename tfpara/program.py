@@ -1,4 +1,4 @@
-"""The end of a program of several workers: together, at once, and with one sentence if it fails."""
+"""How a program of several workers ends: together, at once, and with one sentence if it fails."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tfpara.cluster import asynchronous as async_cluster
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# Set to 1, an error that one sentence explains shows its frames as well.
+# With 1 in this environment variable, an error that one sentence explains shows its traceback, too.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
-# A worker that was asked to end waits so long for the others to get as far.
+# A worker with another exit code than 0 waits so long for the others to come to the same end.
 _PARTING_SECONDS = 10.0
-_INTERRUPTED = 130  # of a shell, for SIGINT
+_INTERRUPTED = 130  # the exit code that shells use for SIGINT
 
 _strategy: tf.distribute.Strategy | None = None  # the one that was made last
 _leaves: list[Callable[[bool], None]] = []
@@ -42,28 +42,29 @@ def run(
     Put it at the end of a script: `tfpara.run(main)`, or `app.run(lambda _: tfpara.run(main))` with
     absl. Without it a script works, too. With it
 
-    - no worker leaves before all have come to the end of `main`, so none takes with it what another
-      is still reading;
+    - no worker leaves before all have come to the end of `main`, so that no worker loses a message
+      which it is still reading from one that leaves;
     - the process ends as soon as it has nothing more to do (functions given to `atexit` are called;
       TensorFlow does not wait for the heartbeats of workers that have ended);
     - an error of a sync, of the start or of a checkpoint is one sentence on stderr, and exit code
       1, without a traceback. With TFPARA_TRACEBACK=1 in the environment that is there, too.
 
-    An error of the program itself is shown as Python shows it. Ctrl-C is the word "interrupted" and
-    exit code 130. What `sys.exit` is given is the exit code. In a cluster with parameter servers
-    the other processes end with the chief's.
+    An error of the program itself is shown as Python shows it. Ctrl-C prints the word "interrupted"
+    and gives exit code 130. The argument of `sys.exit` is the exit code. In a cluster with
+    parameter servers the other processes end when the chief's does.
 
     Args:
         main: the program; called without arguments. What it returns is not used.
         name: what the sentence on stderr begins with.
-        explain: gives the sentence on an error that is not tfpara's, or None.
-        lost_worker_exit_code: from 1 to 255, where a sync has failed because another worker was
-            lost. None: TFPARA_LOST_WORKER_EXIT_CODE, or 1.
+        explain: called with an error that tfpara cannot explain; returns the sentence, or None.
+        lost_worker_exit_code: from 1 to 255: the exit code where a sync has failed because another
+            worker was lost. None: TFPARA_LOST_WORKER_EXIT_CODE, or 1.
 
     Raises:
         ValueError: an exit code outside its range.
-        RuntimeError: in another thread than the main one, which cannot end the process.
-        SystemExit: otherwise always, where the process is the only one of its cluster.
+        RuntimeError: it is called in another thread than the main one.
+        SystemExit: always where the process is the only worker, or the cluster has parameter
+            servers. Elsewhere the process ends without an exception.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
@@ -91,7 +92,8 @@ def _ran(
     """Runs `main`.
 
     Returns:
-        The exit code, whether the other workers come to the same end, and what went wrong.
+        The exit code, whether the other workers come to the same end, and what went wrong ("" if
+        nothing did).
     """
     try:
         main()
@@ -105,7 +107,7 @@ def _ran(
         sentence = _sentence(error)
         told = explain(error) if sentence is None and explain is not None else None
         if sentence is None and told is None:
-            # As for an error that nobody catches; debuggers and loggers look there.
+            # Python sets these for an error that nobody catches; debuggers and loggers read them.
             sys.last_value, sys.last_traceback = error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
             first = str(error).strip().splitlines()[:1]
@@ -118,24 +120,27 @@ def _ran(
 
 
 def watch(strategy: tf.distribute.Strategy, found: Cluster, timeout_seconds: float) -> None:
-    """Takes note of a strategy, for the end of the program; and explains an error that ends it.
+    """Remembers a strategy for the end of the program, and has errors that end it explained.
 
     Args:
         strategy: the one that was just made.
         found: its workers, with the addresses where they are known.
         timeout_seconds: its longest wait for other workers.
+
+    Raises:
+        ValueError: TFPARA_LOST_WORKER_EXIT_CODE is no exit code.
     """
     global _strategy
     if _strategy is None:
         sys.excepthook = _hook(sys.excepthook)
     _strategy = strategy
     failures.know(found, timeout_seconds)
-    exit_codes.lost_worker()  # which may be wrong, and is not to be found so at the end
+    exit_codes.lost_worker()  # raises ValueError for a bad setting now rather than at the end
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[None]:
-    """Adds to an error of TensorFlow what it means, in a thread.
+    """A context that adds an explanation to errors of TensorFlow in threads but the main one.
 
     An error that ends a thread does not come to `sys.excepthook`; engines such as Ray show it.
     """
@@ -150,16 +155,20 @@ def noting() -> Iterator[None]:
 
 
 def on_leaving(leave: Callable[[bool], None]) -> None:
-    """Has `leave(orderly)` called where this process ends before Python itself would end it.
+    """Registers `leave(orderly)`, which is called where `run` ends this process at once.
 
     Args:
-        leave: leaves a group of processes; `orderly` says whether the others leave, too.
+        leave: leaves a group of processes; `orderly` says whether the program went well, so that
+            the others leave, too.
     """
     _leaves.append(leave)
 
 
 def tell_of_failure(tell: Callable[[int, str], None]) -> None:
-    """Has `tell(exit_code, sentence)` called where the program fails, to end others with it."""
+    """Registers `tell(exit_code, sentence)`, called where `run` fails with parameter servers.
+
+    It lets the chief end the other processes with itself.
+    """
     _tells.append(tell)
 
 
@@ -175,7 +184,7 @@ def _hook(previous: Callable[..., object]) -> Callable[..., None]:
             name = "tfpara" if failures.is_of_tensorflow(error) else kind.__name__
             _say(name, sentence)
         if failures.is_loss(sentence) and exit_codes.lost_worker() != 1:
-            raise SystemExit(exit_codes.lost_worker())  # with which Python then ends
+            raise SystemExit(exit_codes.lost_worker())  # Python then ends with this exit code.
 
     return hook
 
@@ -190,7 +199,7 @@ def _sentence(error: BaseException) -> str | None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Returns whether the error is of a class of tfpara's own, whose messages say it all."""
+    """Returns whether the error is of a class of tfpara's own, whose message needs no traceback."""
     return type(error).__module__.startswith("tfpara.")
 
 
@@ -230,14 +239,14 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
         print(code, file=sys.stderr)
     code = code if isinstance(code, int) else int(code is not None)
     if orderly and _strategy is not None:
-        # A worker that left at once could take with it the rest of a message that another reads.
+        # If a worker left at once, another could lose the rest of a message that it is reading.
         parting = threading.Thread(target=_strategy.extended.part, daemon=True)
         parting.start()
         parting.join(None if code == 0 else _PARTING_SECONDS)
     for leave in _leaves:
         leave(code == 0)
     with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()  # Python's, which have no public name
+        atexit._run_exitfuncs()  # Python has no public name for this.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

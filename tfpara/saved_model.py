@@ -19,7 +19,7 @@ from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Nest
 
-# Weight of the initial model in an average from which on a user is warned of it.
+# A user is warned if the initial model has more than this weight in an average.
 _YOUNG = 0.1
 
 
@@ -35,14 +35,14 @@ def export(
 ) -> None:
     """Writes a SavedModel whose `serving_default` is postprocessing(model(preprocessing(*inputs))).
 
-    It appears at `path` whole or not at all, and takes the place of one there. Every worker must
-    call this; the chief writes, and all return when the SavedModel is there.
+    It appears at `path` whole or not at all, and replaces a SavedModel there. Every worker must
+    call this; the chief writes, and all return when the SavedModel is written.
 
     Args:
         model: a built model.
         path: directory of the SavedModel.
-        which: the weights: "global", "local" (the chief's) or an average's name. A model that
-            belongs to no strategy of tfpara has the "local" ones, and takes "global" for the same.
+        which: the weights: "global", "local" (the chief's) or an average's name. For a model that
+            belongs to no strategy of tfpara, "global" and "local" both are its own weights.
         strategy: the strategy that trained the model; None finds it from the model.
         signature: the inputs; their names become those of the signature. None: those of the model.
         preprocessing: TensorFlow function from the inputs to the model's. None: nothing is done.
@@ -50,7 +50,7 @@ def export(
             output as it is.
 
     Raises:
-        FileExistsError: `path` is there and holds what is not of a SavedModel.
+        FileExistsError: `path` exists, and is no SavedModel or has other files in it.
         ValueError: `which` is unknown, the model has not been built, or this is called inside
             `strategy.weights(...)`.
     """
@@ -146,9 +146,9 @@ def _former_export(
     strategy: Strategy | None = None,
     **options: Any,
 ) -> None:
-    """`tfpara.export.export` of version 0.1, where `tfpara.export` was a module.
+    """The function `tfpara.export.export` of version 0.1, in which `tfpara.export` was a module.
 
-    Without a strategy it writes, on whichever worker calls it, the weights that the model has.
+    Without a strategy every worker that calls it writes the weights that the model has there.
     """
     warnings.warn(
         "tfpara.export.export is now tfpara.export, and finds the strategy from the model: write "

@@ -1,4 +1,4 @@
-"""A replica's step: its data, how many samples it has, and not taking it where it has none."""
+"""A replica's step: its data, its number of samples, and how a step without samples is skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
         if count is None or isinstance(count, int):
             with after((args, kwargs)):
                 return fn(*args, **kwargs)
-        outputs = []  # AutoGraph, which converts this with a user's step, knows no annotation.
+        outputs = []  # not annotated: AutoGraph, which converts this code, knows no annotations
 
         def step() -> Nest:
             outputs.append(tf.nest.map_structure(_tensor_or_none, fn(*args, **kwargs)))
@@ -53,8 +53,8 @@ def _zeros_like_or_none(tensor: tf.Tensor | None) -> tf.Tensor | None:
 def after(structure: Nest) -> contextlib.AbstractContextManager:
     """A context whose operations run only once the tensors of `structure` are computed.
 
-    Without it a step whose data turn out to be at their end would already have counted itself, and
-    let an optimizer with weight decay write.
+    Without it a step may find its data at their end after it has counted itself, and after the
+    weight decay of its optimizer has changed the weights.
     """
     if tf.executing_eagerly():
         return contextlib.nullcontext()
@@ -63,7 +63,10 @@ def after(structure: Nest) -> contextlib.AbstractContextManager:
 
 
 def batch_size(structure: Nest) -> int | tf.Tensor | None:
-    """Samples in a replica's batch: length of the first tensor's first axis; None without one."""
+    """Returns the samples in a replica's batch: the first axis of the first tensor that has axes.
+
+    Without such a tensor it is None.
+    """
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, tf.RaggedTensor):
             return leaf.nrows()
@@ -78,15 +81,17 @@ def batch_size(structure: Nest) -> int | tf.Tensor | None:
 def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.Tensor:
     """Returns the weight of a minibatch in the mean of the replicas: the divisor of its loss.
 
-    So every frame has the same say in the model, whichever replica it came to: model averaging with
-    plain SGD after every minibatch is one step on all replicas' minibatches together. By Keras'
-    reductions the number is the sum of the sample weights ("mean_with_sample_weight"), how many
-    there are, those of padding among them ("sum_over_batch_size", "mean"), or 1 ("sum").
+    With these weights every frame counts the same in the model, whichever replica has it: model
+    averaging with plain SGD after every minibatch is one step on all replicas' minibatches
+    together. The divisor depends on Keras' reduction. It is the sum of the sample weights
+    ("mean_with_sample_weight"), their number, including those of padding ("sum_over_batch_size",
+    "mean"), or 1, and 0 without samples ("sum").
 
     Args:
         minibatch: what `train_step` is given, (x, y, sample weights) if it has weights.
-        samples: in it; what it counts without sample weights.
-        loss: what the model was compiled with.
+        samples: the number of samples in it; the result where there are no sample weights, unless
+            the reduction is "sum".
+        loss: the loss that the model was compiled with.
     """
     reductions = {
         getattr(one, "reduction", "sum_over_batch_size") for one in keras.tree.flatten(loss)
@@ -105,8 +110,9 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
 def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with a batch size that its spec leaves open.
 
-    Where all shapes are fixed, TensorFlow leaves out the last minibatches if there are fewer of
-    them than devices; otherwise it gives the devices without one an empty minibatch.
+    At the end of the data there may be fewer minibatches than devices. Where all shapes are fixed,
+    TensorFlow then leaves these minibatches out. With an open batch size it gives the devices
+    without a minibatch an empty one.
     """
 
     def opened(tensor: Nest) -> Nest:
@@ -128,9 +134,9 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with elements that are copies.
 
-    What a Python function has yielded (`from_generator`, `PyDataset`) may be the memory of the
-    caller's own arrays. TensorFlow's steps write their results over the parts of a batch that it
-    has divided.
+    The data that a Python function yields (`from_generator`, `PyDataset`) may be in the memory of
+    the caller's own arrays. TensorFlow's steps may write their results into that memory, where
+    TensorFlow has divided a batch between replicas.
     """
 
     def copied(tensor: tf.Tensor) -> tf.Tensor:
@@ -148,8 +154,8 @@ def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def without_tuner(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with tf.data's autotuning off, unless its options say on or off.
 
-    The iterator of several devices cannot wake the tuner's thread, which sleeps for longer and
-    longer: the end of an epoch would wait for it, for up to a minute, and other workers with it.
+    The thread of the tuner sleeps for longer and longer, and the iterator of several devices cannot
+    wake it. The end of an epoch would wait for it for up to a minute, and so would other workers.
     """
     if dataset.options().autotune.enabled is not None:
         return dataset

@@ -20,14 +20,14 @@ class StateHolder(Protocol):
         """Returns the state, as JSON can carry it."""
 
     def set_state(self, state: Json) -> None:
-        """Takes it back."""
+        """Restores the state that `get_state` has returned."""
 
 
 class Strategy:
     """A strategy as callbacks see it; the base of `PeriodicSyncStrategy` and `AsyncStrategy`.
 
-    What is here is right for a process that trains alone, so that the same callbacks work under
-    TensorFlow's own strategies and under none.
+    The methods of this class itself are right for a process that trains alone. So the same
+    callbacks work under TensorFlow's own strategies and without a strategy.
 
     Attributes:
         running: the `fit` of an `AsyncStrategy` that is under way; else None.
@@ -37,33 +37,33 @@ class Strategy:
 
     @staticmethod
     def of(model: keras.Model) -> Strategy:
-        """The one that a model was made under; of others than tfpara's, what stands for it."""
+        """Returns the strategy that a model was made under; a plain `Strategy` if not tfpara's."""
         found: Any = model.distribute_strategy
         return found if isinstance(found, Strategy) else Strategy()
 
     @property
     def num_workers(self) -> int:
-        """Processes that train."""
+        """The number of processes that train."""
         return 1
 
     @property
     def worker_index(self) -> int:
-        """This process among those that run callbacks; 0 is the chief."""
+        """The number of this process among those that run callbacks; 0 is the chief."""
         return 0
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process is the one that writes files of which the run needs one."""
         return self.worker_index == 0
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of all processes, each with weights of its own."""
+        """The number of replicas of all processes, each with weights of its own."""
         return 1
 
     @property
     def local_replica_ids(self) -> list[int]:
-        """The numbers of this process's replicas among them."""
+        """The numbers of this process's replicas among those of all processes."""
         return [0]
 
     @property
@@ -82,27 +82,27 @@ class Strategy:
         return ["local", "global"]
 
     def weights(self, model: keras.Model, which: str) -> contextlib.AbstractContextManager[None]:
-        """Puts these weights into `model` for a while."""
+        """A context in which `model` has the weights that `which` names."""
         del model, which
         return contextlib.nullcontext()
 
     def statistics(self) -> Any:
-        """Counts of what was synchronised; None where nothing is."""
+        """Counts and times of the syncs or pushes so far; None without any."""
         return None
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Has the state of an object kept in checkpoints, where the strategy has any.
+        """Registers an object whose state checkpoints keep, where the strategy has any.
 
         Args:
-            name: the state's; a second object under one name replaces the first.
-            holder: `get_state()` returns what JSON can carry, `set_state(state)` takes it back.
+            name: of the state; a second object under one name replaces the first.
+            holder: `get_state()` returns what JSON can carry, `set_state(state)` restores it.
         """
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """Returns what each process that runs callbacks has, by rank. All of them must call it.
+        """Returns the values of all processes that run callbacks, by rank. All must call it.
 
         Args:
-            value: anything that JSON can carry.
+            value: this process's value, anything that JSON can carry.
             purpose: what it is called for.
         """
         del purpose

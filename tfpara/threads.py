@@ -1,4 +1,4 @@
-"""TensorFlow's threads, where a process has many devices."""
+"""The number of TensorFlow's threads, which a process with many devices needs to be two or more."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import os
 import tensorflow as tf
 
 _log = logging.getLogger(__name__)
-# TensorFlow prepares a function of more devices in the threads that run its operations.
+# TensorFlow prepares a function that spans more devices than this in its own threads for
+# operations, rather than in the thread that calls the function.
 _MANY_DEVICES = 8
 
 
 def check_threads(devices: int) -> None:
-    """Sees to a second thread for operations where a process has more than 8 devices.
+    """Sets two threads for operations where a process has more than 8 devices and only one thread.
 
-    The sync is a function of all of them that the training step calls. While it is prepared the
-    step waits, in one of the threads that prepare it: one thread alone would wait for itself.
+    The training step calls the sync, a function that spans all devices. The step runs in one of
+    TensorFlow's threads for operations, and waits there while TensorFlow prepares the sync in
+    threads of the same pool. With one thread the step would wait for itself for ever.
 
     Raises:
-        RuntimeError: TensorFlow has started with one thread.
+        RuntimeError: TensorFlow has already started with one thread.
     """
     if devices <= _MANY_DEVICES or _threads() > 1:
         return

@@ -19,23 +19,25 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from tfpara.typing import Json
 
 STEP = "tfpara_step"
-# From the first of a block to the last of a sync: the rows of a worker in the timeline.
+# The phases in the order in which a block and its sync run them: a worker's rows in the timeline.
 PHASES = ("step", "check", "wait", "pack", "reduce", "rule", "unpack")
-# Of scopes in each other the innermost counts. Constants and sends run where a graph is built.
+# The phase of an operation is that of the innermost scope. Constants, sends and receives do not
+# count: their scope says where the graph was built, and not what the operation is part of.
 _PHASE = re.compile(
     rf"(?:.*/)?sync/({'|'.join(PHASES[1:])})(?:_\d+)?/(?!.*:(?:Const|_Send|_Recv)$)"
 )
 
 
-# What comes after a collective may run on its thread, inside the collective's own event: it is over
-# where this one begins.
+# The operations after a collective may run on its thread, inside the collective's own event. The
+# collective itself is over where the event of this name begins.
 _OVER = "CollectiveExecutor::ExecuteAsync::Done"
 
 
 class Span(NamedTuple):
     """A phase from `began` to `ended`, in nanoseconds since the epoch.
 
-    number: the minibatch of a step, counted by the worker; of other phases the operations in it.
+    number: for a step, its minibatch as the worker counts them; for other phases, how many
+    operations the span has.
     """
 
     phase: str
@@ -45,10 +47,10 @@ class Span(NamedTuple):
 
 
 def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
-    """The steps and phases of one worker, by the time at which they began.
+    """Returns the steps and phases of one worker, sorted by the time at which they began.
 
-    The operations of a phase are one span up to where another phase, or another step, begins while
-    none of them runs.
+    Operations of one phase are joined to one span, unless another phase or step begins between two
+    of them.
 
     Raises:
         ValueError: the recording has no step, so its clock cannot be told.
@@ -62,7 +64,8 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
             operations.append(Span(found[1], began, ended, 1))
         elif name == STEP:
             steps.append(Span("step", began, ended, int(notes["step"])))
-            # The clock was read just before the profiler's own: the largest is the nearest.
+            # The step reads its clock just before the profiler reads its own, so all differences
+            # are a little too small, and the largest is the most exact one.
             shifts.append(int(notes["clock_ns"]) - began)
     if not steps:
         raise ValueError("the profiler recorded no training step, so there is no timeline.")
@@ -73,7 +76,7 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
 
 
 def chrome_trace(workers: Mapping[str, Iterable[Sequence[Json]]]) -> dict[str, Json]:
-    """The object of a Chrome trace file: one process for each worker, one row for each phase.
+    """Returns the object of a Chrome trace file: a process for each worker, a row for each phase.
 
     Args:
         workers: each worker's spans, by its name. Times are shown from the earliest of all.
@@ -102,7 +105,7 @@ def chrome_trace(workers: Mapping[str, Iterable[Sequence[Json]]]) -> dict[str, J
 
 
 def read(directory: Path) -> xplane_pb2.XSpace:
-    """The profiler's newest recording in its log directory.
+    """Returns the profiler's newest recording in its log directory.
 
     Raises:
         FileNotFoundError: there is none.
@@ -116,7 +119,7 @@ def read(directory: Path) -> xplane_pb2.XSpace:
 
 
 def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[str, Json]]]:
-    """Name, begin and end (ns on the profiler's clock) and notes of what the host did."""
+    """Gives name, begin and end (ns on the profiler's clock) of all events, and notes of steps."""
     for plane in recorded.planes:
         names = {key: entry.name for key, entry in plane.event_metadata.items()}
         kinds = {key: entry.name for key, entry in plane.stat_metadata.items()}
@@ -138,7 +141,7 @@ def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[s
 
 
 def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
-    """The operations of each phase put together to spans."""
+    """Returns the operations of each phase, joined to spans."""
     begins = {phase: sorted(step_begins) for phase in PHASES}
     for phase in PHASES:
         begins[phase] += [o.began for o in operations if o.phase != phase]

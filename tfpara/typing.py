@@ -1,4 +1,4 @@
-"""Names for what many signatures take. TensorFlow, Keras and NumPy are not imported here.
+"""Type aliases that many signatures use. TensorFlow, Keras and NumPy are not imported here.
 
 TensorFlow and Keras have no types that a checker can follow, so to mypy most of these are `Any`; to
 a reader they say what a value is.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = "np.ndarray | tf.Tensor"
 # A number that a graph may compute.
 Scalar: TypeAlias = "float | np.ndarray | tf.Tensor"
-# Of a rule or an average: a NamedTuple of arrays and numbers, of the class that its `init` returns.
+# State of a rule or an average: the NamedTuple of arrays and numbers that its `init` returns.
 State: TypeAlias = Any
 # A variable of TensorFlow or of Keras.
 Variable: TypeAlias = "tf.Variable | keras.Variable"

@@ -6,16 +6,16 @@ import numbers
 
 
 def checked_whole(name: str, value: object, at_least: int = 1, of: str = "") -> int:
-    """Returns a whole number, of Python's or NumPy's kind, as Python's.
+    """Returns a whole number of Python or NumPy as an int of Python.
 
     Args:
-        name: of the argument, for the error.
+        name: the argument's name, for the error.
         value: what was given.
         at_least: the smallest that is allowed.
         of: what it counts, as in "minibatches", for the error.
 
     Raises:
-        ValueError: it is no whole number, or a smaller one.
+        ValueError: it is no whole number, or smaller than `at_least`.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
         counted = f" of {of}" if of else ""

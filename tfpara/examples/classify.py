@@ -56,7 +56,7 @@ def main() -> None:
         callbacks=[tfpara.callbacks.Checkpoint(f"{options.out}/checkpoints")],
     )
 
-    # On every worker, as all that other workers take part in.
+    # Every worker must come here: the others wait for it.
     for which in ("global", "ema"):
         with strategy.weights(model, which):
             _, accuracy = model.evaluate(*points(1_000, seed=3), verbose=0)

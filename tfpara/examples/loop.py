@@ -50,12 +50,12 @@ def main() -> None:
         mean_loss.reset_state()
         for batch in batches:
             train(*batch)
-        strategy.synchronize()  # what is left of four steps
+        strategy.synchronize()  # ends a block of fewer than four steps
         loss = float(mean_loss.result())  # of all replicas of all workers, and so on every worker
         if strategy.is_chief:
             print(f"epoch {epoch + 1}: mean squared error {loss:.4f}")
 
-    with strategy.weights(model, "global"):  # a replica's own differ from it under EASGD
+    with strategy.weights(model, "global"):  # Under EASGD a replica's own weights differ.
         model.save(options.out)  # called by all, written by the chief
 
 
