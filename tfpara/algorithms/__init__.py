@@ -5,14 +5,14 @@ methods do). They are frozen dataclasses with pure methods, written with plain a
 that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow tensors (clusters).
 All of it works element by element, so a rule may be applied to any part of the weights.
 
-A block that is closed before its time (an epoch ends) is a share f < 1 of a whole one, and takes
-that share of the step which the block, gone on at the same pace, would have taken. With s the state
-and B the point that the replicas started from,
+A block may be closed early, as where an epoch ends. Such a block is a share f < 1 of a whole one.
+Its step is f times the step that a whole block would have taken, had the models moved on at the
+same pace. With s the state and B the point that the replicas started from,
 
     s ← s + f (step of s with the average B + (w̄ − B)/f − s)
 
-A whole block is f = 1. So w̄ − B moves the model in the end as far as it would in a whole block,
-momentum lasts as many minibatches, and averages weigh a global model by its f.
+A whole block has f = 1. With this rule w̄ − B moves the model in the end as far as it would in a
+whole block, momentum lasts for as many minibatches, and averages give a global model the weight f.
 """
 
 from tfpara.algorithms.asgd import ASGD, AsyncEASGD, AveragedASGD, Downpour, RunningThenMean

@@ -1,4 +1,4 @@
-"""Asynchronous rules: what a parameter server does with what a worker sends it."""
+"""Asynchronous rules: how a parameter server changes the model when a worker pushes to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ASGD:
         W ← W − lr · g(W_pulled)
 
     g is the gradient of one minibatch at the weights that the worker pulled, or the sum over
-    `sync_period` of them. k pushes of other workers may have come between the pull and the push:
-    its *staleness*. The step itself is that of the optimizer that the model is compiled with, which
-    runs on the server; W − lr·g is that of SGD.
+    `sync_period` minibatches. The *staleness* k of a push is the number of other workers' pushes
+    between the pull and the push. The step itself is that of the optimizer that the model is
+    compiled with, which runs on the server; W − lr·g is the step of plain SGD.
 
     Args:
-        max_staleness: s ≥ 0: no push is staler. Workers wait, before a pull and before a push,
-            where the pushes that are under way could not all keep to it otherwise. With s = 0 one
-            worker at a time computes. None: unbounded.
+        max_staleness: s ≥ 0, the highest staleness of a push. Workers wait, before a pull and
+            before a push, where otherwise a push that is under way could become staler. With s = 0
+            one worker at a time computes. None: unbounded.
         delay_compensation: λ ≥ 0, DC-ASGD: g + λ g⊙g⊙(W − W_pulled) in place of g, for each
             minibatch's gradient.
         rate_by_staleness: whether the step's learning rate is divided by 1 + k.
@@ -65,14 +65,15 @@ class ASGD:
     def gradient(
         self, gradient: Array, pulled: Array, current: Array, squares: Array | None = None
     ) -> Array:
-        """The gradient that is applied to the `current` weights.
+        """Returns the gradient that is applied to the `current` weights.
 
         Args:
-            gradient: what was pushed: a minibatch's gradient g, or the sum or mean of several.
+            gradient: the pushed gradient: that of a minibatch, g, or the sum or mean of several.
             pulled: the weights that it was computed at.
             current: the weights that it is applied to.
-            squares: of several minibatches: the sum, or mean, of their g⊙g. It is not the square of
-                their sum, which grows with the square of their number.
+            squares: the sum or mean of g⊙g over the minibatches, if there are several. (The square
+                of the summed gradient would grow with the square of their number.) None: the square
+                of `gradient`.
         """
         if self.delay_compensation == 0.0:
             return gradient
@@ -80,7 +81,7 @@ class ASGD:
         return gradient + self.delay_compensation * squares * (current - pulled)
 
     def rate_factor(self, staleness: Scalar) -> Scalar:
-        """Returns the factor of the learning rate of a push."""
+        """Returns the factor by which the learning rate of a push is multiplied."""
         return 1.0 / (1.0 + staleness) if self.rate_by_staleness else 1.0
 
 
@@ -91,7 +92,7 @@ class AveragedASGD(ASGD):
     The average is not fed back; it is the model that is exported, under the name "average".
 
     Args:
-        running_rate: r, of the running average of the first part of the training.
+        running_rate: r, the rate of the running average in the first part of the training.
         **others: those of `ASGD`.
 
     Raises:
@@ -108,12 +109,16 @@ class AveragedASGD(ASGD):
 
     @property
     def average(self) -> RunningThenMean:
-        """The average that goes with the rule."""
+        """The average that the server keeps."""
         return RunningThenMean(self.running_rate)
 
 
 class RunningState(NamedTuple):
-    """`average`: W̄. `weight`: of the next model in it. `mean`: 1 once it is the model average."""
+    """State of RunningThenMean.
+
+    average: W̄. weight: the weight that the next model gets in W̄. mean: 0 while W̄ is the running
+    average, 1 after `start_mean`.
+    """
 
     average: Array
     weight: Scalar
@@ -122,13 +127,13 @@ class RunningState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunningThenMean:
-    """A running average of the models at first, the mean of them later.
+    """An average that is a running average of the models at first, and their mean later.
 
         W̄ ← (1 − r) W̄ + r W;   after `start_mean`:   W̄ ← (1 − 1/n) W̄ + (1/n) W,  n = 1/r, 1/r +
         1, …
 
-    So the mean goes on from the running average, which counts as 1/r − 1 models; paper 002 leaves
-    open what becomes of it.
+    The mean goes on from the running average, which counts as 1/r − 1 models in it. Paper 002 does
+    not say what becomes of the running average.
 
     Args:
         rate: r, 0 < r ≤ 1.
@@ -151,11 +156,11 @@ class RunningThenMean:
             raise ValueError(f"running_rate={self.rate!r} is outside (0, 1]. The paper's is 0.01.")
 
     def init(self, weights: Array) -> RunningState:
-        """State of a run that starts at `weights`."""
+        """Returns the state of a run that starts at `weights`."""
         return RunningState(average=weights, weight=self.rate, mean=0.0)
 
     def update(self, state: RunningState, global_model: Array) -> RunningState:
-        """Takes in the model after a push."""
+        """Returns the state with the model after a push taken in."""
         return RunningState(
             average=state.average + state.weight * (global_model - state.average),
             weight=state.weight / (1.0 + state.mean * state.weight),
@@ -163,32 +168,32 @@ class RunningThenMean:
         )
 
     def start_mean(self, state: RunningState) -> RunningState:
-        """The same state from where on the mean is taken."""
+        """Returns the state from which on W̄ is the mean."""
         return state._replace(mean=1.0 + 0.0 * state.mean)
 
     def value(self, state: RunningState) -> Array:
-        """The averaged model."""
+        """Returns the averaged model."""
         return state.average
 
 
 @dataclasses.dataclass(frozen=True)
 class Downpour:
-    """Asynchronous local steps: a worker trains on from the model it pulled, and pushes how far.
+    """Asynchronous local steps: a worker trains the model it pulled, and pushes the difference.
 
         w ← W_pulled;   τ steps of w;   W ← W + ζ (w − W_pulled)
 
     The τ = `sync_period` steps are those of the optimizer that the model is compiled with, which
-    runs on the worker, so that each gradient is taken at weights with the steps before it. (`ASGD`
-    takes all τ gradients at W_pulled.) With τ = 1 and plain SGD the two are the same rule; with one
-    worker this is training without servers, whatever τ.
+    runs on the worker, so that each gradient is taken after the steps before it. (`ASGD` takes all
+    τ gradients at W_pulled.) With τ = 1 and plain SGD the two are the same rule. With one worker
+    this is the same as training without servers, whatever τ is.
 
-    Only the weights come from the server. What else the optimizer keeps, such as momentum or Adam's
-    moments and their count, is the worker's own: it goes on from block to block, and starts anew
-    where the worker does.
+    Only the weights come from the server. The rest of the optimizer's state, such as momentum or
+    Adam's moments and their count, is the worker's own: it goes on from block to block, and starts
+    anew when the worker is started again.
 
     Args:
-        max_staleness: s ≥ 0: no push is staler, as for `ASGD`.
-        rate_by_staleness: whether a push is divided by 1 + k, its staleness.
+        max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
+        rate_by_staleness: whether a push is divided by 1 + k, with k its staleness.
         block_learning_rate: ζ > 0. With 1 every local step counts as much in the global model as on
             the worker. Where N workers with a long period diverge, lower it: with 1/N a round of
             their pushes moves the model by the mean of their blocks, as model averaging does.
@@ -226,19 +231,20 @@ class Downpour:
         return local - pulled
 
     def update(self, global_model: Array, difference: Array, staleness: Scalar) -> Array:
-        """The global model after a push."""
+        """Returns the global model after a push."""
         rate = self.block_learning_rate
         return global_model + difference * (rate / (1.0 + staleness * self.rate_by_staleness))
 
 
 @dataclasses.dataclass(frozen=True)
 class AsyncEASGD:
-    """Asynchronous elastic averaging: a worker and the server's model pull on each other.
+    """Asynchronous elastic averaging: a worker's model and the server's pull on each other.
 
         w_i ← w_i − α(w_i − W);   W ← W + α(w_i − W)
 
-    both from the values before, every `sync_period` local steps of worker i, alone and at once.
-    The model's optimizer runs on the workers, each of which keeps a model of its own.
+    Both use the values before the pull. Worker i does this after every `sync_period` local steps,
+    without waiting for other workers. The model's optimizer runs on the workers, each of which
+    keeps a model of its own.
 
     Args:
         elasticity: α, 0 ≤ α ≤ 1. None: 0.9 divided by the number of workers. 0 leaves the workers
@@ -268,18 +274,18 @@ class AsyncEASGD:
             )
 
     def resolve(self, num_workers: int) -> AsyncEASGD:
-        """This rule with the default α filled in."""
+        """Returns this rule with the default α filled in."""
         if self.elasticity is not None:
             return self
         return dataclasses.replace(self, elasticity=0.9 / num_workers)
 
     def move(self, local: Array, global_model: Array) -> Array:
-        """α(w − W): what the local model loses and the global one gains."""
+        """Returns α(w − W), which the local model loses and the global one gains."""
         return self.elasticity * (local - global_model)
 
 
 AsyncRule: TypeAlias = ASGD | Downpour | AsyncEASGD
-# What an asynchronous run averages by.
+# The kinds of averages that an asynchronous run can keep.
 AsyncAverage: TypeAlias = Average | RunningThenMean
 
 

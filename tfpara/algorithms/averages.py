@@ -10,7 +10,7 @@ from tfpara.typing import Array, Scalar
 
 
 def _minimum(a: Scalar, b: Scalar) -> Scalar:
-    """min(a, b) in plain arithmetic, for NumPy and TensorFlow scalars alike."""
+    """Returns min(a, b) in plain arithmetic, for NumPy and TensorFlow scalars alike."""
     return 0.5 * (a + b - abs(a - b))
 
 
@@ -69,7 +69,7 @@ class EMA(Average):
             )
 
     def init(self, weights: Array) -> AverageState:
-        """State before the first sync of a run that starts at the flat vector `weights`."""
+        """Returns the state of a run that starts at the flat vector `weights`, before any sync."""
         start = weights * 0.0 if self.zero_debias else weights
         return AverageState(average=start, count=0.0, bias=1.0)
 
@@ -83,13 +83,13 @@ class EMA(Average):
         )
 
     def _decay(self, count: Scalar) -> Scalar:
-        """β_t."""
+        """Returns β_t, with t = `count`."""
         if not self.num_updates:
             return self.decay
         return _minimum(self.decay, (1.0 + count) / (10.0 + count))
 
     def value(self, state: AverageState) -> Array:
-        """The averaged model, as a flat vector (zeros before the first sync with `zero_debias`)."""
+        """Returns the averaged model, a flat vector (with `zero_debias` zeros before any sync)."""
         if not self.zero_debias:
             return state.average
         return state.average / -_minimum(state.bias - 1.0, -1e-30)
@@ -111,7 +111,7 @@ class MA(Average):
     """
 
     def init(self, weights: Array) -> AverageState:
-        """State before the first sync of a run that starts at the flat vector `weights`."""
+        """Returns the state of a run that starts at the flat vector `weights`, before any sync."""
         return AverageState(average=weights, count=0.0, bias=1.0)
 
     def update(self, state: AverageState, global_model: Array, share: Scalar = 1.0) -> AverageState:
@@ -124,5 +124,5 @@ class MA(Average):
         )
 
     def value(self, state: AverageState) -> Array:
-        """The averaged model, as a flat vector."""
+        """Returns the averaged model, as a flat vector."""
         return state.average

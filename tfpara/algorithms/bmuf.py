@@ -1,4 +1,4 @@
-"""Blockwise model-update filtering: block momentum, classical, Nesterov, and as others have it."""
+"""Blockwise model-update filtering: classical and Nesterov block momentum, and other toolkits'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COMPAT = (None, "cntk", "fairseq")
 
 
 class BMUFState(NamedTuple):
-    """`global_model`: W. `delta`: the global-model update Δ (zero before the first sync)."""
+    """State of BMUF. `global_model`: W. `delta`: the update Δ of W, zero before the first sync."""
 
     global_model: Array
     delta: Array
@@ -89,17 +89,17 @@ class BMUF(Rule):
             raise ValueError(f"compat={self.compat!r} is not one of {_COMPAT}.")
 
     def resolve(self, num_replicas: int) -> BMUF:
-        """This rule with the default η = 1 − 1/N filled in."""
+        """Returns this rule with the default η = 1 − 1/N filled in."""
         return dataclasses.replace(self, block_momentum=self._momentum(num_replicas))
 
     def init(self, weights: Array) -> BMUFState:
-        """State of a run that starts at the flat vector `weights`."""
+        """Returns the state of a run that starts at the flat vector `weights`."""
         return BMUFState(global_model=weights, delta=weights * 0.0)
 
     def update(
         self, state: BMUFState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> BMUFState:
-        """The global step, from the mean of the local models; `share`: f, 0 < f ≤ 1."""
+        """Returns the state after a sync; `average` is w̄, and `share` is f, 0 < f ≤ 1."""
         eta = self._momentum(num_replicas)
         update = average - self._anchor(state, eta)
         gain = self.block_learning_rate

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MomentState(NamedTuple):
-    """The moments that every replica starts a block with, and how far the filter reaches.
+    """The moments that every replica starts a block with, and the length of the filter in steps.
 
     momentum, velocity: Adam's m and v at the start of the block. equivalent_steps: ρ, the local
     steps that the last global-model update Δ is worth.
@@ -53,7 +53,7 @@ class BMUFAdam(BMUF):
 
     Args:
         block_momentum: η, as in `tfpara.BMUF`.
-        block_learning_rate: ζ.
+        block_learning_rate: ζ, as in `tfpara.BMUF`.
         nesterov: the form of block momentum; the default, True, is the authors'.
         compat: None; the other toolkits' forms have no filtered moments.
         beta_1: β₁ of the local optimizer.
@@ -127,7 +127,7 @@ class BMUFAdam(BMUF):
                 )
 
     def init_moments(self, momentum: Array, velocity: Array) -> MomentState:
-        """State of a run whose replicas start with these moments, flat vectors (zeros if new)."""
+        """Returns the state of a run whose replicas start with these moments, flat vectors."""
         return MomentState(momentum=momentum, velocity=velocity, equivalent_steps=0.0)
 
     def update_moments(
@@ -141,16 +141,16 @@ class BMUFAdam(BMUF):
         num_replicas: int,
         share: Scalar = 1.0,
     ) -> MomentState:
-        """The moments for the next block, at the point that `broadcast` gives.
+        """Returns the moments for the next block, at the point that `broadcast` gives.
 
         Args:
-            state: of the block that has ended.
+            state: that of the block that has ended.
             momentum: mean of the replicas' first moments at its end, weighted as the weights are.
             velocity: the same of the second moments.
-            steps: τ ≥ 1, minibatches of the block (of the replica with the most). As `iterations`
-                a number, or a scalar tensor of the moments' type.
-            iterations: t ≥ τ, minibatches since the moments were zero: what the local optimizer
-                counts.
+            steps: τ ≥ 1, minibatches of the block (of the replica with the most): a number, or a
+                scalar tensor of the moments' dtype.
+            iterations: t ≥ τ, minibatches since the moments were zero, as the local optimizer
+                counts them; of the same types as `steps`.
             num_replicas: N.
             share: f, the part of a whole block that these steps are.
 
@@ -161,32 +161,35 @@ class BMUFAdam(BMUF):
         eta, zeta = self._momentum(num_replicas), self.block_learning_rate
         rest = (1.0 - share) * state.equivalent_steps
         equivalent = eta * state.equivalent_steps + (1.0 - eta) * rest + zeta * steps
-        # Of B = W + ηΔ and of W, measured from w̄.
+        # The steps from w̄ to B = W + ηΔ (Nesterov), or from w̄ to W (classical).
         if self.nesterov:
             ahead = eta * (equivalent - rest) + (zeta - 1.0) * steps
         else:
             ahead = equivalent - rest - steps
         gradient = _block_mean(self.beta_1, state.momentum, momentum, steps)
         next_momentum = _go_on(self.beta_1, momentum, gradient, ahead, iterations)
-        # At least 0 but for rounding, as v̄ holds at least β^τ v.
+        # The mean is negative only by rounding, since v̄ is at least β^τ v.
         square = _positive_part(_block_mean(self.beta_2, state.velocity, velocity, steps))
         next_velocity = _go_on(self.beta_2, velocity, square, ahead, iterations)
         return MomentState(next_momentum, _positive_part(next_velocity), equivalent)
 
 
 def _block_mean(beta: float, start: Array, end: Array, steps: Scalar) -> Array:
-    """g with end = β^τ start + (1 − β^τ) g."""
+    """Returns the g for which end = β^τ start + (1 − β^τ) g."""
     kept = beta**steps
     return (end - kept * start) / (1.0 - kept)
 
 
 def _go_on(beta: float, moment: Array, gradient: Array, ahead: Scalar, iterations: Scalar) -> Array:
-    """The moment after `ahead` more steps with this gradient, biased as after `iterations`."""
+    """Returns the moment after `ahead` more steps with this gradient.
+
+    It has the bias of `iterations` steps, since the optimizer's counter stays as it is.
+    """
     kept = beta**ahead
     bias = (1.0 - beta**iterations) / (1.0 - beta ** (iterations + ahead))
     return bias * (kept * moment + (1.0 - kept) * gradient)
 
 
 def _positive_part(x: Scalar) -> Scalar:
-    """max(x, 0) in plain arithmetic, for NumPy and TensorFlow alike."""
+    """Returns max(x, 0) in plain arithmetic, for NumPy and TensorFlow alike."""
     return 0.5 * (x + abs(x))

@@ -10,7 +10,7 @@ from tfpara.typing import Array, Scalar
 
 
 class BSPState(NamedTuple):
-    """`global_model`: the mean of the local models at the last sync, W."""
+    """State of BSP. `global_model`: the mean of the local models at the last sync, W."""
 
     global_model: Array
 
@@ -34,12 +34,12 @@ class BSP(Rule):
     """
 
     def init(self, weights: Array) -> BSPState:
-        """State of a run that starts at the flat vector `weights`."""
+        """Returns the state of a run that starts at the flat vector `weights`."""
         return BSPState(global_model=weights)
 
     def update(
         self, state: BSPState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> BSPState:
-        """The global step: the average becomes the global model, whatever the block's `share`."""
+        """Returns the state with the average as global model, whatever the block's `share` is."""
         del state, num_replicas, share
         return BSPState(global_model=average)

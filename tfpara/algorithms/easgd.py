@@ -10,7 +10,7 @@ from tfpara.typing import Array, Scalar
 
 
 class EASGDState(NamedTuple):
-    """`global_model`: the centre W that the local models are tied to."""
+    """State of EASGD. `global_model`: the centre W that the local models are tied to."""
 
     global_model: Array
 
@@ -21,11 +21,11 @@ class EASGD(Rule):
 
         w_i ← w_i − α(w_i − W);  W ← W + α Σ_i (w_i − W)
 
-    both from the values before the sync (Σ_i (w_i − W) is N(w̄ − W); where the splits are uneven
-    w̄ is the sample-weighted mean).
+    Both use the values before the sync. Σ_i (w_i − W) is N(w̄ − W), where w̄ is the sample-weighted
+    mean if the replicas have different numbers of samples.
 
-    Stability: the mean of the replicas and the centre close their distance by the factor
-    1 − α(N+1) at each sync, so α must be below 2/(N+1); below 1/(N+1) they do not overshoot.
+    Stability: each sync multiplies the distance between the mean of the replicas and the centre by
+    1 − α(N+1), so α must be below 2/(N+1); below 1/(N+1) they do not overshoot.
 
     Args:
         elasticity: α, 0 ≤ α < 2/(N+1). None: 0.9/N. 0 leaves the replicas independent.
@@ -55,7 +55,7 @@ class EASGD(Rule):
             )
 
     def resolve(self, num_replicas: int) -> EASGD:
-        """This rule with the default α filled in, and checked against the stability bound."""
+        """Returns this rule with the default α filled in, checked against the stability bound."""
         if self.elasticity is None:
             return dataclasses.replace(self, elasticity=self._alpha(num_replicas))
         bound = 2.0 / (num_replicas + 1)
@@ -68,13 +68,16 @@ class EASGD(Rule):
         return self
 
     def init(self, weights: Array) -> EASGDState:
-        """State of a run that starts at the flat vector `weights`."""
+        """Returns the state of a run that starts at the flat vector `weights`."""
         return EASGDState(global_model=weights)
 
     def update(
         self, state: EASGDState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> EASGDState:
-        """The centre's step: the whole pull, whatever the block's `share`; nothing of it lasts."""
+        """Returns the state after a sync. The pull is whole, whatever the block's `share` is.
+
+        No momentum lasts beyond the block, so a short block needs no smaller pull.
+        """
         del share
         gain = self._alpha(num_replicas) * num_replicas
         return EASGDState(state.global_model + gain * (average - state.global_model))
@@ -88,7 +91,7 @@ class EASGD(Rule):
         return before.global_model
 
     def restart(self, local: Array, broadcast: Array) -> Array:
-        """The replica's step, towards the centre as it was before the sync."""
+        """Returns the replica's weights, moved towards the centre as it was before the sync."""
         if self.elasticity is None:
             raise ValueError("Call resolve(num_replicas) first: elasticity is still None.")
         return local - self.elasticity * (local - broadcast)

@@ -70,7 +70,7 @@ class _Functional(keras.optimizers.Optimizer):
         make = keras.initializers.get(initializer)
         name = kwargs.get("name")
         value = _Value(make, shape=shape, dtype="float32", autocast=False, name=name)
-        if not hasattr(self, "_made"):  # the constructor is Keras'
+        if not hasattr(self, "_made"):  # The constructor is Keras', and does not make it.
             self._made = _Made()
         self._made.slots.append(value)
         return value
@@ -124,7 +124,7 @@ class KerasStep:
     Attributes:
         State: a NamedTuple class with the fields `global_model`, the optimizer's slots by their
             Keras names, and `iterations` (steps so far, a float).
-        initial: what each slot starts with, by name: one element, or a scalar.
+        initial: the value that each slot starts with, by name: one element, or a scalar.
 
     Example:
         >>> step = KerasStep(keras.optimizers.SGD(0.5))
@@ -308,5 +308,5 @@ def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def shortest(value: Scalar) -> float:
-    """The shortest number with this float32 value: 0.7, where Keras gives 0.699999988."""
+    """Returns the shortest number with this float32 value: 0.7, where Keras gives 0.699999988."""
     return float(str(np.float32(value)))

@@ -46,8 +46,8 @@ class Outer(Rule):
     Keras' SGD with Nesterov momentum, m ← ηm − ζG, W ← W + ηm − ζG, is torch's b ← ηb + G,
     W ← W − ζ(G + ηb), by m = −ζb.
 
-    A block that is closed after a share f of its minibatches takes that share of the step with the
-    gradient G/f: weights, slots and count go f of the way (see `tfpara.algorithms`). So SGD does
+    A block that is closed after a share f of its minibatches takes the step with the gradient G/f,
+    and of the changes of weights, slots and count a share f (see `tfpara.algorithms`). So SGD does
     what BMUF does.
 
     A LearningRateSchedule is given the number of blocks so far, where a share f of a block counts
@@ -55,14 +55,14 @@ class Outer(Rule):
     at each sync.
 
     Args:
-        keras_optimizer: any Keras optimizer whose step treats every weight by itself, new and with
-            no state of its own: the rule takes its settings as they are now. Or a function that
-            makes it, such as `lambda: keras.optimizers.Adam(0.1)`: the way for several workers,
-            since making an optimizer starts TensorFlow, and that must know the cluster first. The
-            function is called, and what it makes is checked, when the strategy is made.
+        keras_optimizer: any Keras optimizer whose step treats every weight by itself; it must be
+            new, and the rule takes its settings as they are now. Or a function that makes it, such
+            as `lambda: keras.optimizers.Adam(0.1)`. Several workers need a function, since making
+            an optimizer starts TensorFlow, which must know the cluster first. The function is
+            called, and the optimizer is checked, when the strategy is made.
 
     Raises:
-        TypeError: this is no Keras optimizer.
+        TypeError: `keras_optimizer` is no Keras optimizer.
         ValueError: its step is not element by element (Adafactor, Lamb, Muon, clipping by norm), or
             it does more than a step (use_ema, gradient_accumulation_steps, loss scaling).
 
@@ -99,7 +99,7 @@ class Outer(Rule):
 
     def __repr__(self) -> str:
         if self._is_function and "_optimizer" not in vars(self):
-            # To print a rule must not start TensorFlow before it knows the cluster.
+            # Printing a rule must not start TensorFlow before it knows the cluster.
             return "Outer(a function, called when the strategy is made)"
         return f"Outer({_settings(self._optimizer)})"
 
@@ -116,7 +116,7 @@ class Outer(Rule):
         return momentum > 0.5 or (momentum > 0.0 and not outer.nesterov)
 
     def init(self, weights: Array) -> State:
-        """State of a run that starts at `weights`: a NamedTuple of W, the slots and the count.
+        """Returns the state of a run that starts at the flat vector `weights`, a NamedTuple.
 
         Its fields are `global_model`, the optimizer's slots by their Keras names (momentum,
         velocity, …) and `iterations` (blocks so far, a float: a share f of a block counts f).
@@ -275,7 +275,7 @@ def _check_options(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _settings(optimizer: keras.optimizers.Optimizer) -> str:
-    """The optimizer's settings as text that is the same on every worker, for the fingerprint."""
+    """Returns the settings as text that is the same on every worker, for the fingerprint."""
     config = optimizer.get_config()
     shown = []
     for key, value in config.items():

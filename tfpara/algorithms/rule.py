@@ -1,4 +1,4 @@
-"""The base classes of synchronisation rules and averages, to derive one's own from."""
+"""The base classes of synchronisation rules and averages, from which users may derive their own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Rule:
 
     A rule of one's own is a frozen dataclass that derives from this and has `init` and `update`.
     Both are plain arithmetic on flat arrays, element by element: they run on NumPy arrays where the
-    rule is checked, on TensorFlow tensors where models train, and on any part of the weights, for
-    each worker may keep a part of the state. What the replicas go on with is the global model,
-    unless `broadcast` or `restart` say otherwise. The rest has defaults that are right for both
-    kinds of rules: those that overwrite the replicas, and those with a `restart` of their own,
-    which leave them weights of their own.
+    rule is checked, on TensorFlow tensors where models train, and on any part of the weights, since
+    each worker may keep a part of the state. The replicas go on with the global model, unless
+    `broadcast` or `restart` say otherwise. The defaults of the other methods are right for both
+    kinds of rules: those that overwrite the replicas, and those whose own `restart` leaves each
+    replica with weights of its own.
 
     Example:
         >>> import dataclasses
@@ -40,16 +40,16 @@ class Rule:
     """
 
     def resolve(self, num_replicas: int) -> Rule:
-        """The rule for N replicas: defaults that depend on N filled in, and checked.
+        """Returns the rule for N replicas, checked, with defaults that depend on N filled in.
 
         Raises:
-            ValueError: a hyper-parameter is unstable for so many.
+            ValueError: a hyper-parameter is unstable for so many replicas.
         """
         del num_replicas
         return self
 
     def init(self, weights: Array) -> State:
-        """The state of a run that starts at the flat vector `weights`.
+        """Returns the state of a run that starts at the flat vector `weights`.
 
         Returns:
             A NamedTuple. Its field `global_model` is the global model; the others are of the shape
@@ -58,7 +58,7 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
 
     def update(self, state: State, average: Array, num_replicas: int, share: Scalar = 1.0) -> State:
-        """The state after the global step.
+        """Returns the state after the global step.
 
         Args:
             state: as `init` or this function returned it.
@@ -76,7 +76,7 @@ class Rule:
         return after.global_model
 
     def restart(self, local: Array, broadcast: Array) -> Array:
-        """The weights that a replica goes on from: what it has received."""
+        """Returns the weights that a replica goes on from: by default those that it received."""
         del local
         return broadcast
 
@@ -89,27 +89,29 @@ class Rule:
         return False
 
     def measured_from(self, state: State, received: Array) -> Array:
-        """The point that the mean of the replicas' differences from `received` is added to.
+        """Returns the point that the mean of the replicas' differences from `received` is added to.
 
-        With `compression=` only these differences travel. A rule that overwrites the replicas put
-        them where they have `received`, which rounding has moved: the differences are what they
-        have learned since, and belong to the exact point. Otherwise no sync has put them there, and
-        their mean is `received` plus the mean of the differences, wherever the global model is.
+        With `compression=` only these differences travel. If the rule overwrites the replicas, they
+        started the block at `received`, which is the broadcast point after rounding. The
+        differences are then what they have learned since, and are added to the exact broadcast
+        point. Otherwise the replicas did not start at `received`, and their mean is `received` plus
+        the mean of the differences.
         """
         return self.broadcast(state, state) if self._overwrites else received
 
-    # None in a rule that has no such form: its syncs cannot overlap training.
+    # A rule without such a method sets it to None; its syncs then cannot overlap training.
     def restart_delayed(self, local: Array, snapshot: Array, broadcast: Array) -> Array:
-        """The same as `restart` for a replica that has trained on since the sync began.
+        """Returns what `restart` does, for a replica that has trained on since the sync began.
 
             w_i ← B + (w_i − s_i),  or  w_i ← w_i + (restart(s_i) − s_i)
 
-        with B the broadcast point and s_i the replica's weights when the sync began. The first is
-        for rules that overwrite the replicas: what a replica has learned since is kept, and the
-        next sync measures it from B, too, so the rule's equations stay as they are. The second is
-        for others: the move is that of the values before the sync, and comes later. Shen et al.,
-        "Faster distributed deep net training: computation and communication decoupled stochastic
-        gradient descent" (CoCoD-SGD, 2019), for model averaging.
+        with B the broadcast point and s_i the replica's weights when the sync began. The first form
+        is for rules that overwrite the replicas: it keeps what a replica has learned since, and the
+        next sync measures that from B, too, so the rule's equations stay as they are. The second
+        form is for other rules: the replica moves by what `restart` gives for its weights before
+        the sync, only later. Source: Shen et al., "Faster distributed deep net training:
+        computation and communication decoupled stochastic gradient descent" (CoCoD-SGD, 2019), for
+        model averaging.
         """
         if self._overwrites:
             return self.restart(local, broadcast) + (local - snapshot)
@@ -124,12 +126,12 @@ class Rule:
 class Average:
     """An average of the global model after each sync, which training never sees.
 
-    An average of one's own is a frozen dataclass that derives from this and has all three methods,
-    element by element as those of a `Rule`.
+    An average of one's own is a frozen dataclass that derives from this and has all three methods.
+    They work element by element, like those of a `Rule`.
     """
 
     def init(self, weights: Array) -> State:
-        """The state of a run that starts at the flat vector `weights`.
+        """Returns the state of a run that starts at the flat vector `weights`.
 
         Returns:
             A NamedTuple of arrays of that shape, and numbers.
@@ -137,13 +139,13 @@ class Average:
         raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
 
     def update(self, state: State, global_model: Array, share: Scalar = 1.0) -> State:
-        """The state after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
+        """Returns the state after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
         raise NotImplementedError(
             f"{type(self).__name__} has no update(state, global_model, share=1.0)."
         )
 
     def value(self, state: State) -> Array:
-        """The averaged model, as a flat vector."""
+        """Returns the averaged model, as a flat vector."""
         raise NotImplementedError(f"{type(self).__name__} has no value(state).")
 
 
@@ -156,8 +158,8 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
     """Tries a rule out on three weights, together and one by one.
 
     Args:
-        rule: as `resolve` gives it.
-        num_replicas: that it is for.
+        rule: the rule as `resolve` gives it.
+        num_replicas: the number of replicas that it is for.
 
     Raises:
         TypeError: it lacks a method or returns what is no state; the message says which.
@@ -175,7 +177,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
         found = []
         for mean, share in zip(_MEANS, _SHARES, strict=True):
             before = state
-            # Without the share, as for a whole block.
+            # A whole block leaves the argument out, so that its default is tried, too.
             shares = () if share == 1.0 else (np.float32(share),)
             after = rule.update(before, mean[part], num_replicas, *shares)
             state = _state(rule, "update", after, weights, before)
@@ -239,7 +241,7 @@ def _state(
     weights: NDArray[np.float32],
     former: State = None,
 ) -> State:
-    """A state that a method returned, after a look at its form."""
+    """Returns the state that a method returned, or raises if its form is wrong."""
     if not (isinstance(state, tuple) and hasattr(state, "_fields")):
         raise TypeError(
             f"{given!r}: {method} returns {type(state).__name__}, and must return a NamedTuple of "

@@ -144,7 +144,7 @@ class HeldOut(keras.callbacks.Callback):
         return max(lengths)
 
     def _part(self, steps: int) -> float:
-        """The part of an epoch that `steps` minibatches are."""
+        """Returns the part of an epoch that `steps` minibatches are."""
         return min(1.0, steps / self._length) if self._length else 0.0
 
     def _all_at_a_sync(self, batch: int, due: bool) -> bool:
@@ -187,7 +187,7 @@ class HeldOut(keras.callbacks.Callback):
 
 
 def evaluate(model: keras.Model, data: Data) -> dict[str, float]:
-    """The loss and metrics of a model on data that `fit` would take as `validation_data`."""
+    """Returns a model's loss and metrics on data that `fit` would take as `validation_data`."""
     x, y, sample_weight = (
         keras.utils.unpack_x_y_sample_weight(data)
         if isinstance(data, tuple | list)
@@ -243,7 +243,7 @@ class _Table:
 
 
 def _number(text: str | None) -> float:
-    """The number that a cell holds; infinity where a killed run has left half a row."""
+    """Returns the number that a cell holds; infinity where a killed run has left half a row."""
     try:
         return float(text or "inf")
     except ValueError:

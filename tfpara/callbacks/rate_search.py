@@ -111,7 +111,7 @@ class SearchRate(Schedule):
         )
 
     def _losses(self, rates: Sequence[float], sample: Data) -> list[float]:
-        """Each candidate's loss, infinite where it diverges; leaves the model as it was."""
+        """Returns each candidate's loss, infinite where it diverges; leaves the model as it was."""
         model = self.model
         before = TrainingState(model, shared=False)  # nothing is synchronised meanwhile
         former = learning_rate(model)

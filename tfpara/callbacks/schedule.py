@@ -247,7 +247,7 @@ def close_block(model: keras.Model) -> None:
 
 
 def learning_rate(model: keras.Model) -> float:
-    """The rate that the model's optimizer has now."""
+    """Returns the rate that the model's optimizer has now."""
     return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
 
 

@@ -9,16 +9,16 @@ import tensorflow as tf
 
 from tfpara.typing import Json
 
-ROWS = "rows"  # natural, from the rows of the minibatch: Dense
-MATRIX = "matrix"  # natural, from the summed gradient: convolutions
-PLAIN = "plain"  # as it is: all others
+ROWS = "rows"  # natural gradient from the rows of the minibatch: Dense layers
+MATRIX = "matrix"  # natural gradient from the summed gradient: convolutions
+PLAIN = "plain"  # ordinary gradient: all other layers
 
 
 def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
-    """The layers with trainable weights, and for each how its gradient is made.
+    """Returns the layers with trainable weights, and for each how its gradient is made.
 
-    An entry has the kind of the layer, the places of its variables (kernel first) in the model's
-    trainable ones, and the width of its input rows.
+    An entry has the kind of the layer and the indices of its variables (kernel first) among the
+    model's trainable ones. Unless the kind is `PLAIN`, it also has the width of the input rows.
     """
     place = {id(v): number for number, v in enumerate(model.trainable_variables)}
     found = []
@@ -30,17 +30,17 @@ def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
             entry["width"] = _size(weights[0]) // weights[0].shape[-1] + len(weights) - 1
         if weights:
             found.append((layer, entry))
-    if place:  # weights that a model itself has
+    if place:  # weights that belong to the model itself rather than to a layer
         found.append((model, {"kind": PLAIN, "variables": sorted(place.values())}))
     return found
 
 
 def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bool]]:
-    """The layers that are made of no others, each once, and whether they are called as they are.
+    """Returns the layers that contain no others, each once, and whether nothing wraps them.
 
-    Wrappers and recurrent layers call what they hold in loops or on parts of their input.
+    Wrappers and recurrent layers call the layers inside them in loops or on parts of their input.
     """
-    # Keras' own way to a layer's parts, which has no public name.
+    # Keras has no public name for the parts of a layer.
     parts = list(layer._flatten_layers(include_self=False, recursive=False))
     if not parts:
         return [(layer, bare)]
@@ -54,7 +54,7 @@ def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bo
 
 
 def _kind(layer: keras.Layer, weights: Sequence[keras.Variable]) -> str:
-    """`ROWS` or `MATRIX` where kernel and bias are all that a layer of that kind trains."""
+    """Returns the kind of a layer: `PLAIN` also where it trains more than kernel and bias."""
     own = [
         v for v in (getattr(layer, "kernel", None), getattr(layer, "bias", None)) if v is not None
     ]

@@ -15,12 +15,13 @@ from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_
 from tfpara.typing import Array, Json
 from tfpara.whole_number import checked_whole
 
-# Kaldi's convolutions remember four minibatches. Their gradients are sums over a minibatch there
-# and means here: with a thousand frames, this much smaller when squared, and so is the floor.
+# Kaldi's convolutions remember four minibatches. Their gradients are sums over a minibatch in Kaldi
+# and means here. With a thousand frames the squares here are smaller by this factor, and so is the
+# floor of the eigenvalues.
 _MATRIX_HISTORY = 4.0
 _MATRIX_EPSILON = 1e-6
 
-# Of a weight: dense, or of some rows.
+# The gradient of a weight: dense, or of some of its rows.
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 
 
@@ -28,45 +29,47 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 class NGSGD(keras.optimizers.SGD):
     """SGD whose gradients are those of Kaldi's online natural gradient (NG-SGD).
 
-    In a Dense layer y = W x + b of a minibatch of N rows, the gradient of [W b] is not ēᵀx̄ of the
-    layer's inputs x̄ (a 1 appended) and its output derivatives e, but that of both matrices after
-    each has been multiplied by the smoothed inverse of its own mean scatter, which is estimated
-    online, and rescaled to its former norm: see `OnlineNaturalGradient`. So a step is about as
-    long as one of SGD, and learning rates carry over. Convolutions are preconditioned as Kaldi
-    preconditions its own: on the summed gradient's rows and columns. All other layers get plain
-    SGD: so do Dense layers inside wrappers and recurrent layers, or with LoRA.
+    In a Dense layer y = W x + b, the ordinary gradient of [W b] over a minibatch of N rows is eᵀx̄,
+    where x̄ are the layer's inputs with a 1 appended, and e the derivatives of its outputs. Here
+    both matrices are preconditioned first: each is multiplied by the smoothed inverse of its own
+    mean scatter, which is estimated online, and rescaled to its former norm (see
+    `OnlineNaturalGradient`). So a step is about as long as one of SGD, and learning rates carry
+    over. Convolutions are preconditioned as in Kaldi, on the rows and columns of the summed
+    gradient. All other layers get plain SGD, and so do Dense layers inside wrappers and recurrent
+    layers, or with LoRA.
 
-    The method needs the rows of the minibatch, which an optimizer never sees, so the optimizer has
-    to be shown the model, once built:
+    The method needs the rows of the minibatch, which an optimizer never sees. So the optimizer must
+    be attached to the model, once the model is built:
 
         model.compile(tfpara.optimizers.NGSGD(0.1).attach(model), loss)
 
-    This leaves the model's weights, its outputs and what is saved of it as they are. Training
-    calls of its Dense layers go through a custom gradient as long as this optimizer is the one
-    that the model is compiled with (or that it is compiled with none).
+    This changes neither the model's weights nor its outputs nor its saved form. Training calls of
+    its Dense layers go through a custom gradient as long as the model is compiled with this
+    optimizer, or with none.
 
     The state (for each side of a layer R, d, ρ and a counter) is among `optimizer.variables`, so it
     is saved with them. After `keras.models.load_model`, `model.optimizer.attach(model)` goes on
-    with it. Under a strategy every replica follows the scatter of its own data: a sync neither
-    averages nor resets it, whatever `local_state` says, since a mean of orthonormal bases, each
-    free in sign and order, is none. Weights and momentum are treated as those of SGD are.
+    with it. Under a strategy every replica estimates the scatter of its own data. A sync neither
+    averages nor resets this state, whatever `local_state` says: a mean of orthonormal bases, whose
+    signs and order are free, is no orthonormal basis. Weights and momentum are treated as with SGD.
 
     Args:
         learning_rate: as of `keras.optimizers.SGD`.
         momentum: in [0, 1).
         nesterov: Nesterov momentum.
-        input_rank: rank for the inputs' side; never more than half of its width.
-        output_rank: rank for the output derivatives' side.
+        input_rank: rank for the inputs' side; not more than half of its width, rounded up, is used.
+        output_rank: the same for the output derivatives' side.
         update_period: minibatches between two updates of the scatters, after the first ten.
-        history: rows after whose number a scatter is forgotten.
+        history: number of rows after which a scatter is largely forgotten.
         alpha: α ≥ 0, smoothing by the unit matrix.
         epsilon: absolute floor of the scatters' eigenvalues.
-        delta: the same, relative to the largest eigenvalue.
+        delta: floor of the scatters' eigenvalues relative to the largest one.
         max_change: largest norm of learning rate × gradient of a layer, kernel and bias together,
             beyond which this is scaled down; None for no limit. Momentum m can add up such steps
             to max_change / (1 − m).
-        layers: how each layer gets its gradient; filled in by `attach`, for saving.
-        **options: those of any Keras optimizer, such as `clipnorm`; they see natural gradients.
+        layers: how each layer gets its gradient; `attach` fills it in, for saving.
+        **options: options of any Keras optimizer, such as `clipnorm`; they apply to the natural
+            gradients.
 
     Raises:
         ValueError: a value outside its range.
@@ -120,10 +123,10 @@ class NGSGD(keras.optimizers.SGD):
         self._attached = False
 
     def attach(self, model: keras.Model) -> NGSGD:
-        """Shows the optimizer the model that it is to train; returns the optimizer.
+        """Prepares a model's layers for this optimizer; returns the optimizer.
 
         Args:
-            model: built, with all its trainable weights; freeze layers first.
+            model: the model, built. Freeze layers before, since all its trainable weights count.
 
         Raises:
             TypeError: not a Keras model.
@@ -173,7 +176,7 @@ class NGSGD(keras.optimizers.SGD):
                 continue
             kernel = variables[entry["variables"][0]]
             by_rows = entry["kind"] == ROWS
-            # Not the layer's name, whose number counts all that a worker has made.
+            # Not the layer's own name: the number in it depends on what else a worker has made.
             name = f"layer{number}"
             input_side = self._make_side(self.input_rank, entry["width"], by_rows, f"{name}_input")
             output_side = self._make_side(
@@ -186,7 +189,7 @@ class NGSGD(keras.optimizers.SGD):
         grads: Sequence[Gradient | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
-        """A step with gradients as the tape gives them; those of Dense layers are natural by then.
+        """Takes a step with the gradients of the tape; those of Dense layers are natural already.
 
         Raises:
             ValueError: `attach` was not called.
@@ -214,7 +217,7 @@ class NGSGD(keras.optimizers.SGD):
         super().apply(changed, trainable_variables)
 
     def get_config(self) -> dict[str, Json]:
-        """The arguments that make an equal optimizer."""
+        """Returns the arguments that make an equal optimizer."""
         names = (
             "input_rank",
             "output_rank",
@@ -246,12 +249,12 @@ class NGSGD(keras.optimizers.SGD):
         def variable(start: Array, what: str, dtype: str = "float32") -> keras.Variable:
             made = self.add_variable(
                 start.shape,
-                # A function of the shape, which strategies may call again on another device.
+                # A function, since strategies may call it again on another device.
                 lambda shape, dtype: tf.cast(start, dtype),
                 dtype,
                 name=f"{name}_{what}_of_scatter",
             )
-            made.of_one_replica = True  # a sync leaves it to each
+            made.of_one_replica = True  # A sync leaves each replica's value as it is.
             return made
 
         first = method.arbitrary(width)
@@ -265,7 +268,7 @@ class NGSGD(keras.optimizers.SGD):
         )
 
     def _limited(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """A layer's gradients, scaled down together if their step would exceed `max_change`."""
+        """Returns a layer's gradients, all scaled down if their step would exceed `max_change`."""
         if self.max_change is None:
             return list(gradients)
         norm = tf.sqrt(tf.add_n([_square(g) for g in gradients]))
@@ -275,7 +278,7 @@ class NGSGD(keras.optimizers.SGD):
 
 
 def _square(gradient: Gradient) -> tf.Tensor:
-    """The squared norm of a gradient, dense or of some rows."""
+    """Returns the squared norm of a gradient, dense or of some rows."""
     if isinstance(gradient, tf.IndexedSlices):
         rows, place = tf.unique(gradient.indices)
         gradient = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(rows))

@@ -1,8 +1,8 @@
 """The online natural gradient of Povey, Zhang and Khudanpur (2014), on the rows of one matrix.
 
-The rows of X [N, D] are vectors (the inputs of a layer, or the derivatives of its outputs) whose
-scatter is followed over the minibatches by a low-rank matrix plus a multiple of the unit matrix.
-Each minibatch is multiplied by the smoothed inverse of what the earlier ones have left.
+The rows of X [N, D] are vectors: the inputs of a layer, or the derivatives of its outputs. Their
+scatter is estimated over the minibatches, as a low-rank matrix plus a multiple of the unit matrix.
+Each minibatch is multiplied by the smoothed inverse of the estimate from the earlier minibatches.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# eta beyond this would forget F altogether, which all-zero rows then would not survive.
+# With eta near 1, F would be forgotten altogether, and all-zero rows would leave F zero.
 MAX_ETA = 0.9
-# Rows of R further from orthonormal than this are made so again.
+# The rows of R are made orthonormal again if they are further from it than this.
 ORTHONORMALITY = 1e-3
 
 
@@ -33,7 +33,7 @@ class Scatter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnlineNaturalGradient:
-    """The method, for rows of one width.
+    """The online natural gradient for rows of one width.
 
     With S = XᵀX / N, T = η S + (1−η) F and Y = R T, of which Y Yᵀ = U C Uᵀ, an update is
 
@@ -47,15 +47,15 @@ class OnlineNaturalGradient:
         X̄ = X̂ · sqrt(tr XXᵀ / tr X̂X̂ᵀ)
 
     Args:
-        rank: of the low-rank part, below the rows' width; at most `sensible_rank(width)` of it.
-        history: rows after whose number F forgets: η = 1 − exp(−N / history), at most 0.9.
+        rank: rank of the low-rank part, below the rows' width; see `sensible_rank`.
+        history: number of rows after which F forgets: η = 1 − exp(−N / history), at most 0.9.
         alpha: α ≥ 0, the smoothing of F by the unit matrix.
         epsilon: absolute floor of ρ and d.
         delta: floor of ρ, relative to the largest eigenvalue of F.
         history_minibatches: if set, η = 1 / history_minibatches instead, whatever N is.
 
-    Source: Povey, Zhang and Khudanpur (2014), "online" NG-SGD, and the notes in Kaldi's
-    nnet3/natural-gradient-online.h, from which the start and the floors are.
+    Source: Povey, Zhang and Khudanpur (2014), "online" NG-SGD. The start and the floors are from
+    the notes in Kaldi's nnet3/natural-gradient-online.h.
     """
 
     rank: int
@@ -66,12 +66,12 @@ class OnlineNaturalGradient:
     history_minibatches: float | None = None
 
     def arbitrary(self, width: int) -> Scatter:
-        """A small F to start from; updates with the first minibatch then make it meaningful."""
+        """Returns a small F to start from, which is to be updated before its first use."""
         epsilon = tf.constant(self.epsilon, tf.float32)
         return Scatter(arbitrary_basis(self.rank, width), tf.fill([self.rank], epsilon), epsilon)
 
     def precondition(self, scatter: Scatter, rows: tf.Tensor) -> tf.Tensor:
-        """X̄: the rows, float32 [N, D], times the smoothed inverse of F, at their former norm."""
+        """Returns X̄: the rows [N, D] times the smoothed inverse of F, at their former norm."""
         width = rows.shape[1]
         trace = width * scatter.rho + tf.reduce_sum(scatter.diagonal)
         beta = scatter.rho + self.alpha / width * trace
@@ -83,13 +83,13 @@ class OnlineNaturalGradient:
         return turned * tf.sqrt(tf.math.divide_no_nan(before, after))
 
     def update(self, scatter: Scatter, rows: tf.Tensor) -> Scatter:
-        """F after one more minibatch."""
+        """Returns F after one more minibatch."""
         number, width = tf.cast(tf.shape(rows)[0], tf.float64), rows.shape[1]
         eta = self._eta(number)
         basis, diagonal, rho = (tf.cast(t, tf.float64) for t in scatter)
         projected = tf.matmul(rows, scatter.basis, transpose_b=True)
         basis_s = tf.cast(tf.matmul(projected, rows, transpose_a=True), tf.float64) / number
-        # In double precision: Z has the fourth power of the data.
+        # Double precision is needed, since Z has the fourth power of the data.
         y = eta * basis_s + (1 - eta) * (diagonal + rho)[:, None] * basis
         z = tf.matmul(y, y, transpose_b=True)
         c, u = tf.linalg.eigh(z)
@@ -116,12 +116,18 @@ class OnlineNaturalGradient:
 
 
 def sensible_rank(rank: int, width: int) -> int:
-    """`rank`, but at most half the width; 0 for a width of 1, where the method changes nothing."""
+    """Returns `rank`, or half the width, rounded up, if that is less.
+
+    It is 0 for a width of 1, where the method changes nothing.
+    """
     return min(rank, (width + 1) // 2) if width > 1 else 0
 
 
 def arbitrary_basis(rank: int, width: int) -> tf.Tensor:
-    """Orthonormal rows, float32 [rank, width]: row r is constant on columns r, r + rank, …"""
+    """Returns orthonormal rows, float32 [rank, width].
+
+    Row r has one and the same value in columns r, r + rank, … and 0 in the others.
+    """
     columns = tf.range(width) % rank
     member = tf.one_hot(columns, rank, axis=0)
     counts = [math.ceil((width - row) / rank) for row in range(rank)]
@@ -129,7 +135,7 @@ def arbitrary_basis(rank: int, width: int) -> tf.Tensor:
 
 
 def orthonormal(basis: tf.Tensor) -> tf.Tensor:
-    """`basis`, its rows made orthonormal in turn if rounding has left them far from it."""
+    """Returns `basis`, its rows made orthonormal again if rounding has left them far from it."""
     product = tf.matmul(basis, basis, transpose_b=True)
     error = tf.reduce_max(tf.abs(product - tf.eye(basis.shape[0], dtype=basis.dtype)))
 

@@ -1,4 +1,4 @@
-"""The online natural gradient with its state in variables, and the layers that it goes into."""
+"""The online natural gradient with its state in variables, and its use in layers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import tensorflow as tf
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, Scatter
 from tfpara.typing import Nest
 
-# As in Kaldi, F is updated with each of so many first minibatches, whatever the period is.
+# As in Kaldi, F is updated with each of the first minibatches, so many, whatever the period is.
 FIRST_UPDATES = 10
-# As in Kaldi, so many more updates with the very first one, from the arbitrary start.
+# As in Kaldi, the very first minibatch updates F so many times more, from the arbitrary start.
 START_UPDATES = 3
 
 
 @dataclasses.dataclass(eq=False)
 class Preconditioner:
-    """Follows the scatter of one side of a layer and preconditions its rows.
+    """Estimates the scatter of one side of a layer and preconditions its rows.
 
     Args:
         method: the equations.
         update_period: minibatches between two updates of F.
-        basis, diagonal, rho: variables for `Scatter`, at first as `method.arbitrary(width)` has it.
-        minibatches: int32 variable, the minibatches seen; at first 0.
+        basis, diagonal, rho: variables of a `Scatter`, with `method.arbitrary(width)` to begin.
+        minibatches: int32 variable with the number of minibatches seen, 0 to begin.
     """
 
     method: OnlineNaturalGradient
@@ -38,19 +38,20 @@ class Preconditioner:
     minibatches: keras.Variable
 
     def __call__(self, rows: tf.Tensor) -> tf.Tensor:
-        """The preconditioned rows, float32 [N, D] of the same norm; F is updated if it is due.
+        """Returns the preconditioned rows, float32 [N, D] of the same norm; updates F if it is due.
 
-        Rows that are not finite, as loss scaling makes on purpose, are returned as they are and
-        leave F alone. So are zero rows.
+        If any row is not finite, or all are zero, the rows are returned as they are and F stays as
+        it is. (Loss scaling makes rows that are not finite on purpose.)
         """
         variables = (self.basis, self.diagonal, self.rho)
-        # tf.identity: what is there before the assignments below.
+        # tf.identity keeps the values from before the assignments below.
         before = Scatter(*(tf.identity(v.value) for v in variables))
         seen = tf.identity(self.minibatches.value)
         total = tf.reduce_sum(tf.square(rows))
         usable = tf.math.is_finite(total) & (total > 0)
         due = (seen < FIRST_UPDATES) | ((seen - FIRST_UPDATES) % self.update_period == 0)
-        # The first minibatch starts F, the others meet the F that their predecessors left.
+        # The first minibatch is preconditioned with an F that it has started itself, each later
+        # one with the F from before it.
         start = tf.where(seen == 0, START_UPDATES, 0)
         number = tf.where(usable, start + tf.cast(due, tf.int32), 0)
 
@@ -71,7 +72,7 @@ class Preconditioner:
 
 @functools.cache
 def _update(method: OnlineNaturalGradient, width: int) -> Callable[..., Scatter]:
-    """`method.update` as a graph that layers of the same size share."""
+    """Returns `method.update` as a graph that layers of the same size share."""
     scatter = Scatter(*(tf.TensorSpec(t.shape) for t in method.arbitrary(width)))
     rows = tf.TensorSpec([None, width])
     return tf.function(method.update, input_signature=[scatter, rows], autograph=False)
@@ -84,7 +85,7 @@ def affine(
     input_side: Callable[[tf.Tensor], tf.Tensor],
     output_side: Callable[[tf.Tensor], tf.Tensor],
 ) -> tf.Tensor:
-    """inputs · kernel + bias, with the natural gradient for kernel and bias.
+    """Returns inputs · kernel + bias, with the natural gradient for kernel and bias.
 
     The gradient of both is X̄ᵀ Ē / N, where X̄ are the preconditioned rows of the inputs, with a 1
     appended for the bias, and Ē those of the derivatives of the outputs. The derivative for the
@@ -111,7 +112,8 @@ def affine(
             number = tf.cast(tf.shape(x)[0], tf.float32)
             if bias is not None:
                 x = tf.concat([x, tf.ones_like(x[:, :1])], 1)
-            # Losses are means over N rows; the method, and its epsilon, are about single rows.
+            # Losses are means over N rows; the method and its epsilon expect derivatives of single
+            # rows' losses.
             e = output_side(e * number) / number
             both = tf.cast(tf.matmul(input_side(x), e, transpose_a=True), kernel.dtype)
             if bias is None:
@@ -131,7 +133,7 @@ def hook(
 ) -> None:
     """Makes training calls of a Dense layer go through `affine` while `active()`.
 
-    Other calls, and so evaluation and export, are those of the layer's class.
+    Other calls, as in evaluation and export, are those of the layer's class.
     """
     ordinary = type(layer).call
 
@@ -144,7 +146,7 @@ def hook(
         return outputs if layer.activation is None else layer.activation(outputs)
 
     layer.call = call
-    # Keras then leaves XLA out of its automatic choice: this has not been tried with it.
+    # With this Keras does not choose XLA by itself. The custom gradient was not tried with XLA.
     layer.supports_jit = False
 
 
@@ -154,14 +156,15 @@ def precondition_matrix(
     input_side: Callable[[tf.Tensor], tf.Tensor],
     output_side: Callable[[tf.Tensor], tf.Tensor],
 ) -> list[tf.Tensor]:
-    """The natural gradient of a convolution, from its summed gradient.
+    """Returns the natural gradient of a convolution, from its summed gradient.
 
-    As Kaldi does for its convolutions, the gradient itself is the matrix whose rows are
-    preconditioned: those of the output channels first, [out, in + 1] with the bias, then those of
-    the inputs, [in + 1, out].
+    As in Kaldi's convolutions, the gradient itself is the matrix whose rows are preconditioned:
+    first the rows of the output channels, [out, in + 1] with the bias, then those of the inputs,
+    [in + 1, out].
 
     Args:
-        kernel: the kernel's gradient [..., channels, out]; all but the last axis are the inputs.
+        kernel: the kernel's gradient [..., channels, out]; `in` is the size of all axes but the
+            last.
         bias: the bias' gradient [out], or None.
         input_side, output_side: precondition float32 rows [out, in + 1] and [in + 1, out].
     """

@@ -19,15 +19,15 @@ from tfpara.pretraining.rbm import BERNOULLI, FIRST_MOMENTUM, GAUSSIAN, RBM
 from tfpara.pretraining.stack import hidden_layers
 from tfpara.whole_number import checked_whole
 
-# Minibatches from which the visible units' bias is set.
+# The visible units' bias is set from so many minibatches.
 _BIAS_MINIBATCHES = 100
 
 
 class Pretrained(NamedTuple):
     """The result of pretraining for one layer.
 
-    layer: its name. visible: the kind of its visible units. errors: after each epoch the mean
-    squared reconstruction error of a visible unit, over the epoch.
+    layer: its name. visible: the kind of its visible units. errors: for each epoch the mean squared
+    reconstruction error of a visible unit.
     """
 
     layer: str
@@ -57,11 +57,11 @@ def pretrain(
 
         u ← m u + (1 − m) · rate · (CD-1 − weight_decay · W),   W ← W + u
 
-    (biases without decay). The same seed and data give the same weights. Data for the first layer
-    should have mean 0 and variance 1 in each dimension.
+    where biases have no decay. The same seed and data give the same weights. Data for the first
+    layer should have mean 0 and variance 1 in each dimension.
 
-    With several workers, pretrain in one process and start all from its weights, or call this on
-    every worker with the same whole data before training.
+    With several workers, pretrain in one process and start all workers from its weights, or call
+    this on every worker with the same whole data before training.
 
     Args:
         model: a chain of layers, of which the first with weights and those after it are Dense with
@@ -70,14 +70,16 @@ def pretrain(
         dataset: finite minibatches x or (x, labels, …), x float [b, ...] as the model takes it. Or
             a function of the epoch's number, counted over all layers, that gives such a dataset.
         epochs: passes over the data for each Bernoulli-Bernoulli RBM.
-        gaussian_epochs: the same for the Gaussian-Bernoulli one; 2 · epochs if not given.
-        learning_rate: of a minibatch's mean statistics, for Bernoulli-Bernoulli RBMs.
-        gaussian_learning_rate: for the Gaussian-Bernoulli one, which becomes unstable sooner.
-        momentum: m at its highest, in [0.5, 1), or 0 for none.
-        momentum_minibatches: minibatches of a layer until m is there.
-        weight_decay: of W, 0 or more.
-        initial_stddev: of W's normal initial values, positive.
-        seed: of the initial values and of all samples.
+        gaussian_epochs: the same for the Gaussian-Bernoulli RBM; 2 · epochs if not given.
+        learning_rate: the rate for Bernoulli-Bernoulli RBMs, by which the mean statistics of a
+            minibatch are multiplied.
+        gaussian_learning_rate: the rate for the Gaussian-Bernoulli RBM, which becomes unstable at
+            lower rates.
+        momentum: the highest m, in [0.5, 1), or 0 for no momentum.
+        momentum_minibatches: the number of a layer's minibatches after which m is the highest.
+        weight_decay: the decay of W, 0 or more.
+        initial_stddev: the standard deviation of W's normal initial values, positive.
+        seed: the seed of the initial values and of all samples.
         verbose: 0 is silent, 1 shows a progress bar for each epoch, 2 a line at its end.
 
     Returns:
@@ -86,7 +88,7 @@ def pretrain(
     Raises:
         TypeError: not a Keras model, or elements of `dataset` that are no tensors.
         ValueError: a model that is no such stack, a value out of range, a dataset without
-            minibatches, or weights that ceased to be finite.
+            minibatches, or weights that are no longer finite.
 
     Source: Su and Chen (2015), section 5.1; defaults of Kaldi's pretrain_dbn.sh.
     """
@@ -176,7 +178,7 @@ def _train(
 ) -> list[float]:
     """Trains an RBM; returns the mean reconstruction error over each epoch."""
     errors = []
-    minibatches = None  # of an epoch; known after the first
+    minibatches = None  # in an epoch; known after the first epoch
     for turn, epoch in enumerate(epochs, 1):
         if verbose:
             print(f"{title}: epoch {turn} of {len(epochs)}")

@@ -17,14 +17,14 @@ import tensorflow as tf
 GAUSSIAN = "gaussian"
 BERNOULLI = "bernoulli"
 
-# Momentum begins here, as in Kaldi.
+# The first minibatch has this momentum, as in Kaldi.
 FIRST_MOMENTUM = 0.5
 # Units that are nearly always off or on start with a bias of at most this, in absolute value.
 LARGEST_BIAS = 8.0
 
 
 class Statistics(NamedTuple):
-    """CD-1's estimate of the gradient of the log-likelihood, means over a minibatch.
+    """The estimate by CD-1 of the gradient of the log-likelihood, as means over a minibatch.
 
     kernel: [visible, hidden]. visible_bias: [visible]. hidden_bias: [hidden]. error: mean squared
     reconstruction error of a visible unit.
@@ -40,11 +40,11 @@ class RBM:
     """A restricted Boltzmann machine that learns by CD-1.
 
     Args:
-        visible: visible units.
-        hidden: hidden units, Bernoulli.
+        visible: the number of visible units.
+        hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
-        seed: two numbers from which all that is drawn follows.
-        learning_rate, momentum, momentum_minibatches, weight_decay, initial_stddev: as of
+        seed: two numbers, which determine all random numbers.
+        learning_rate, momentum, momentum_minibatches, weight_decay, initial_stddev: as in
             `tfpara.pretraining.pretrain`.
     """
 
@@ -66,7 +66,7 @@ class RBM:
         self._momentum = momentum
         self._momentum_minibatches = momentum_minibatches
         self._weight_decay = weight_decay
-        # One stream for the initial values, and one number of another for each minibatch.
+        # `seed` itself is for the initial values; each minibatch gets a number of another stream.
         self._seed = tf.random.experimental.stateless_fold_in(list(seed), 1)
         first = tf.random.stateless_normal([visible, hidden], list(seed), 0.0, initial_stddev)
         self.kernel = tf.Variable(first)
@@ -80,10 +80,10 @@ class RBM:
         )
 
     def start_bias(self, data: Iterable[tf.Tensor]) -> None:
-        """Sets the visible units' bias by their mean over minibatches [b, visible].
+        """Sets the visible units' bias from their mean over minibatches [b, visible].
 
         Raises:
-            ValueError: there are none.
+            ValueError: there is no minibatch.
         """
         total, count = tf.zeros_like(self.visible_bias), 0
         for rows in data:
@@ -144,8 +144,8 @@ def cd1(
         v' = h Wᵀ + a (Gaussian) or σ(h Wᵀ + a) (Bernoulli),   p' = σ(v' W + b)
         kernel: (vᵀp − v'ᵀp') / B,   visible: mean(v − v'),   hidden: mean(p − p')
 
-    Only the hidden units are sampled, and only where they drive the reconstruction; probabilities
-    stand for samples elsewhere, which lowers the noise (Hinton 2010, section 3).
+    Only the hidden units are sampled, and only for the reconstruction. Elsewhere probabilities are
+    used in place of samples, which lowers the noise (Hinton 2010, section 3).
 
     Args:
         visible: v, the data, [B, visible]; in [0, 1] for Bernoulli units.

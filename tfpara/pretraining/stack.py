@@ -6,7 +6,7 @@ import keras
 
 
 def hidden_layers(model: keras.Model) -> list[keras.layers.Dense]:
-    """The layers that `pretrain` sets, from the input up.
+    """Returns the layers that `pretrain` sets, from the input up.
 
     Raises:
         TypeError: not a Keras model.
@@ -54,7 +54,7 @@ def _check_hidden(layer: keras.layers.Dense) -> None:
 
 
 def _chain(model: keras.Model) -> list[keras.Layer]:
-    """The layers from the input to the output, each feeding just the next."""
+    """Returns the layers from the input to the output, each of which feeds the next one only."""
     refusal = ValueError(
         f"model {model.name!r} is not a chain of layers from one input to one output, built with "
         "keras.Sequential and keras.Input or keras.Model(inputs, outputs)."

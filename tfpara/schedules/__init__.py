@@ -1,9 +1,9 @@
 """Schedules: learning rate, minibatch size, sync period, and when to stop.
 
-What decides is pure: callables of the position in the run (in epochs, from 0), and frozen
-dataclasses with ``init() -> state`` and ``update(state, scores) -> state`` whose states are
-NamedTuples of plain numbers. Workers that feed them the same numbers decide alike. The Keras
-callbacks of `tfpara.callbacks` carry the decisions out. `Adapt` is an optimizer.
+Schedules are pure: callables of the position in the run (in epochs, from 0), and frozen dataclasses
+with ``init() -> state`` and ``update(state, scores) -> state`` whose states are NamedTuples of
+plain numbers. Workers that give them the same numbers get the same decisions, which the Keras
+callbacks of `tfpara.callbacks` carry out. `Adapt` alone is an optimizer.
 """
 
 from tfpara.schedules.adapt import Adapt

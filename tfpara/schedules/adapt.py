@@ -22,16 +22,17 @@ class Adapt(keras.optimizers.Optimizer):
 
         γ_j(t) = γ(t) / √(K + Σ_{s=τ}^{t} g_j(s)²),    w_j ← w_j − γ_j(t) g_j(t).
 
-    You & Xu (2014), eq. 2, "ASGD-adapt", with K = 1 and τ = t, so that the rate depends on the
-    current gradient alone, and γ = 0.008. Their gradient is the *sum* over the samples of a
-    minibatch, Keras' loss a mean: give the minibatch size as `gradient_scale` for their numbers.
+    Source: You & Xu (2014), eq. 2, "ASGD-adapt", with K = 1, γ = 0.008 and τ = t, so that the rate
+    depends on the current gradient alone. Their gradient is the *sum* over the samples of a
+    minibatch, while Keras' loss is a mean: to use their numbers, give the minibatch size as
+    `gradient_scale`.
 
     Args:
         learning_rate: γ, a number or a Keras schedule.
         constant: K > 0.
-        memory: gradients in the sum, t − τ + 1 ≥ 1; all of them with None, which is Adagrad.
-        gradient_scale: > 0.
-        name: of the optimizer.
+        memory: the number of gradients in the sum, t − τ + 1 ≥ 1. None: all, which is Adagrad.
+        gradient_scale: the factor of the gradients, > 0.
+        name: name of the optimizer.
         **kwargs: `clipnorm`, `weight_decay` and so on, as every Keras optimizer takes them.
 
     Raises:
@@ -67,7 +68,7 @@ class Adapt(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        # With one gradient there is nothing to remember.
+        # With a memory of one gradient no earlier one is kept.
         slots = 1 if self.memory is None else self.memory if self.memory > 1 else 0
         self._squares = [
             self.add_optimizer_variables(variables, f"square_{slot}") for slot in range(slots)
@@ -89,7 +90,7 @@ class Adapt(keras.optimizers.Optimizer):
         if self.memory is None:
             self.assign_add(slots[0], square)
             return slots[0]
-        # A ring: this gradient takes the place of the oldest.
+        # The slots are a ring: this gradient replaces the oldest one.
         place = ops.cast(self.iterations, "int32") % self.memory
         kept = [ops.where(place == k, square, slot) for k, slot in enumerate(slots)]
         for slot, value in zip(slots, kept, strict=True):

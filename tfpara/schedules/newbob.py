@@ -10,9 +10,10 @@ from typing import NamedTuple
 class NewbobState(NamedTuple):
     """The state of Newbob between epochs.
 
-    score: the score that the next one is compared with; None before the first. gain: what the last
-    epoch gained; None before there were two scores. fading: the rate falls at every epoch from here
-    on. stopped: training is over. rejected: the last epoch's model is to be given up.
+    score: the score that the next one is compared with; None before the first. gain: the gain of
+    the last epoch; None before there were two scores. fading: whether the rate falls at every epoch
+    from here on. stopped: whether training is over. rejected: whether the last epoch's model is to
+    be given up.
     """
 
     score: float | None = None
@@ -27,9 +28,9 @@ class NewbobRule:
     """Decides when to lower the learning rate and when to stop, from a held-out score per epoch.
 
     An epoch's gain is the fall of a loss (or, with ``rising=True``, the rise of an accuracy) since
-    the epoch before; with ``relative=True`` as a part of the score before. The rate stays as long
-    as the gain is at least `start`. The first gain below it begins the fading: from then on every
-    epoch ends with rate ← factor · rate, until one gains less than `stop`.
+    the epoch before; with ``relative=True`` it is divided by the score before. The rate stays as
+    long as the gain is at least `start`. The first gain below `start` begins the fading: from then
+    on every epoch ends with rate ← factor · rate, until an epoch gains less than `stop`.
 
     * `NewbobRule.cross_entropy()`, the default: 1 % and 0.1 %, relative (Li et al. 2017,
       section 3.1).
@@ -43,7 +44,7 @@ class NewbobRule:
         stop: gain below which training ends once the rate is falling, ≥ 0.
         factor: what the rate is multiplied by, in (0, 1).
         rising: whether higher scores are better.
-        relative: whether gains are parts of the score before.
+        relative: whether gains are divided by the score before.
         reject_worse: whether an epoch that did not make the score better is given up, as in Kaldi's
             nnet1 schedule: training goes back to where the epoch began, its gain counts as 0, and
             the score to compare with stays.
@@ -88,14 +89,14 @@ class NewbobRule:
         return cls(start=0.005, rising=True, relative=False, reject_worse=reject_worse)
 
     def init(self) -> NewbobState:
-        """The state before the first score."""
+        """Returns the state before the first score."""
         return NewbobState()
 
     def update(self, state: NewbobState, score: float) -> NewbobState:
-        """The state after an epoch whose held-out score is `score`.
+        """Returns the state after an epoch whose held-out score is `score`.
 
         The next epoch's rate is `factor` times the last one's if the new state is `fading` and not
-        `stopped`. The first score of a run only serves to compare with.
+        `stopped`. The first score of a run decides nothing; the next one is compared with it.
 
         Raises:
             ValueError: the score is not a finite number.
@@ -120,6 +121,6 @@ class NewbobRule:
     def _gain(self, before: float, after: float) -> float:
         gain = after - before if self.rising else before - after
         if self.relative:
-            # A score of 0 cannot get better.
+            # After a score of 0 a better score counts as no gain, a worse one as it is.
             gain = gain / abs(before) if before else min(gain, 0.0)
         return gain

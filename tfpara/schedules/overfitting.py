@@ -1,4 +1,4 @@
-"""The overfitting guard: stop when training and validation error part."""
+"""The overfitting guard, which stops when training and validation error move apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 
 class OverfittingState(NamedTuple):
-    """The smallest gap so far (None before the first), epochs in a row beyond it, and the end."""
+    """The state of the guard between epochs.
+
+    smallest: the smallest gap so far; None before the first. epochs: open epochs in a row, up to
+    the last one. stopped: whether training is over.
+    """
 
     smallest: float | None = None
     epochs: int = 0
@@ -22,8 +26,8 @@ class OverfittingRule:
     With gap = max(0, validation error − training error), an epoch is *open* if its gap exceeds the
     smallest one so far by more than `threshold`. `patience` open epochs in a row end training.
 
-    A negative gap counts as none: an epoch's training error is measured while the model improves,
-    and with dropout, so that it is the larger of the two at first.
+    A negative gap counts as 0: an epoch's training error is measured while the model improves, and
+    with dropout, so that at first it is larger than the validation error.
 
     Tian et al. (2017), section 3.1, watch for "an apparent gap" of the frame error rates and give
     no number; threshold and patience are ours.
@@ -57,13 +61,13 @@ class OverfittingRule:
             raise ValueError(f"patience={self.patience!r} must be at least 1 epoch.")
 
     def init(self) -> OverfittingState:
-        """The state before the first epoch."""
+        """Returns the state before the first epoch."""
         return OverfittingState()
 
     def update(
         self, state: OverfittingState, training: float, validation: float
     ) -> OverfittingState:
-        """The state after an epoch with these two errors.
+        """Returns the state after an epoch with these two errors.
 
         Raises:
             ValueError: an error is not a finite number.

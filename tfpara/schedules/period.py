@@ -16,21 +16,21 @@ class Quadratic:
 
         τ(p) = max(τ₀, ⌊(α / rate(p))²⌋)
 
-    at position p in epochs. Long periods late in training, where the rate is small, find solutions
-    that generalise better and send less; early ones keep the replicas together. A closed epoch
-    closes the block, too, so a period longer than an epoch is one sync for each.
+    at position p in epochs. Short periods early in training keep the replicas together. Long ones
+    late, where the rate is small, need less communication and find solutions that generalise
+    better. The end of an epoch closes the block, too, so a period longer than an epoch means one
+    sync for each epoch.
 
     Args:
-        rate: position in epochs → learning rate, such as `Exponential` or a cosine: the schedule
-            that `tfpara.callbacks.LearningRate` is given.
-        alpha: α > 0. With α = √τ₀ · (the highest rate) periods begin to grow at once, and a smaller
-            α waits until the rate has fallen so far.
+        rate: position in epochs → learning rate, such as `Exponential` or a cosine; the same
+            schedule as that of `tfpara.callbacks.LearningRate`.
+        alpha: α > 0. With α = √τ₀ · (the highest rate) periods begin to grow at once. With a
+            smaller α they do so when the rate has fallen to α / √τ₀.
         first: τ₀ ≥ 1, minibatches.
 
     Raises:
         TypeError: `rate` is no function.
-        ValueError: a value outside its range; or, when it is asked for a period, a rate that is not
-            positive, for which the rule has none.
+        ValueError: a value outside its range; or, when it is called, a rate that is not positive.
 
     Source: Gu et al., "A quadratic synchronization rule for distributed deep learning" (ICLR 2024).
 
@@ -58,7 +58,7 @@ class Quadratic:
         object.__setattr__(self, "first", checked_whole("first", self.first, of="minibatches"))
 
     def __call__(self, position: float) -> int:
-        """The sync period, in minibatches, at a position."""
+        """Returns the sync period, in minibatches, at a position."""
         rate = self.rate(position)
         if not 0.0 < rate < math.inf:
             raise ValueError(
@@ -69,7 +69,7 @@ class Quadratic:
 
 
 class AdaCommState(NamedTuple):
-    """The period, in minibatches, and the loss F₀ of the first epoch (None before it has ended)."""
+    """State of AdaComm: the period in minibatches, and the first epoch's loss F₀ (None before)."""
 
     period: int
     first_loss: float | None = None
@@ -79,13 +79,13 @@ class AdaCommState(NamedTuple):
 class AdaComm:
     """Sync periods that fall with the training loss: rare syncs first, for speed, then more.
 
-        τ ← ⌈√(F / F₀) τ₀⌉, or ⌈τ / 2⌉ where that is not below the last τ
+        τ ← ⌈√(F / F₀) τ₀⌉, or ⌈τ / 2⌉ if the former is not below the last τ
 
-    after each epoch, with F its mean training loss and F₀ that of the first. The period ends at 1
-    minibatch.
+    after each epoch, with F its mean training loss and F₀ that of the first epoch. The period falls
+    to 1 minibatch at last.
 
     Args:
-        first: τ₀ ≥ 1, minibatches, of the first two epochs.
+        first: τ₀ ≥ 1, minibatches, the period of the first two epochs.
 
     Raises:
         ValueError: `first` is not a whole number of at least 1.
@@ -109,11 +109,11 @@ class AdaComm:
         object.__setattr__(self, "first", checked_whole("first", self.first, of="minibatches"))
 
     def init(self) -> AdaCommState:
-        """The state before the first epoch."""
+        """Returns the state before the first epoch."""
         return AdaCommState(self.first)
 
     def update(self, state: AdaCommState, loss: float) -> AdaCommState:
-        """The state after an epoch with this mean training loss.
+        """Returns the state after an epoch with this mean training loss.
 
         Raises:
             ValueError: the loss is not a finite number above 0.

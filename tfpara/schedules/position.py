@@ -20,7 +20,7 @@ class Exponential:
     With ``per_step=True``, at position p:   first · (last / first)^(p / E),
     which ends at `last` after the last minibatch. Later positions have the rate `last`.
 
-    Per epoch, `keras.callbacks.LearningRateScheduler` takes it too.
+    Without `per_step` it can also be given to `keras.callbacks.LearningRateScheduler`.
 
     Args:
         first: rate at position 0, > 0.
@@ -45,7 +45,7 @@ class Exponential:
             raise ValueError(f"epochs={self.epochs!r} must be at least 1.")
 
     def __call__(self, position: float) -> float:
-        """The learning rate at a position."""
+        """Returns the learning rate at a position."""
         span = self.epochs if self.per_step else self.epochs - 1
         if not self.per_step:
             position = math.floor(position)
@@ -58,13 +58,13 @@ class Exponential:
 class Hand:
     """The learning rate falls by a fixed factor at every minibatch of a replica.
 
-    After k minibatches: first · factor^k (You & Xu 2014, section 4.1, "ASGD-hand"). Counted by
-    the position, so that workers with more or fewer minibatches keep the same rate.
+    After k minibatches it is first · factor^k (You & Xu 2014, section 4.1, "ASGD-hand"). k is
+    computed from the position, so that workers with more or fewer minibatches have the same rate.
 
     Args:
         first: rate of the first minibatch, > 0.
         steps_per_epoch: minibatches of a replica in an epoch, ≥ 1.
-        factor: in (0, 1].
+        factor: the factor of each minibatch, in (0, 1].
 
     Raises:
         ValueError: a value outside its range.
@@ -82,12 +82,12 @@ class Hand:
             raise ValueError(f"factor={self.factor!r} must be in (0, 1]. The paper's is 0.999.")
 
     def __call__(self, position: float) -> float:
-        """The learning rate at a position."""
+        """Returns the learning rate at a position."""
         return self.first * self.factor ** (position * self.steps_per_epoch)
 
 
 class Segment(NamedTuple):
-    """Samples `first` … `end` − 1 of an epoch, and the value that holds for them."""
+    """A part of an epoch: the samples `first` … `end` − 1, and their value."""
 
     first: int
     end: int
@@ -98,10 +98,10 @@ class Piecewise:
     """A value that changes at given positions: `Piecewise({0: 64, 0.25: 256})`.
 
     Args:
-        values: from each position on, which value holds. Position 0 must be there.
+        values: the values by the position from which on each holds. Position 0 must be there.
 
     Raises:
-        ValueError: no position 0, or a negative or infinite one.
+        ValueError: there is no position 0, or a negative or infinite one.
     """
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
@@ -116,7 +116,7 @@ class Piecewise:
         self._values = [values[p] for p in self._positions]
 
     def __call__(self, position: float) -> Any:
-        """The value at a position ≥ 0."""
+        """Returns the value at a position ≥ 0."""
         if not position >= 0:
             raise ValueError(f"position={position!r} must be at least 0, where the run begins.")
         return self._values[bisect.bisect_right(self._positions, position) - 1]
@@ -125,7 +125,7 @@ class Piecewise:
         return f"Piecewise({dict(zip(self._positions, self._values, strict=True))!r})"
 
     def segments(self, epoch: int, num_samples: int) -> list[Segment]:
-        """An epoch of `num_samples` samples, cut where the value changes.
+        """Returns the segments of an epoch of `num_samples` samples, cut where the value changes.
 
         Every sample is in one segment, and no segment is empty.
         """
@@ -143,7 +143,7 @@ class Piecewise:
 
 
 def minibatch_sizes() -> Piecewise:
-    """The minibatch sizes of You & Xu (2014), section 4.3, by position.
+    """Returns the minibatch sizes of You & Xu (2014), section 4.3, by position.
 
     64 for the first quarter of the data, 256 for two epochs, then 1024.
 
@@ -155,12 +155,12 @@ def minibatch_sizes() -> Piecewise:
 
 
 def linear_scaling(rate: float, num_replicas: int) -> float:
-    """The learning rate of N replicas under model averaging: N times that of one.
+    """Returns the learning rate of N replicas under model averaging: N times that of one.
 
-    Of an epoch's n minibatches each replica takes n/N, and the mean of the models moves as far as
-    one replica does: N times less than a single one would (Su et al. 2015, section 5.6). For
-    `tfpara.BSP` only: block momentum makes up for the same loss, so BMUF keeps the rate of one
-    replica, and so does EASGD.
+    Each replica takes n/N of an epoch's n minibatches, and the mean of the models moves only as far
+    as one replica does: N times less than a single replica would with all n (Su et al. 2015,
+    section 5.6). This is for `tfpara.BSP` only. BMUF keeps the rate of one replica, since block
+    momentum makes up for the same loss, and so does EASGD.
 
     Args:
         rate: the learning rate that one replica would have, > 0.

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def candidate_rates(rate: float, factors: Sequence[float]) -> list[float]:
-    """The rates to try next to the present one, ascending, each once: factor · rate.
+    """Returns the candidates factor · rate, ascending, each once.
 
     Raises:
-        ValueError: no factor, one that is not positive, or a rate that is not.
+        ValueError: there is no factor, or a candidate is not positive and finite.
     """
     if not factors:
         raise ValueError("factors is empty: there is no candidate rate. Give at least one.")
@@ -23,7 +23,7 @@ def candidate_rates(rate: float, factors: Sequence[float]) -> list[float]:
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The rate with the smallest loss; the lowest of equal ones. NaN is worse than any number.
+    """Returns the rate with the smallest finite loss; of equal losses, the lowest rate.
 
     Raises:
         ValueError: no loss is finite.
