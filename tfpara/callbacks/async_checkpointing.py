@@ -23,7 +23,7 @@ from tfpara.cluster import exit_codes
 from tfpara.strategy import Strategy
 from tfpara.typing import Json, Logs
 
-# What older checkpoints do not hold.
+# Variables that older checkpoints do not have.
 _LATER = ("books/minibatches", "local_rate")
 _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all processes again."
 
@@ -31,28 +31,30 @@ _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all
 class AsyncCheckpoint(keras.callbacks.Callback):
     """Writes checkpoints of an asynchronous run, goes on from the newest, and leaves on SIGTERM.
 
-    A checkpoint holds what the parameter servers hold (weights, the optimizer's slots, averages,
+    A checkpoint has the state of the parameter servers (weights, the optimizer's slots, averages,
     counters, and how far each chunk of the epoch is) and the states of callbacks. It is written at
     the end of each epoch, and within epochs if asked; workers pause meanwhile, between two pushes.
-    A program that is started again goes on there, with as many parameter servers and chunks, and
-    any number of workers; where that changes, give `fit` the number of `chunks`, which otherwise
-    depends on it. What workers have of their own is not kept: their models (AsyncEASGD) begin with
-    the servers', and their optimizers (AsyncEASGD, Downpour) without momentum or moments.
+    A program that is started again goes on there. It must have as many parameter servers and chunks
+    as before, but may have any number of workers. If that number changes, give `fit` the number of
+    `chunks`, which otherwise depends on it. The workers' own state is not kept: their models
+    (AsyncEASGD) begin with the servers', and their optimizers (AsyncEASGD, Downpour) without
+    momentum or moments.
 
     On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
-    the program with exit code 75. The callback runs after all others.
+    the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The callback runs after all others.
 
     Args:
-        directory: of the checkpoints; nothing else may write there.
-        every_minutes: also within epochs after so much time; None: not.
+        directory: folder of the checkpoints; nothing else may write there.
+        every_minutes: also writes one within an epoch after so many minutes. None: only at its end.
         keep: how many checkpoints stay.
-        if_damaged: if there are checkpoints but none is whole: "refuse", or "start" anew.
+        if_damaged: what to do if there are checkpoints but none is whole: "refuse", or "start" from
+            the beginning.
         data_plan: facts about the data and settings that a resumed run must share, by name.
 
     Raises:
-        ValueError: a value outside its range; at the start of `fit`, another strategy's model.
-        tfpara.CheckpointError: at the start of `fit`: the directory is another run's, in use or
-            damaged; later: it cannot be written to (the checkpoints before are intact).
+        ValueError: a value outside its range; at the start of `fit`, a model of another strategy.
+        tfpara.CheckpointError: at the start of `fit`: the directory belongs to another run, is in
+            use or damaged; later: it cannot be written to (the earlier checkpoints are intact).
     """
 
     order = fit_call.Order.SAVES
@@ -145,7 +147,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         manifest = {
             "run": self._of_a_run(),
             "versions": versions(),
-            "workers": 1,  # of those who write
+            "workers": 1,  # how many processes write the checkpoint
             "position": {
                 "epoch": epoch,
                 "within": within,
@@ -220,7 +222,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 holder.set_state(state)
         if manifest["learning_rate"] is not None:
             self.model.optimizer.learning_rate = manifest["learning_rate"]
-        # Before the order was kept, it was that of the seed.
+        # Older checkpoints do not have the order of the chunks, which was that of the seed alone.
         position = {"order": [self.model.distribute_strategy.seed], **manifest["position"]}
         self._running.resume(**position)
         where = ", within it" if position["within"] else ""
@@ -230,7 +232,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     def _check_shapes(
         self, number: int, there: Mapping[str, Json], mine: Mapping[str, Json]
     ) -> None:
-        """Refuses a checkpoint of a model, metrics or an optimizer of other variables."""
+        """Refuses a checkpoint whose model, metrics or optimizer have other variables."""
         for name in sorted({*there, *mine} - ({*_LATER} - {*there})):
             theirs, own = there.get(name, "none"), mine.get(name, "none")
             if theirs != own:
@@ -241,11 +243,14 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 )
 
     def _missing(self, name: str, manifest: Mapping[str, Json]) -> Any:
-        """Returns what older checkpoints lack: workers' optimizers with the servers' rate."""
-        pushes = self._running.server.first.version  # has been restored
+        """Returns the value of a variable that older checkpoints do not have.
+
+        The workers' learning rate is that of the servers.
+        """
+        pushes = self._running.server.first.version  # restored before
         return {
             "local_rate": manifest["learning_rate"],
-            # Fewer, if a chunk's last push had fewer.
+            # The true number is lower if some chunk's last push was of fewer minibatches.
             "books/minibatches": pushes * self.model.distribute_strategy.sync_period,
         }[name]
 

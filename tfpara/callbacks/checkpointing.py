@@ -21,14 +21,14 @@ from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 
 _WISHES = of_callback("StopTogether")
-_ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # here; StopTogether answers the other
+_ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # by Checkpoint; StopTogether answers STOP
 
 
 class Preempted(SystemExit):
-    """The program was asked to end, and has written a checkpoint; its exit code, 75 or as set.
+    """Raised after a program was asked to end and has written a checkpoint; ends the program.
 
-    Where the process is not the program's to end, as in a train function of Ray, catch it around
-    `fit` and return.
+    The exit code is 75, unless another one was set. Where the program must not end the process, as
+    in a train function of Ray, catch this exception around `fit` and return.
     """
 
 
@@ -112,9 +112,10 @@ class Checkpoint(keras.callbacks.Callback):
         self._watch = SyncWatch()
         self._in_epoch = False
         self._epoch = 0
-        self._first = 0  # minibatches of this epoch, over all replicas, of an earlier process
-        self._steps_before = 0  # the same, of each replica
-        self._steps = 0  # of this epoch, trained by each replica
+        # Minibatches of this epoch that an earlier process has trained: of all replicas, of each.
+        self._first = 0
+        self._steps_before = 0
+        self._steps = 0  # minibatches of this epoch that each replica has trained so far
         self._exit_code = exit_codes.restart(restart_exit_code)
         self._termination = Termination(self._exit_code, termination_watcher)
         self._asked = Request.NOTHING
@@ -129,7 +130,7 @@ class Checkpoint(keras.callbacks.Callback):
                 "model in its scope, or use keras.callbacks.BackupAndRestore, or in the fit of a "
                 "tfpara.AsyncStrategy tfpara.AsyncCheckpoint."
             )
-        self._stand_down()  # after a loop of the user's own that has failed
+        self._stand_down()  # A loop of the user's own may have failed before.
         fit_call.at_end(self._stand_down)
         if self._checkpoints is not None:
             self._checkpoints.lock()
@@ -163,7 +164,7 @@ class Checkpoint(keras.callbacks.Callback):
         first = steps = 0
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
-        if steps:  # Else those of the epoch before.
+        if steps:  # Without steps, the metrics in the checkpoint are those of the epoch before.
             self._at_sync.restore_epoch()
         if self._saved is not None and epoch < self._saved[0]:
             raise ValueError(
@@ -184,7 +185,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps = self._steps_before + batch + 1
-        # Where a replica's data have ended its worker is in a sync, not here.
+        # A worker whose replicas have no more data does not come here: it waits in a sync.
         agreement = self._watch.after_batch(self.model, batch, self._is_due)
         if agreement is not None:
             self._save()
@@ -269,7 +270,7 @@ class Checkpoint(keras.callbacks.Callback):
                     flush=True,
                 )
             self._stand_down()
-            self._termination.asked = False  # granted
+            self._termination.asked = False  # since the program leaves now
             raise Preempted(self._exit_code)
 
     def _listen(self) -> None:
@@ -278,10 +279,11 @@ class Checkpoint(keras.callbacks.Callback):
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Makes one worker's wish to stop that of all, at the next sync or the end of the epoch.
+    """Stops all workers if one wants to stop, at the next sync or the end of the epoch.
 
-    For callbacks that set `model.stop_training` on one worker alone, for a reason that the others
-    do not see; without it that worker would leave the others waiting. It runs after all others.
+    It is for callbacks that set `model.stop_training` on one worker alone, for a reason that the
+    others do not see. Without it the others would wait for that worker. It runs after all other
+    callbacks.
     """
 
     order = fit_call.Order.STOPS
@@ -303,7 +305,7 @@ class StopTogether(keras.callbacks.Callback):
         fit_call.at_end(self._withdraw)
 
     def _withdraw(self) -> None:
-        """Takes back the wish to stop if `fit` has failed: the next `fit` is not to stop for it."""
+        """Takes back the wish to stop if `fit` has failed, so that the next `fit` does not stop."""
         if self._asked:
             self._asked = False
             self.model.distribute_strategy.answered()

@@ -27,9 +27,9 @@ _LENGTH = of_callback("HeldOut")
 class HeldOut(keras.callbacks.Callback):
     """Scores weights of the run on held-out data: after each epoch, and within epochs if asked.
 
-    The results of an epoch's end join its log on every worker: `NAME_loss` and so on for each
-    metric of the first of `which`, `NAME_WHICH_loss` and so on for the others. It
-    runs before Keras' callbacks and the user's, which may read them.
+    The scores at the end of an epoch are added to its log on every worker: `NAME_loss` and so on,
+    for each metric, for the first of `which`; `NAME_WHICH_loss` and so on for the others. This
+    callback runs before those of Keras and of the user, which may read the scores.
 
     Within an epoch the scores are taken at syncs, where all workers are at the same step. The
     epoch's metrics, and the states that recurrent layers carry from batch to batch, go on as if
@@ -37,22 +37,23 @@ class HeldOut(keras.callbacks.Callback):
 
     Args:
         dataset: held-out data, in any form that `fit` takes as `validation_data`: a dataset, or a
-            tuple (x, y) or (x, y, sample_weight) of arrays. It is the same whole one on every
-            worker, and is divided among them.
+            tuple (x, y) or (x, y, sample_weight) of arrays. Every worker gives the same whole data,
+            which are divided among the workers.
         which: the weights to score: "global", "local" (each replica's own, on its part of the
             data), an average's name, a list of these, or "all" there are.
         name: prefix of the results.
         times_per_epoch: how often in an epoch, its end included (paper 000 extracts four models);
             above 1 the length of an epoch must be known.
         steps_per_epoch: minibatches of a replica in an epoch. None: as Keras knows it.
-        csv: file that gets a row for each score: epoch (fractional, as a number of passes over the
-            data), syncs, which, and the metrics. Rows of a run that was interrupted stay, but for
-            those of the part that is trained again. Written by the chief.
-        log_dir: directory of TensorBoard's event files, by the number of syncs. By the chief.
+        csv: file that gets a row for each score: epoch (passes over the data so far, a fraction),
+            syncs, weights (one of `which`), and the metrics. When an interrupted run goes on, only
+            the rows of the part that is trained again are removed. Written by the chief.
+        log_dir: directory of TensorBoard's event files, whose steps are numbers of syncs. Written
+            by the chief.
 
     Raises:
-        ValueError: `times_per_epoch` below 1, or another table in the CSV file; in `fit`, weights
-            that there are not, or an epoch of unknown length that is to be divided.
+        ValueError: `times_per_epoch` below 1, or another table in the CSV file; in `fit`, a name of
+            weights that do not exist, or an epoch of unknown length with `times_per_epoch` above 1.
     """
 
     order = fit_call.Order.SCORES
@@ -99,7 +100,7 @@ class HeldOut(keras.callbacks.Callback):
                 f"HeldOut(which={unknown[0]!r}): there are no such weights. There are: "
                 f"{', '.join(known)}; or all."
             )
-        if "global" in self._which:  # The one whose results have the short names.
+        if "global" in self._which:  # It comes first, so that its results have the short names.
             self._which.sort(key=lambda which: which != "global")
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -133,7 +134,7 @@ class HeldOut(keras.callbacks.Callback):
             logs.update({f"{prefix}_{key}": value for key, value in results[which].items()})
 
     def _length_of_all(self) -> int:
-        """Steps of this epoch, of the worker that has most: the workers' data may differ."""
+        """Returns the steps of this epoch of the worker that has most; their data may differ."""
         mine = self._steps_per_epoch or self.params.get("steps") or 0
         lengths = Strategy.of(self.model).everyones(int(mine), _LENGTH)
         if not all(lengths):
@@ -154,7 +155,7 @@ class HeldOut(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def _epoch_kept(self) -> Iterator[None]:
-        """`evaluate` resets metrics and moves carried states, which here are within an epoch."""
+        """A context that restores metrics and carried states, which `evaluate` changes."""
         variables = [*self.model.metrics_variables, *carried_states(self.model)]
         kept = [(c, tf.identity(c)) for c in components(self.model, variables)]
         try:
@@ -197,7 +198,7 @@ def evaluate(model: keras.Model, data: Data) -> dict[str, float]:
 
 
 class _Table:
-    """A CSV file that grows by rows."""
+    """A CSV file to which rows are appended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -209,7 +210,7 @@ class _Table:
             )
 
     def cut(self, passes: float) -> None:
-        """Removes the rows past this point of the run, which is trained again."""
+        """Removes the rows past this point of the run, since that part is trained again."""
         rows = self._rows()
         kept = [row for row in rows if _number(row.get("epoch")) <= passes + 1e-9]
         if len(kept) < len(rows):

@@ -1,4 +1,4 @@
-"""Trying learning rates on a sample of the data before each epoch."""
+"""A callback that tries learning rates on a sample of the data before each epoch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _TRIED = of_callback("SearchRate")
 class SearchRate(Schedule):
     """Before each epoch, tries learning rates on a sample of its data and takes the best.
 
-    For every candidate the replicas train on the sample from the present model, each on its part
-    and without syncs, and the loss on the sample after it is the candidate's score, over all
-    replicas of all workers. Weights, optimizer and random state are then put back bit for bit. The
-    lowest score wins; of equal ones the lower rate. The rate may rise or fall.
+    For every candidate the replicas start from the present model and train on the sample, each on
+    its part and without syncs. The candidate's score is the loss on the sample after that, over all
+    replicas of all workers. Then weights, optimizer and random state are restored bit for bit. The
+    lowest score wins; of equal scores the lower rate. The rate may rise or fall.
 
-    You & Xu (2014), section 4.1, "ASGD-search", do so before each chunk of the data (an hour of
-    speech) on about 3 % of it, from a rate of 0.008: a chunk is what one `fit` epoch reads.
+    Source: You & Xu (2014), section 4.1, "ASGD-search". They do so before each chunk of the data
+    (an hour of speech) on about 3 % of it, from a rate of 0.008. One `fit` epoch reads one such
+    chunk.
 
     Args:
         sample: minibatches to try on, a `tf.data.Dataset` (divided among the workers and replicas
@@ -84,7 +85,7 @@ class SearchRate(Schedule):
         restored, self._restored_epoch = self._restored_epoch, None
         self._epoch = epoch
         if restored == epoch:
-            return  # resumed inside an epoch, whose rate was chosen at its begin
+            return  # Resumed inside an epoch, whose rate was chosen when it began.
         before = learning_rate(self.model)
         if self._rates is None:
             rates = candidate_rates(before, self._factors)
@@ -124,7 +125,7 @@ class SearchRate(Schedule):
             finally:
                 before.restore()
                 model.optimizer.learning_rate = former
-        # The epoch's own metrics begin now.
+        # The epoch's own metrics begin here, without those of the search.
         model.reset_metrics()
         return losses
 
@@ -133,7 +134,7 @@ class SearchRate(Schedule):
         return float(evaluate(self.model, held_out)["loss"])
 
     def _any_has_diverged(self, before: TrainingState) -> bool:
-        """Returns whether any replica has diverged; `evaluate`, whose end is a sync, would fail."""
+        """Returns whether any replica has diverged; `evaluate`, which syncs, would fail then."""
         mine = before.has_diverged()
         return any(Strategy.of(self.model).everyones(mine, _TRIED))
 
@@ -147,7 +148,7 @@ class SearchRate(Schedule):
         model, strategy = self.model, self.model.distribute_strategy
 
         def step(data: Nest) -> None:
-            # The base class's run: that of a PeriodicSyncStrategy would count the step and sync.
+            # The `run` of the base class, since that of PeriodicSyncStrategy would count and sync.
             with strategy.scope():
                 tf.distribute.Strategy.run(strategy, skip_empty(model.train_step), (data,))
 

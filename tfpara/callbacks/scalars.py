@@ -1,4 +1,4 @@
-"""Numbers for TensorBoard."""
+"""A writer of numbers for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LARGEST = 10_000
 
 
 class Scalars:
-    """Writes scalars to event files of a directory, which are made at the first ones.
+    """Writes scalars to event files in a directory. The first scalars make the files.
 
     Args:
-        directory: of the event files; None: nothing is written.
+        directory: directory of the event files. None: nothing is written.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
@@ -25,7 +25,7 @@ class Scalars:
         self._writer: tf.summary.SummaryWriter | None = None
 
     def write(self, step: int, values: Mapping[str, Scalar]) -> None:
-        """Writes values by name, as those of a step."""
+        """Writes the values of a step, by name."""
         if self._directory is None:
             return
         writer = self._made()
@@ -35,11 +35,11 @@ class Scalars:
         writer.flush()
 
     def write_histogram(self, step: int, name: str, values: Array, counts: Array) -> None:
-        """Writes how often each of some values occurred, as a distribution of a step."""
+        """Writes the distribution of a step: how often each of `values` has occurred."""
         if self._directory is None:
             return
         writer = self._made()
-        # TensorBoard counts single values; thousands show a distribution.
+        # TensorBoard takes every single value, so large counts are scaled down to some thousands.
         shares = np.ceil(np.asarray(counts) * min(1.0, _LARGEST / max(1, np.sum(counts))))
         with writer.as_default(step=step):
             tf.summary.histogram(name, np.repeat(values, shares.astype(int)))
@@ -47,7 +47,7 @@ class Scalars:
 
     def _made(self) -> tf.summary.SummaryWriter:
         if self._writer is None:
-            # A writer is a resource: not one of the strategy's, even where fit runs in its scope.
+            # The writer must not become a variable of the strategy if `fit` runs in its scope.
             with tf.init_scope():
                 self._writer = tf.summary.create_file_writer(self._directory)
         return self._writer

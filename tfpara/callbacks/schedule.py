@@ -1,4 +1,4 @@
-"""Keras callbacks for schedules that go by the position in the run, and what all schedules share.
+"""Keras callbacks for schedules of the position in the run, and the base of all such callbacks.
 
 Every decision is a function of the epoch's log and the position in the run, which all workers
 share, so that they decide alike. What a schedule remembers is saved with the strategy's
@@ -22,10 +22,10 @@ from tfpara.whole_number import checked_whole
 
 
 class Schedule(keras.callbacks.Callback):
-    """The base of this module's callbacks: the rate, the log, the state, one line of text.
+    """The base of callbacks that schedule: it keeps state, sets the rate and prints lines.
 
     Args:
-        name: of its state in a checkpoint; "" where there is none.
+        name: name of its state in a checkpoint; "" if it has none.
         verbose: 1: the chief prints a line for each change; 0: none.
         sets_rate: whether it sets the learning rate.
     """
@@ -76,8 +76,8 @@ class LearningRate(Schedule):
     Args:
         schedule: position in epochs → rate: `tfpara.schedules.Exponential`, `Hand`, `Piecewise`, or
             any function.
-        steps_per_epoch: minibatches of a replica in an epoch. Given, the rate is set before every
-            minibatch (with `steps_per_execution`, every so many); None: at the begin of each epoch.
+        steps_per_epoch: minibatches of a replica in an epoch. If given, the rate is set before
+            every execution of `steps_per_execution` minibatches. None: when each epoch begins.
         verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
 
     Unlike a schedule inside the optimizer, the rate is the same on workers that take more steps
@@ -102,8 +102,8 @@ class LearningRate(Schedule):
         self._schedule = schedule
         self._steps = steps_per_epoch
         self._epoch = -1
-        self._before = 0  # minibatches of the epoch before this fit, where it resumes inside one
-        self._done = 0  # all of the epoch's so far
+        self._before = 0  # minibatches of the epoch before this `fit`, if it resumes inside one
+        self._done = 0  # all minibatches of the epoch so far
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
 
@@ -117,7 +117,7 @@ class LearningRate(Schedule):
         restored, self._restored = self._restored, None
         self._epoch = epoch
         self._done = restored[1] if restored and restored[0] == epoch else 0
-        # Keras counts from where it resumes, an AsyncStrategy from the begin of the epoch.
+        # Keras counts batches from where it resumes, AsyncStrategy from the start of the epoch.
         is_async = Strategy.of(self.model).running is not None
         self._before = 0 if is_async else self._done
         before, self._rate = self._rate, None
@@ -134,7 +134,7 @@ class LearningRate(Schedule):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        self._epoch = -1  # a checkpoint from here on belongs to no epoch's middle
+        self._epoch = -1  # A checkpoint that is written now is not inside an epoch.
 
     def _share(self, done: int) -> float:
         """Returns which share of the epoch `done` minibatches are, at most 1."""
@@ -155,12 +155,12 @@ class LearningRate(Schedule):
 class SyncPeriod(Schedule):
     """Changes the strategy's sync period where epochs begin: `SyncPeriod({0: 1, 2: 20, 4: 80})`.
 
-    Frequent syncs first, while the replicas' models move fast, and rare ones later, is post-local
-    SGD (Lin et al., "Don't use large mini-batches, use local SGD", 2020).
+    Frequent syncs first, while the replicas' models move fast, and rare syncs later are called
+    post-local SGD (Lin et al., "Don't use large mini-batches, use local SGD", 2020).
 
     Args:
-        periods: τ ≥ 1 minibatches from each epoch on, by epochs, of which 0 must be there; or a
-            function of the epoch, such as `tfpara.schedules.Quadratic`; or a
+        periods: the periods, τ ≥ 1 minibatches, by the epoch from which on each holds; epoch 0 must
+            be there. Or a function of the epoch, such as `tfpara.schedules.Quadratic`. Or a
             `tfpara.schedules.AdaComm`, which goes by the epochs' training losses.
         verbose: 1: the chief prints a line for each change; 0: none.
 
@@ -241,7 +241,7 @@ class SyncPeriod(Schedule):
 
 
 def close_block(model: keras.Model) -> None:
-    """Closes a block that a `fit` that failed has left open; every worker must call it."""
+    """Closes a block that a failed `fit` has left open; every worker must call it."""
     if isinstance(model.distribute_strategy, PeriodicSyncStrategy):
         model.distribute_strategy.synchronize()
 

@@ -13,11 +13,12 @@ from tfpara.typing import Data, Json, Logs
 
 
 class StartMean(keras.callbacks.Callback):
-    """Scores the model and its running average on held-out data; starts the mean at the first win.
+    """Turns the running average into a mean, once its loss on held-out data is below the model's.
 
-    While workers train on, the chief takes the server's model and the average of that moment, every
-    `every_chunks` chunks, and compares their losses. Once the average's loss is lower, the average
-    goes on as the mean (`tfpara.algorithms.RunningThenMean`), and nothing is scored any more.
+    After every `every_chunks` chunks the chief takes the server's model and its average of that
+    moment, and compares their losses, while the workers train on. Once the average's loss is lower,
+    the average goes on as the mean (`tfpara.algorithms.RunningThenMean`), and nothing is scored any
+    more.
 
     Args:
         dataset: held-out data, in any form that `fit` takes as `validation_data`.
@@ -25,8 +26,8 @@ class StartMean(keras.callbacks.Callback):
         verbose: 1: prints a line when the mean starts; 0: none.
 
     Raises:
-        ValueError: `every_chunks` below 1; at the start of `fit`, no such average under the name
-            "average", which AveragedASGD has by itself.
+        ValueError: `every_chunks` below 1; at the start of `fit`, the run has no `RunningThenMean`
+            under the name "average". (The rule AveragedASGD makes one.)
 
     Source: paper 002, section 2.3.
     """
@@ -40,7 +41,7 @@ class StartMean(keras.callbacks.Callback):
         self._dataset = dataset
         self._every = every_chunks
         self._verbose = verbose
-        self._scored = 0  # chunks, over all epochs, at the last comparison
+        self._scored = 0  # number of chunks, over all epochs, at the last comparison
 
     def get_state(self) -> dict[str, Json]:
         return {"scored": self._scored}

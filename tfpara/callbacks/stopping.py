@@ -14,36 +14,38 @@ from tfpara.typing import Data, Json, Logs
 
 
 class Newbob(Schedule):
-    """Lowers the learning rate, and stops, by a score on held-out data after each epoch.
+    """Lowers the learning rate, and stops training, by a score on held-out data after each epoch.
 
-    The rate stays while the score improves enough, is then halved after every epoch, and training
-    stops when the score hardly improves: see `tfpara.schedules.NewbobRule` for the thresholds of
-    the papers. The scores join the epoch's log as those of `HeldOut` do, which this replaces.
+    The rate stays while the score improves enough. Then it is halved after every epoch, and
+    training stops when the score hardly improves any more. `tfpara.schedules.NewbobRule` has the
+    thresholds of the papers. This callback replaces a `HeldOut`: it adds the scores to the epoch's
+    log in the same way.
 
     Args:
-        validation: held-out data in any form that `HeldOut` takes. Or the name of an entry
-            that the epoch's log has already, such as "validation_loss" of a `HeldOut` before this
-            callback; `metric`, `which` and `name` then say nothing but how `initial` is scored.
+        validation: held-out data in any form that `HeldOut` takes. Or the name of an entry that the
+            epoch's log has already, such as "validation_loss" of a `HeldOut` before this callback;
+            `metric`, `which` and `name` are then used for scoring `initial` only.
         metric: "loss" or the name of a compiled metric.
         rule: the thresholds. None: `NewbobRule.cross_entropy()` for a loss and
             `NewbobRule.accuracy()` for an accuracy.
         which: the weights to score: "global", "local" or an average's name.
         name: prefix of the results in the log.
-        score_first: whether the model is scored before the run's first epoch too, as in Kaldi's
-            nnet1 schedule, so that a good initial model is the first to compare with.
-        initial: where `validation` is a name, the data for that first score, which must be of the
-            same name; None: there is no such score.
+        score_first: whether the model is also scored before the run's first epoch, as in Kaldi's
+            nnet1 schedule, so that the first epoch is compared with the initial model.
+        initial: the data for that first score, if `validation` is a name; the score must have the
+            same name. None: there is no first score.
         verbose: 1: the chief prints a line for each change; 0: none.
 
-    With ``reject_worse`` in the rule, an epoch that has not made the score better is given up: all
-    but the learning rate is again what it was when the epoch began, on every replica: weights,
-    statistics, random states, the optimizer with its counts of steps, the global model, block
-    momentum and averages. (Training resumed in the middle of an epoch goes back to that place.)
+    With ``reject_worse`` in the rule, an epoch that has not made the score better is given up.
+    Everything but the learning rate goes back, on every replica, to what it was when the epoch
+    began: weights, statistics, random states, the optimizer with its counts of steps, the global
+    model, block momentum and averages. (Training that was resumed in the middle of an epoch goes
+    back to that place.)
 
     Raises:
         TypeError: the optimizer has a learning-rate schedule of its own.
-        ValueError: neither a loss nor an accuracy, and no rule; a score that the log lacks, or that
-            is not finite.
+        ValueError: there is no `rule`, and the score is neither a loss nor an accuracy; or the log
+            has no such score, or it is not finite.
     """
 
     def __init__(
@@ -131,21 +133,22 @@ class Newbob(Schedule):
 class OverfittingGuard(Schedule):
     """Stops training when the gap between training and validation error has opened.
 
-    See `tfpara.schedules.OverfittingRule`. `HeldOut` runs before it; put it after `Newbob`, where
-    that scores the validation data, and after a callback of your own that does.
+    `tfpara.schedules.OverfittingRule` has the rule. `HeldOut` runs before this callback by itself.
+    If `Newbob` or a callback of your own scores the validation data, put this callback after it.
 
     Args:
-        training: entry of the epoch's log for the training data. "accuracy" and the like is the
-            epoch's own running mean; `HeldOut(part_of_training_data, name="training")` before this
-            callback measures the same weights as the validation, as "training_accuracy".
+        training: entry of the epoch's log for the training data. "accuracy" and the like are means
+            over the epoch. To score the same weights as for the validation data, add
+            `HeldOut(part_of_training_data, name="training")`, and give "training_accuracy" here.
         validation: entry for the validation data.
         rule: threshold and patience.
         verbose: 1: the chief prints a line when it stops; 0: none.
 
-    Entries whose names end in "accuracy" count as 1 − accuracy; others are errors as they are.
+    Of entries whose names end in "accuracy" the error is 1 − accuracy; other entries are errors.
 
     Raises:
-        ValueError: an accuracy and an error; an entry that the log lacks, or that is not finite.
+        ValueError: one entry is an accuracy and the other is not; the log has no such entry, or it
+            is not finite.
     """
 
     def __init__(

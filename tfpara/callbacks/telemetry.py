@@ -1,4 +1,4 @@
-"""Speed and scores of a run, for TensorBoard."""
+"""A callback that writes speed and scores of a run for TensorBoard."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ class Telemetry(keras.callbacks.Callback):
     Adds to each epoch's log, on every worker:
 
     * `samples_per_second`, of all replicas, from the end of the epoch's first step (which may
-      compile) to the end of its last sync, held-out scores left out;
-    * with a `PeriodicSyncStrategy`: `sync_ms`, mean time of a sync in milliseconds, waiting for
-      slower workers included; `sync_fraction`, the share of the time in syncs; `distance`, the
+      compile) to the end of its last sync, without what `HeldOut` scores at the epoch's end;
+    * with a `PeriodicSyncStrategy`: `sync_ms`, mean time of a sync in milliseconds, including the
+      wait for slower workers; `sync_fraction`, the share of the time in syncs; `distance`, the
       relative distance ‖w_i − w̄‖ / ‖w̄‖ of the replicas before the epoch's last sync;
-    * with an `AsyncStrategy`: `pushes` of the epoch, `staleness`, their mean, and `staleness_max`,
-      the largest so far (255 stands for more). The whole distribution is a histogram in `log_dir`.
+    * with an `AsyncStrategy`: `pushes`, the number in the epoch; `staleness`, the mean of the
+      pushes' staleness; `staleness_max`, the largest so far (255 stands for 255 or more). The whole
+      distribution is a histogram in `log_dir`.
 
     The chief writes these and everything else in the epoch's log to `log_dir`.
     It runs before other callbacks, so that its clock stops before they work.
 
     Args:
         log_dir: directory of the event files. None: only the epoch's log.
-        samples_per_epoch: samples of an epoch, of all replicas. None: this worker's count times
-            the number of workers; needed without a `PeriodicSyncStrategy`.
+        samples_per_epoch: samples of an epoch, of all replicas. None: the strategy counts them.
+            TensorFlow's own strategies do not count; without a number there is no speed then.
     """
 
     order = fit_call.Order.CLOCK
@@ -68,7 +69,7 @@ class Telemetry(keras.callbacks.Callback):
         if logs is None or self._first is None:
             return
         logs.update(self._measured(self._first, self._mark()))
-        # Written later: by then the callbacks after this one have added theirs to the same log.
+        # The log is written later, when the callbacks after this one have added their entries.
         self._unwritten = (epoch, logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -85,7 +86,7 @@ class Telemetry(keras.callbacks.Callback):
         if self._samples_per_epoch is not None:
             samples = rest * self._samples_per_epoch
         elif before is not None and after is not None:
-            # One worker's, where they work in step; those of all, where they do not.
+            # PeriodicSyncStrategy counts the samples of this worker, AsyncStrategy those of all.
             share = Strategy.of(self.model).num_workers if isinstance(after, SyncStatistics) else 1
             samples = (after.samples - before.samples) * share
         else:

@@ -1,5 +1,7 @@
-"""Being asked to end while `fit` runs, by SIGTERM or a watcher of the user's: a wish that callbacks
-grant, and an end where nothing can grant it."""
+"""Requests to end the program while `fit` runs, by SIGTERM or a function of the user's.
+
+Callbacks act on such a request. Where the training is stuck and none can, the program ends at once.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ from types import FrameType
 
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
-_LOOKS = 10  # into the main thread, in the time that a call may last
+_LOOKS = 10  # how often the main thread is looked at in the time that a call may last
 
 
 class Termination:
     """Listens to SIGTERM, between `start` and `stop`, for a callback.
 
-    It notes the wish for the callback, which grants it where all workers are at the same step. That
-    takes a main thread that moves. Where one call of TensorFlow does not return for
+    It notes the request in `asked`. The callback acts on it where all workers are at the same step,
+    for which the main thread must go on. Where one call of TensorFlow does not return for
     `patience_seconds` after SIGTERM, the program ends at once with the same exit code.
 
     Args:
-        exit_code: that of a program that is to be started again.
-        watcher: called once a second, in a thread; says whether the machine will go.
+        exit_code: the exit code of a program that is to be started again.
+        watcher: called once a second, in a thread; returns whether the machine will go soon.
 
     Attributes:
         asked: whether SIGTERM has come, or the watcher has said so.
@@ -43,7 +45,7 @@ class Termination:
         self._stopped.set()
 
     def start(self, patience_seconds: float) -> None:
-        """Listens from here on; to signals in the main thread alone, which is told of them.
+        """Begins to listen. Signals are heard only if this is called in the main thread.
 
         Args:
             patience_seconds: how long one call of TensorFlow may last after SIGTERM.
@@ -63,8 +65,8 @@ class Termination:
                 )
             return
         self._former = signal.signal(signal.SIGTERM, self._note)
-        # What is told to the main thread waits until that is back from TensorFlow; a byte in a
-        # socket does not.
+        # Python runs a signal's handler only when the main thread is back from TensorFlow. The byte
+        # that it writes to a socket comes at once.
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -77,7 +79,10 @@ class Termination:
         ).start()
 
     def stop(self) -> None:
-        """Puts back what was there before `start`; in the main thread. May be called again."""
+        """Stops listening and restores SIGTERM's former handler; call it in the thread of `start`.
+
+        It may be called more than once.
+        """
         self._unwatched.set()
         if self._stopped.is_set() or threading.current_thread() is not threading.main_thread():
             return
@@ -85,9 +90,9 @@ class Termination:
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._former)
         present = signal.set_wakeup_fd(self._former_fd)
-        if present != self._writer.fileno():  # somebody else's by now
+        if present != self._writer.fileno():  # Somebody else has set another one meanwhile.
             signal.set_wakeup_fd(present)
-        self._writer.close()  # which ends the thread
+        self._writer.close()  # This ends the thread.
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -108,7 +113,7 @@ class Termination:
             unwatched.wait(_WATCH_SECONDS)
 
     def _watch(self, reader: socket.socket, stopped: threading.Event, patience: float) -> None:
-        """Waits for SIGTERM, then for the main thread to stand still."""
+        """Waits for SIGTERM, and then ends the program if the main thread is stuck."""
         with reader:
             while received := reader.recv(1):
                 if self._former_fd >= 0:
@@ -119,12 +124,12 @@ class Termination:
 
 
 def _end_if_stuck(stopped: threading.Event, patience: float, exit_code: int) -> None:
-    """Ends the program as soon as the main thread stands still for so many seconds."""
+    """Ends the program as soon as the main thread has been stuck for `patience` seconds."""
     seen: tuple[FrameType | None, int] | None = None
     since = time.monotonic()
     while not stopped.wait(min(1.0, patience / _LOOKS)):
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        # As long as `seen` holds a frame, no other call gets the same one.
+        # `seen` holds the frame itself, so that Python cannot use the same object for another call.
         place = frame, frame.f_lasti if frame else 0
         if place != seen:
             seen, since = place, time.monotonic()

@@ -1,4 +1,4 @@
-"""A timeline of some training steps: where the time of each worker goes."""
+"""A callback that records a timeline of some training steps: where each worker's time goes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfpara.sync import keras_hooks
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
-# Around the second sync: the first one compiles.
+# Steps before and after the end of the second sync that are recorded. (The first sync compiles.)
 _BEFORE, _AFTER = 20, 5
 
 
@@ -34,11 +34,11 @@ class Trace(keras.callbacks.Callback):
     * pack: the weights into buckets; reduce: their travel;
     * rule: the rule and the averages; unpack: the weights written back.
 
-    Workers on several machines are put together by their clocks. `log_dir/worker-K` has what the
-    profiler recorded, every operation, for TensorBoard's profile plugin.
+    Workers on several machines are aligned by their clocks. `log_dir/worker-K` has all operations
+    that the profiler recorded, for TensorBoard's profile plugin.
 
-    Recording makes the recorded steps slower, by some percent; others are as fast as ever. One
-    recording is made in each `fit`. All workers must have this callback.
+    The recorded steps are slower by some percent; the others are not. One recording is made in each
+    `fit`. All workers must have this callback.
 
     Args:
         log_dir: the folder; made if its parent is there.
@@ -83,7 +83,7 @@ class Trace(keras.callbacks.Callback):
         if not self._recording and self._spans is None and step >= self._first:
             self._start()
         if self._recording:
-            # The profiler's clock is its own: the other one says what it shows.
+            # The profiler has a clock of its own; `clock_ns` relates it to that of the machine.
             self._mark = tf.profiler.experimental.Trace(
                 traces.STEP, step=step, clock_ns=time.time_ns()
             )
@@ -98,7 +98,7 @@ class Trace(keras.callbacks.Callback):
             self._stop()
 
     def _give_up(self) -> None:
-        """Frees the profiler, of which a process has one, if `fit` has failed."""
+        """Frees the profiler if `fit` has failed, since a process has only one."""
         self._mark = None
         if self._recording:
             self._recording = False

@@ -1,4 +1,4 @@
-"""The first epoch of one replica alone, whose model all replicas then start from."""
+"""A callback for first epochs like those of a single replica, from whose model all then start."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tfpara.whole_number import checked_whole
 class WarmStart(Schedule):
     """Trains the first epochs as one replica would alone; then all start from that model.
 
-    Li et al. (2017), section 3.1: every parallel run starts from the model of one epoch of
-    single-replica SGD. Here every replica trains on the same data for these epochs, that of a run
-    with one replica, without syncs. At the end of each all go on from the weights and batch-norm
-    statistics of replica 0 (dropout makes the others differ); block momentum and averages begin
-    there, and the optimizers' slots stay.
+    In Li et al. (2017), section 3.1, every parallel run starts from the model of one epoch of
+    single-replica SGD. Here every replica trains in these epochs on the data of a run with one
+    replica, the same for all, without syncs. At the end of each such epoch all replicas go on from
+    the weights and batch-norm statistics of replica 0 (dropout makes the others differ). Block
+    momentum and averages begin there, and the optimizers' slots stay.
 
-    The data function asks which part of the data to read, and repeats each minibatch for every
-    replica of the worker:
+    The function that makes the data asks which part of them to read, and repeats each minibatch for
+    every replica of the worker:
 
         warm = WarmStart()
 
@@ -35,7 +35,7 @@ class WarmStart(Schedule):
             return warm.to_every_replica(strategy, epoch, dataset)
 
     Args:
-        epochs: how many, ≥ 0.
+        epochs: the number of such epochs, ≥ 0.
         verbose: 1: the chief prints a line when it ends; 0: none.
 
     Raises:
@@ -49,8 +49,8 @@ class WarmStart(Schedule):
     def __init__(self, epochs: int = 1, verbose: int = 1) -> None:
         super().__init__("warm_start", verbose, sets_rate=False)
         self._epochs = checked_whole("epochs", epochs, at_least=0)
-        self._alone = False  # while the replicas train on their own
-        self._period: int | None = None  # the strategy's, for after that
+        self._alone = False  # whether the replicas train on their own now
+        self._period: int | None = None  # the strategy's sync period after these epochs
 
     def replicas(self, strategy: Strategy | None, epoch: int) -> tuple[int, list[int]]:
         """Returns how many replicas share an epoch's data, and for which of them this worker reads.
@@ -66,7 +66,7 @@ class WarmStart(Schedule):
     def to_every_replica(
         self, strategy: Strategy | None, epoch: int, dataset: tf.data.Dataset
     ) -> tf.data.Dataset:
-        """`dataset` with each minibatch once for every replica of this worker, in warm epochs."""
+        """Returns `dataset`, in warm epochs with each minibatch once for each local replica."""
         count = 1 if strategy is None else len(strategy.local_replica_ids)
         if count == 1 or epoch >= self._epochs:
             return dataset
@@ -85,7 +85,8 @@ class WarmStart(Schedule):
         return {"sync_period": self._period}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        # Resumed in a warm epoch the strategy has no period, and does not know its own.
+        # In a run that is resumed in a warm epoch, the strategy has no sync period, so the period
+        # for later epochs is kept here.
         self._period = state["sync_period"]
 
     def set_model(self, model: keras.Model) -> None:
