@@ -41,7 +41,6 @@ class Labels(Protocol):
 class _Place(NamedTuple):
     archive: int
     offset: int  # bytes
-    end: float = 0.0  # not used
 
 
 _Opened = TypeVar("_Opened", bound="_OfFiles")
