@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Options, fixtures and settings for all tests."""
 
 import functools
 import gc
@@ -15,7 +15,7 @@ import pytest
 
 import tfpara
 
-# How long an example takes depends on what else the machine does.
+# No deadline, since the time of an example depends on what else the machine does.
 hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
 # Helpers that the tests of a directory share.
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
-# Which modules of Python and numpy.testing start.
+# Programs that modules of Python and numpy.testing start.
 _TOOLS = {"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"}
 
 
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With --no-processes a test, or what sets it up, is skipped when it starts one."""
+    """With --no-processes skips a test when it, or a fixture of it, starts a process."""
     if not config.getoption("--no-processes"):
         return
 
@@ -68,7 +68,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _trainings(pytestconfig: pytest.Config) -> Iterator[None]:
-    """With --no-trainings a test is skipped at the first step of replicas or asynchronous fit."""
+    """With --no-trainings skips a test at its first step of replicas or asynchronous `fit`."""
     with pytest.MonkeyPatch.context() as patch:
         if pytestconfig.getoption("--no-trainings"):
             patch.setattr(
@@ -89,7 +89,7 @@ def _quick(train: Callable) -> Callable:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Under `scripts/test.sh` the installed wheel is tested, not the source tree."""
+    """Makes sure that `scripts/test.sh` tests the installed wheel, not the source tree."""
     installed = Path(sysconfig.get_path("purelib"))
     found = Path(tfpara.__file__)
     if os.environ.get("TFPARA_TEST_INSTALLED") and installed not in found.parents:
@@ -97,10 +97,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that take longest first, so that no process is left with one of them.
+    """Sorts the files that take longest to the front, so that no process has one left at the end.
 
-    Those are files with long tests, then those whose tests may take longer than others, then large
-    ones.
+    First come files with tests marked `long`, then files by their longest time-out, then by size.
     """
     if config.getoption("--first-cases"):
         _leave_first_cases(config, items)
@@ -125,7 +124,8 @@ def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         test = item.path, getattr(item, "originalname", item.name)
         first = test not in seen or item.get_closest_marker("all_cases")
-        if item.get_closest_marker("one_version") is None:  # else none would be left of some
+        # A case marked one_version may be skipped, so another case must be left beside it.
+        if item.get_closest_marker("one_version") is None:
             seen.add(test)
         (left if first else others).append(item)
     items[:] = left
@@ -134,7 +134,7 @@ def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _logical_devices() -> None:
-    """Four logical CPU devices in the test process, few threads, and few garbage collections."""
+    """Gives the test process four logical CPU devices, few threads, few garbage collections."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -143,7 +143,7 @@ def _logical_devices() -> None:
     )
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    # Tracing makes many objects, few of them garbage; those of imported modules are none.
+    # Tracing makes many objects, few of them garbage. The objects of imported modules never are.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 5)
@@ -153,10 +153,10 @@ def _logical_devices() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _graphs() -> Iterator[None]:
-    """The graphs of a file go with it: else a process has gigabytes of them by the end.
+    """Deletes the graphs of a test file at its end; a process would otherwise have gigabytes.
 
-    TensorFlow keeps for good the gradient of each all-reduce that was traced, and each Python
-    function that a graph calls. They lead to the strategy, its models and all graphs of theirs.
+    TensorFlow keeps for ever the gradient of each all-reduce that was traced, and each Python
+    function that a graph calls. These refer to the strategy, its models and all of their graphs.
     """
     yield
     import tensorflow as tf

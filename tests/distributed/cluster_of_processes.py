@@ -19,12 +19,12 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, and that the system gives to no outgoing connection."""
+    """Returns ports that nobody listens on and that the system gives to no outgoing connection."""
     return clusters.ports("127.0.0.1", 0, count)
 
 
 def tf_config(addresses: list[str], rank: int) -> str:
-    """TF_CONFIG of the worker `rank`; the first address is the chief's."""
+    """Returns the TF_CONFIG of worker `rank`; the first address is the chief's."""
     cluster = {"chief": addresses[:1]}
     if len(addresses) > 1:
         cluster["worker"] = addresses[1:]
@@ -41,15 +41,15 @@ class Result:
 
 
 class Workers:
-    """Running workers of one cluster; a context manager that leaves none behind.
+    """Running workers of one cluster; a context manager that ends them all.
 
     Args:
-        program: of `programs/`.
-        options: of each worker, as JSON.
+        program: the name of a file in `programs/`.
+        options: the options of each worker, which it gets as JSON.
         environ: more environment variables of each worker.
-        absent: workers of the cluster that are not started.
-        start: how the workers know each other: by "TF_CONFIG", by "horovod", the variables of
-            Horovod, for which this process serves the store, or by "rank", each its own.
+        absent: how many workers of the cluster are not started.
+        start: how the workers know each other: by "TF_CONFIG"; by "horovod", the variables of
+            Horovod, for which this process serves the store; or by "rank", each its own.
         fresh: whether each worker has a new interpreter; else TensorFlow is imported already.
     """
 
@@ -118,7 +118,7 @@ def run(program: str, options: list[dict], timeout: float = 180, **kwargs) -> li
 
 
 def run_all_well(program: str, options: list[dict], **kwargs) -> list[Result]:
-    """`run`, failing with the workers' output unless all exit with 0."""
+    """Does what `run` does, and fails with the workers' output unless all exit with 0."""
     results = run(program, options, **kwargs)
     for rank, result in enumerate(results):
         if result.returncode:

@@ -1,4 +1,4 @@
-"""What the tests of real processes share."""
+"""Fixtures that the tests of real processes share."""
 
 import pytest
 import resumable_runs
@@ -6,7 +6,7 @@ import resumable_runs
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
-    """What each worker of a run ends with that is left alone: `uninterrupted(workers)`."""
+    """A function of the number of workers: what each ends with in a run without interruption."""
     ends = {}
 
     def of(workers):

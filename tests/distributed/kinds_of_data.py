@@ -1,7 +1,7 @@
 """Data of every kind that Keras users pass to `fit`, whose rows can be counted.
 
-Row r has the input (r, 2r, …), the label 3r + 1 and the sample weight r + 2, of which each kind may
-lack the last.
+Row r has the input (r, 2r, …), the label 3r + 1 and the sample weight r + 2. Some kinds have no
+sample weights.
 """
 
 import os
@@ -14,7 +14,7 @@ ROWS, BATCH, EPOCHS = 42, 8, 3  # five batches and a ragged one
 
 
 def aligned(array):
-    """A copy that begins at a multiple of 64 bytes: TensorFlow takes such memory as it is."""
+    """Returns a copy that begins at a multiple of 64 bytes, which TensorFlow does not copy."""
     memory = np.empty(array.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -29,7 +29,7 @@ def arrays(rows=ROWS):
 
 
 class Batches(keras.utils.PyDataset):
-    """Views of arrays, as in Keras' own documentation."""
+    """A PyDataset whose batches are views of arrays, as in Keras' own documentation."""
 
     def __init__(self, data, batch=BATCH, **kwargs):
         super().__init__(**kwargs)
@@ -43,7 +43,7 @@ class Batches(keras.utils.PyDataset):
 
 
 class SelfShuffled(Batches):
-    """The common form of a dataset that shuffles its rows by itself."""
+    """A PyDataset that shuffles its rows by itself, in the common form."""
 
     def __init__(self, data, **kwargs):
         super().__init__(data, **kwargs)
@@ -55,7 +55,7 @@ class SelfShuffled(Batches):
 
     def __getitem__(self, index):
         rows = self.rows[index * self.batch : (index + 1) * self.batch]
-        np.random.normal(size=len(rows))  # as for augmentation
+        np.random.normal(size=len(rows))  # draws numbers, as for augmentation
         return tuple(a[rows] for a in self.data)
 
 
@@ -87,7 +87,7 @@ def from_generator(data, batch=None):
 
 
 def write_files(folder):
-    """Three files of other lengths, with the numbers of rows; the folder's name is in ROWS_IN."""
+    """Writes three files of different lengths with numbers of rows; ROWS_IN names the folder."""
     for name, numbers in {"a": range(20), "b": range(20, 25), "c": range(25, ROWS)}.items():
         (folder / name).write_text("".join(f"{number}\n" for number in numbers))
     os.environ["ROWS_IN"] = str(folder)
@@ -117,9 +117,10 @@ def _own(strategy, dataset):
     return strategy.distribute_datasets_from_function(lambda context: dataset)
 
 
-XY = slice(0, 2)  # of the arrays: no sample weights
+XY = slice(0, 2)  # takes x and y of the arrays, without sample weights
 
-# name: (data, strategy) → arguments of fit. None for the strategy is plain Keras.
+# By the name of a kind, a function (data, strategy) → arguments of `fit`. Without a strategy (None)
+# they are for plain Keras.
 KINDS = {
     "arrays": lambda d, s: {"x": d[0], "y": d[1], "sample_weight": d[2], "batch_size": BATCH},
     "arrays in order": lambda d, s: {"x": d[0], "y": d[1], "batch_size": BATCH, "shuffle": False},
@@ -176,7 +177,7 @@ KINDS = {
 
 
 class Recorder(keras.Model):
-    """A model that notes every row of which its steps are made."""
+    """A model that notes every row of its steps' minibatches."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +207,7 @@ class Recorder(keras.Model):
         tf.numpy_function(append, [table], [])
 
     def rows(self):
-        """Those of all steps since the last call, sorted: a list of lists of numbers."""
+        """Returns the rows of all steps since the last call, sorted: a list of lists of numbers."""
         tables, self.seen = self.seen, []
         return sorted(np.concatenate(tables).tolist()) if tables else []
 
@@ -237,7 +238,7 @@ def make(strategy=None):
 
 
 def trained(model, kind, strategy=None, rows=ROWS):
-    """The rows of each epoch of a fit, and whether the data are what they were."""
+    """Returns the rows of each epoch of a `fit`, and whether the data are unchanged."""
     data = arrays(rows)
     former = [a.copy() for a in data]
     epochs = Epochs()

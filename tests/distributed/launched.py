@@ -14,7 +14,7 @@ FOREVER = "import signal\nwhile True: signal.pause()\n"
 
 
 def default_signals():
-    """Undoes what a background shell ignores, for the launcher leaves ignored signals so."""
+    """Restores signals that a background shell ignores; the launcher would go on ignoring them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -49,7 +49,7 @@ class Launched:
             self.read_more(words)
 
     def read_more(self, wanted="more"):
-        """Reads what comes next on stdout."""
+        """Reads the next output on stdout."""
         if not select.select([self.process.stdout], [], [], DEADLINE)[0]:
             pytest.fail(f"no {wanted} in {self.seen!r}")
         chunk = os.read(self.process.stdout.fileno(), 1 << 16)

@@ -42,7 +42,7 @@ def data_of(strategy, minibatches):
 
 
 def of_replicas(strategy, model, variables=None):
-    """Of each replica the variables, flat; None: the trainable ones."""
+    """Returns each replica's variables as a flat vector. None: the trainable ones."""
     variables = variables or model.trainable_variables
     variables = [strategy.experimental_local_results(v.value) for v in variables]
     return [simulation.flat([v[r].numpy() for v in variables]) for r in range(len(variables[0]))]

@@ -31,15 +31,15 @@ class Run:
         }
 
     def checkpoints(self):
-        """Numbers of those that are visible."""
+        """Returns the numbers of the checkpoints that are visible."""
         return [int(p.name[-8:]) for p in (self.path / "checkpoints").glob("checkpoint-*")]
 
     def newest(self):
-        """Path of the newest checkpoint."""
+        """Returns the path of the newest checkpoint."""
         return max((self.path / "checkpoints").glob("checkpoint-*"))
 
     def start(self, **of_a_worker):
-        """Starts the processes. Arguments: options that are not all workers', as lists by rank."""
+        """Starts the processes. Arguments: options that differ by worker, as lists by rank."""
         mine = [
             {**self._options(), **{name: values[rank] for name, values in of_a_worker.items()}}
             for rank in range(self.workers)
@@ -54,20 +54,20 @@ class Run:
         return self.start(**{name: [value] * self.workers for name, value in slow.items()})
 
     def launch_command(self, *arguments, **options):
-        """The command that starts the workers under the launcher."""
+        """Returns the command that starts the workers under the launcher."""
         program = str(HERE / "programs" / "train_resumable.py")
         launch = [sys.executable, "-m", "tfpara.launch", "-n", str(self.workers), "--threads=1"]
         return [*launch, *arguments, program, json.dumps({**self._options(), **options})]
 
     def to_the_end(self):
-        """Starts it and waits; returns what each worker ended with."""
+        """Starts the run and waits for its end; returns what each worker ended with."""
         with self.start() as workers:
             for result in workers.results(DEADLINE):
                 assert result.returncode == 0, result.output
         return self.ends()
 
     def ends(self):
-        """What each worker ended with, by name."""
+        """Returns what each worker ended with: arrays by name."""
         return [dict(np.load(self.path / f"{rank}.npz")) for rank in range(self.workers)]
 
     def wait_for_steps(self, processes):
@@ -81,7 +81,7 @@ class Run:
             time.sleep(0.01)
 
     def kill_at(self, place, times, killed):
-        """Starts it, and has the workers in `killed` killed there, and then the others."""
+        """Starts the run; the workers in `killed` are killed at `place`, and then the others."""
         if place is None:
             with self.start_slowly() as workers:
                 self.wait_for_steps(workers.processes)
@@ -99,12 +99,12 @@ class Run:
                 assert f"killed: {place}" in output
 
     def _options(self):
-        # Other seeds than the first start's: all that a later start has is the checkpoint.
+        # Each start has another seed, so that all it knows of the run is in the checkpoint.
         return {**self.options, "seed": 1 + max(self.checkpoints(), default=0)}
 
 
 def assert_same(ends, others):
-    """Fails unless the workers of two runs ended with the same, bit for bit."""
+    """Fails unless the workers of two runs ended with the same values, bit for bit."""
     for mine, theirs in zip(ends, others, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:

@@ -1,6 +1,6 @@
-"""What the cluster should compute, in NumPy alone: networks, momentum SGD and every rule.
+"""A simulation in NumPy of what the cluster should compute: networks, momentum SGD, every rule.
 
-Written from the equations, in float64, without any code of tfpara.
+It is written from the equations, in float64, without any code of tfpara.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import numpy as np
 
 
 def batch(replica: int, step: int, size: int):
-    """The same minibatches as programs/train_small.py draws."""
+    """Returns the same minibatch that programs/train_small.py draws."""
     rng = np.random.default_rng([replica, step])
     return rng.normal(size=(size, 6)).astype("float32"), rng.integers(0, 5, size).astype("int32")
 
 
 def gradients(weights, x, y):
-    """Cross-entropy and its gradients, of the 6-7-5 tanh network."""
+    """Returns the cross-entropy of the 6-7-5 tanh network, and its gradients."""
     w1, b1, w2, b2 = weights
     hidden = np.tanh(x @ w1 + b1)
     logits = hidden @ w2 + b2
@@ -29,7 +29,7 @@ def gradients(weights, x, y):
 
 
 class Momentum:
-    """m ← μm − lr·g;  w ← w + m."""
+    """SGD with momentum: m ← μm − lr·g;  w ← w + m."""
 
     def __init__(self, learning_rate, momentum):
         self.learning_rate, self.momentum, self.buffers = learning_rate, momentum, None
@@ -57,7 +57,7 @@ class Global:
         self.history, self.parts = [start.copy()], []
 
     def sync(self, local, shares, part=1.0):
-        """`part`: of a whole block."""
+        """Returns the new local models; `part` is the share of a whole block that the block was."""
         mean = sum(s * w for s, w in zip(shares, local, strict=True))
         new = self.step(local, mean, part)
         self.history.append(self.w.copy())
@@ -65,7 +65,10 @@ class Global:
         return new
 
     def step(self, local, mean, part):
-        """Part of a block: that part of the step of the block, had it gone on at its pace."""
+        """Returns the new local models after a block, or after a part of one.
+
+        A part takes that part of the step that the whole block would have taken at the same pace.
+        """
         whole = getattr(self, self.kind)
         if part == 1.0 or self.kind in ("bsp", "elastic"):
             return whole(local, mean, **self.settings)

@@ -1,8 +1,8 @@
 """Slurm on loopback: munged, slurmctld and two slurmd of this machine, as a context manager.
 
-Debian's packages slurmctld, slurmd, slurm-client and munge have all it needs. It runs as
-root, without systemd, control groups and accounting, in a folder of its own. What it needs and does
-not find is said by `missing`.
+Debian's packages slurmctld, slurmd, slurm-client and munge have all it needs. It runs as root,
+without systemd, control groups and accounting, in a folder of its own. `missing` says what it needs
+and does not find.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cluster_of_processes import free_ports
 from launched import default_signals
 
 DEADLINE = 240.0  # seconds; reached only by a hang
-# Slurm writes 127.0.0.[1-2] for both, of which the first is where rank 0 is looked for.
+# Slurm names both nodes as 127.0.0.[1-2]; workers look for rank 0 at the first address.
 _CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost=localhost(127.0.0.1)

@@ -1,6 +1,6 @@
-"""What overlapped, fragmented and hierarchical syncs should compute, step by step in NumPy.
+"""A simulation in NumPy, step by step, of overlapped, fragmented and hierarchical syncs.
 
-Written from the equations, in float64, without any code of tfpara; the rules are those of
+It is written from the equations, in float64, without any code of tfpara; the rules are those of
 `simulation`.
 """
 
@@ -27,9 +27,10 @@ def simulate(
 ):
     """Trains len(minibatches) replicas.
 
-    delay: steps after which a sync is merged; 0: training stops for it. runs: of each fragment the
-    (first, past the last) of the variables. devices: replicas of a worker, which are averaged every
-    device_period steps. rounded: what a format makes of a part's numbers; a replica is a worker.
+    delay: steps after which a sync is merged; with 0 training stops for the sync. runs: for each
+    fragment the index of its first variable and that past its last one. devices: the number of
+    replicas of a worker, which are averaged every device_period steps. rounded: a function that
+    rounds numbers as a format does; each replica then is a worker.
 
     Returns: flat local models, the flat global model and look-ahead point, mean loss of the last
     epoch.
@@ -53,7 +54,7 @@ def simulate(
         samples[:] = 0
 
     def exchanged(number, samples, steps):
-        """What each replica would go on from, at once, after so many steps."""
+        """Returns what each replica would go on from if the sync took no time."""
         shares = samples / samples.sum()
         part = steps / (sync_period * len(pieces))
         if rounded:
@@ -103,13 +104,13 @@ def simulate(
 
 
 def merge(local, flight):
-    """Replicas go on from the result, plus what they have learned since the snapshot."""
+    """Puts replicas at the result, plus what they have learned since the snapshot."""
     _, piece, snapshot, result = flight
     local[:, piece] = result + (local[:, piece] - snapshot)
 
 
 class Wire:
-    """What replicas receive, and what rounding has left out, of one fragment."""
+    """The rounded exchange of one fragment: what replicas receive, and what rounding left out."""
 
     def __init__(self, center, rounded):
         self.center, self.rounded = center, rounded
@@ -131,9 +132,9 @@ class Wire:
         self.errors = sent - arrived
         former = center.w.copy()
         elastic = center.kind == "elastic"
-        # What replicas have moved since they were put at a point is counted from that point. Under
-        # EASGD they were put nowhere: there it is their mean, W ← W + αN(w̄ − W), and they were
-        # measured from what they had received.
+        # Differences of replicas are counted from the point at which the last sync put them. Under
+        # EASGD no sync does so: the rule W ← W + αN(w̄ − W) needs their mean, and the differences
+        # are counted from what they had received.
         start = center.anchor if center.kind == "nesterov" else center.w
         mean = (self.point if elastic else start) + arrived.sum(0)
         new = center.step(list(local), mean, part)

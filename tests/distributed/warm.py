@@ -1,13 +1,14 @@
 """Runs Python programs in processes that have imported TensorFlow and Keras already, for tests.
 
-To import TensorFlow takes seconds of a core, and tests start hundreds of programs. Here a parent
-(`warm_parent.py`) imports it once, and a program runs in a fork of the parent. To the program and
-to the test that is as an interpreter of its own; `test_warm.py` compares the two:
+Importing TensorFlow takes seconds of a core, and tests start hundreds of programs. Here a parent
+(`warm_parent.py`) imports it once, and each program runs in a fork of the parent. For the program
+and the test this is like an interpreter of its own; `test_warm.py` compares the two:
 
 - The process is the test process's own child: exit code, signals, pipes and times are real.
-- It has the arguments, directory, environment and standard streams that were asked for. What is
-  read before TensorFlow has been imported must be as in the parent (see `_LATE`). An environment
-  that differs there gets other parents, and where there are enough of them, a new interpreter.
+- It has the arguments, directory, environment and standard streams that were asked for. Variables
+  that are read before TensorFlow has been imported must be as in the parent (see `_LATE`). An
+  environment in which they differ gets other parents or, if there are enough of those, a new
+  interpreter.
 - TensorFlow has no context and no threads yet, and nothing of ours has been imported.
 - Parents come in pairs that take turns, each with hashes of its own, so that the workers of a run
   iterate over sets in different orders, as they do between machines.
@@ -33,7 +34,7 @@ from launched import default_signals
 
 _PARENT = pathlib.Path(__file__).with_name("warm_parent.py")
 _MAX_PAIRS = 2
-# Beginnings of the variables that are read when a program runs, not when TensorFlow is imported.
+# Prefixes of the variables that are read when a program runs, not when TensorFlow is imported.
 _LATE = ("TF_CONFIG", "TF_NUM_INT", "HOROVOD_", "TFPARA_", "PYTEST_")
 _SET_CHILD_SUBREAPER = 36  # of prctl
 
@@ -57,7 +58,7 @@ class Popen(subprocess.Popen):
         super().__init__(command, env=env, preexec_fn=default_signals, **options)
 
     def _execute_child(self, *given) -> None:
-        """What `subprocess.Popen` calls to start the process, between making pipes and files."""
+        """Starts the process; `subprocess.Popen` calls this once it has made pipes and files."""
         of = inspect.signature(super()._execute_child).bind(*given).arguments
         parent = _parent_for(of["env"])
         if parent is None:
@@ -76,7 +77,7 @@ class Popen(subprocess.Popen):
 
 
 def _parent_for(environment: dict[str, str]) -> _Parent | None:
-    """A parent with what of an environment is read early; None if there are enough others."""
+    """Returns a parent for the variables that are read early; None if there are enough others."""
     early = {k: v for k, v in environment.items() if not k.startswith(_LATE)}
     key = frozenset(early.items())
     with _lock:
@@ -103,10 +104,10 @@ class _Parent:
             )
 
     def fork(self, request: dict, streams: list[int]) -> int:
-        """Has a program run, with these standard streams; returns the process's number."""
+        """Starts a program with these standard streams; returns the number of its process."""
         with _lock:
-            # The parent's fork forks and ends: its orphan falls to the next process above that
-            # adopts orphans, and while it forks, this one does.
+            # The parent's fork forks again and ends. The orphan then belongs to the next process
+            # above that adopts orphans, which is this one meanwhile.
             prctl = ctypes.CDLL(None, use_errno=True).prctl
             if prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
                 raise OSError(ctypes.get_errno(), "prctl")

@@ -1,4 +1,4 @@
-"""Imports TensorFlow and Keras, and forks for each program that is asked for; see `warm.py`."""
+"""Imports TensorFlow and Keras, and forks for each program that a test asks for; see `warm.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(request: dict) -> None:
     if module:
         program, *arguments = arguments
     sys.argv = [program, *arguments]
-    # The first entry of the path was this file's directory, unless it is told to leave that out.
+    # The first entry of the path is this file's directory, unless Python runs with -P.
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(program))
     if module:

@@ -1,10 +1,10 @@
-"""What is in a corpus."""
+"""The content of a corpus, for comparisons."""
 
 from input import index
 
 
 def content(corpus):
-    """Features, labels and split of every utterance of a corpus."""
+    """Returns features, labels and split of every utterance of a corpus."""
     found = {}
     for name, split in corpus.splits.items():
         with index.open_shards(split) as files:

@@ -21,19 +21,19 @@ def compiled(**options):
         keras.optimizers.SGD(0.5, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")],
-        jit_compile=False,  # which takes longer than it saves
+        jit_compile=False,  # Compiling takes longer than it saves.
         **options,
     )
     return model
 
 
 def states(model):
-    """The state that the model carries, as Keras variables."""
+    """Returns the state that the model carries, as Keras variables."""
     return [v for layer in model.layers if isinstance(layer, Streaming) for v in layer.states]
 
 
 def replica_batches(replica):
-    """All minibatches of a replica: inputs, labels and weights, each [STEPS, STREAMS, ...]."""
+    """Returns a replica's minibatches: inputs, labels and weights, each [STEPS, STREAMS, ...]."""
     rng = np.random.default_rng(replica)
     xs = rng.normal(size=(STEPS, STREAMS, T, DIM)).astype("float32")
     reset = (rng.uniform(size=(STEPS, STREAMS)) < 0.3).astype("float32")
@@ -48,7 +48,10 @@ def minibatch(replica, step, rows=STREAMS):
 
 
 def dataset(replicas, steps=None):
-    """Step-major: minibatch s of each replica in turn, without rows from steps[replica] on."""
+    """Returns minibatch s of each replica in turn, for every step s.
+
+    From step steps[replica] on, a replica's minibatches have no rows.
+    """
     steps = steps or dict.fromkeys(replicas, STEPS)
 
     def elements():
@@ -75,7 +78,7 @@ def distributed(strategy, steps=None):
 
 
 def averaged_by_hand(models, initial, sync_period):
-    """Plain Keras models, each alone on its replica's data, averaged every `sync_period` steps."""
+    """Trains plain Keras models, one for each replica, and averages them every `sync_period`."""
     for model in models:
         model.set_weights(initial)
     for step in range(STEPS):

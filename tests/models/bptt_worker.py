@@ -1,4 +1,4 @@
-"""A worker that trains the small LSTM on its replicas' streams, and saves what came of it."""
+"""A worker that trains the small LSTM on its replicas' streams, and saves the result."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-# Before anything makes a tensor.
+# Devices must be set before anything makes a tensor.
 OPTIONS = json.loads(sys.argv[1])
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],

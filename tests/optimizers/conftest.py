@@ -1,4 +1,4 @@
-"""The reference is a module beside the tests."""
+"""Lets the tests import modules beside them, such as the reference in NumPy."""
 
 import sys
 from pathlib import Path

@@ -1,14 +1,14 @@
 """The online natural gradient in NumPy, from the paper's equations with dense D x D matrices.
 
-Everything in double precision, F and its inverse written out, none of the shortcuts by which the
-method is fast.
+Everything is in double precision. F and its inverse are written out, without the shortcuts that
+make the method fast.
 """
 
 import numpy as np
 
 
 class Reference:
-    """One side of a layer: R, d and rho, from which F is made anew each time."""
+    """The method for one side of a layer: R, d and rho, from which F is computed when needed."""
 
     def __init__(
         self, rank, period=4, history=2000.0, alpha=4.0, epsilon=1e-10, delta=5e-4, eta=None
@@ -35,7 +35,7 @@ class Reference:
         self.rho = max(rho, self.epsilon, self.delta * root.max())
 
     def step(self, x):
-        """The preconditioned rows of a minibatch; then F is updated if that is due."""
+        """Returns the preconditioned rows of a minibatch, and updates F if that is due."""
         x = np.asarray(x, np.float64)
         width = x.shape[1]
         if self.seen == 0:

@@ -20,7 +20,7 @@ def compiled(model, *arguments, loss=LOSS, **options):
 
 
 def minibatches(steps, n=64, width=12, seed=0, scales=(0.5, -1.5), mean=0.5):
-    """Inputs whose directions differ widely in scale, and classes that depend on all of them."""
+    """Returns inputs with very different scales by direction, and classes that depend on all."""
     rng = np.random.default_rng(seed)
     turn = np.linalg.qr(rng.normal(size=(width, width)))[0]
     z = rng.normal(size=(steps, n, width))

@@ -1,4 +1,4 @@
-"""The cluster of processes is a module beside the tests."""
+"""Lets the tests import modules beside them, such as the cluster of processes."""
 
 import sys
 from pathlib import Path

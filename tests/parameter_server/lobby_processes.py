@@ -23,7 +23,7 @@ DEADLINE = 150.0  # seconds; reached only by a hang, or on a machine with far to
 
 
 def views(workers: int, ps: int) -> dict[str, AsyncCluster]:
-    """The views that all processes have of one cluster: of "chief", "worker 0", "ps 0", ..."""
+    """Returns each process's view of one cluster, by its name: "chief", "worker 0", "ps 0", ..."""
     chief, *others = (f"127.0.0.1:{port}" for port in free_ports(1 + workers + ps))
     first = AsyncCluster(chief, tuple(others[:workers]), tuple(others[workers:]), "chief", 0)
     return {"chief": first} | {
@@ -84,7 +84,7 @@ class Process:
         self.popen.send_signal(number)
 
     def end(self) -> tuple[int, str]:
-        """Waits for its end; returns the exit code and all that it printed."""
+        """Waits for the end of the process; returns the exit code and all that it printed."""
         code = self.popen.wait(DEADLINE)
         self._reader.join(DEADLINE)
         while not self._lines.empty():
@@ -93,7 +93,7 @@ class Process:
 
 
 class Processes:
-    """Processes by name; a context manager that leaves none behind."""
+    """Processes by name; a context manager that ends them all."""
 
     def __init__(
         self,
@@ -131,14 +131,14 @@ class Processes:
             self._all.append(self._running[name])
 
     def start_all(self) -> None:
-        """Starts all, and waits until they have come together."""
+        """Starts all processes, and waits until they have met."""
         self.start()
         self["chief"].wait_for("gathered")
 
     def ends(self, *but: str) -> dict[str, tuple[int, str]]:
-        """Exit codes and outputs of all processes but some."""
+        """Waits for all processes but some; returns their exit codes and outputs."""
         return {name: p.end() for name, p in self._running.items() if name not in but}
 
     def address(self, name: str) -> str:
-        """Of a process."""
+        """Returns the address of a process."""
         return self.views[name].address

@@ -1,4 +1,4 @@
-"""A tiny corpus, and the programs run as a user runs them."""
+"""Fixtures: a tiny corpus, and functions that run the programs as a user does."""
 
 import dataclasses
 import os
@@ -41,9 +41,9 @@ def corpus_directory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run():
-    """run("train", "--flag", ..., workers=2): runs scripts.train, under the launcher if asked.
+    """A function: run("train", "--flag", ..., workers=2) runs scripts.train with the launcher.
 
-    launcher: more flags of the launcher.
+    With one worker it runs without the launcher. launcher: more flags of the launcher.
     """
 
     def call(program, *flags, workers=1, launcher=()):
@@ -72,7 +72,7 @@ def run():
 
 @pytest.fixture(scope="session")
 def run_well(run):
-    """As `run`, but the program must succeed."""
+    """A function like `run`, except that it fails unless the program succeeds."""
 
     def call(*arguments, **more):
         ended = run(*arguments, **more)
