@@ -1,7 +1,7 @@
 """A script of a user's that trains, and then ends in one of several ways.
 
-JSON options: `how` ("return", "raise", "exit", "leave", "wait"), and on which `rank`; `run`:
-whether `tfpara.run` calls it; `thread`: whether it runs in a thread.
+JSON options: `how` it ends ("return", "raise", "exit", "leave", "wait"), and on which `rank`;
+`run`: whether `tfpara.run` calls it; `thread`: whether it runs in a thread.
 """
 
 import atexit

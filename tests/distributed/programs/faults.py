@@ -1,4 +1,4 @@
-"""A worker that trains a while and meets a fault of its own making.
+"""A worker that trains for a while and then makes a fault.
 
 Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model),
 local_devices, look (whether it looks at the global model after a failure as well), schedules
@@ -52,7 +52,7 @@ class Fault(keras.callbacks.Callback):
 
 
 def schedules(strategy):
-    """A rate that diverges on one worker alone, and an epoch that is not better."""
+    """Returns callbacks: a rate diverges on one worker only, and an epoch is given up."""
 
     def sample(_):
         x = np.full((8, 6), float(strategy.worker_index), "float32")
@@ -63,7 +63,7 @@ def schedules(strategy):
             logs["score"] = 1.0 + epoch
 
     class Falling(keras.callbacks.Callback):
-        """A rate by the minibatches that this worker has taken, in all epochs."""
+        """Sets the rate by the number of minibatches that this worker has taken in all epochs."""
 
         taken = 0
 
@@ -112,7 +112,7 @@ def main():
     callbacks = [Fault(strategy, fault)] if fault not in (None, "load", "own", "empty") else []
     if scheduled:
         callbacks += schedules(strategy)
-        count = 20 + strategy.worker_index  # of minibatches, one more on the second worker
+        count = 20 + strategy.worker_index  # minibatches; the second worker has one more
         data = strategy.distribute_datasets_from_function(lambda _, all=data: all.take(count))
     try:
         log = model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history

@@ -23,7 +23,7 @@ def refused(call):
 
 
 def refusals(strategy, model):
-    """What is refused, by what is wrong; every worker says the same."""
+    """Returns the messages for data that are refused, by what is wrong, the same on all workers."""
     rank = strategy.worker_index
     x, y, _ = kinds.arrays()
     mine = x[rank::2], y[rank::2]
@@ -74,7 +74,7 @@ def main():
         found["trained"][kind] = kinds.trained(model, kind, strategy)
     if options["devices"] == 1:
         found["refused"] = refusals(strategy, model)
-        # What was refused has left nothing behind: the run goes on.
+        # Refused data change nothing: the run goes on.
         found["trained"]["arrays"] = kinds.trained(model, "arrays", strategy)
     x, y, w = kinds.arrays()
     model.rows()

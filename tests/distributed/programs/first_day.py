@@ -1,6 +1,6 @@
-"""What Keras users write on their first day, under the strategy or, for comparison, without it.
+"""Scripts as Keras users write them on their first day, with the strategy or, to compare, without.
 
-JSON options: `devices`, of each worker; `folder`, where the callbacks of all workers write.
+JSON options: `devices` of each worker; `folder`, where the callbacks of all workers write.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from absl import app
 
 import tfpara
 
-BATCH = 16  # of all replicas together
+BATCH = 16  # samples of all replicas together
 
 
 def images():
@@ -131,7 +131,7 @@ SCRIPTS = (classifier_with_callbacks, text, functional_of_two_inputs, mixed_prec
 
 
 def results(strategy, folder):
-    """By script: its history, weights and scores."""
+    """Returns history, weights and scores of each script, by its name."""
     found = {}
     for script in SCRIPTS:
         keras.utils.set_random_seed(3)

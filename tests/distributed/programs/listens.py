@@ -1,11 +1,11 @@
-"""A process that the launcher starts; the chief prints where all of them, and it, listen.
+"""A process that the launcher starts; the chief prints where all processes and the launcher listen.
 
-Then it is a stranger: it sends what is no message to each of these ports, keeps the connections,
-and all train on.
+Then the chief acts as a stranger: it sends bytes that are no message to each of these ports and
+keeps the connections open, while all go on training.
 
-Argument: "ps" for asynchronous training. The line that begins with "{" is JSON: by name of the
-process (its task, or "launcher"), its listening addresses, whether it has the chief's
-TFPARA_SECRET, and whether that is among its arguments.
+Argument: "ps" for asynchronous training. The line that begins with "{" is JSON: for each process,
+by name (its task, or "launcher"), its listening addresses, whether it has the chief's
+TFPARA_SECRET, and whether that secret is among its arguments.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import tfpara
 
 
 def listening():
-    """Linux' table: "address port" of listening sockets by their inode."""
+    """Returns "address port" of all listening sockets by their inode, from a table of Linux."""
     found = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
@@ -50,7 +50,7 @@ def look():
             )
             place = environ.get("TF_CONFIG") or environ.get("HOROVOD_RANK")
             if int(process.name) != launcher and not place:
-                continue  # the launcher's guardian
+                continue  # This process is the launcher's guardian.
             name = "launcher" if int(process.name) == launcher else str(json.loads(place))
             name = str(json.loads(place)["task"]) if name.startswith("{") else name
             links = set()

@@ -1,8 +1,8 @@
-"""A worker of which one does what the others do not, again and again.
+"""Workers of which one does something else than the others, again and again.
 
-Options (JSON): cases (names of functions here, or of one that every worker does alike), odd (the
+Options (JSON): cases (names of methods of `Worker`, some of which all workers do alike), odd (the
 worker that differs), local_devices, and those of PeriodicSyncStrategy. Each case prints one line:
-"NAME: " and what the error says, or what came of it.
+"NAME: " and the message of the error, or the result.
 """
 
 import json
@@ -38,7 +38,7 @@ class Here(keras.callbacks.Callback):
 
 
 class Worker:
-    """Cases by name; `odd` is whether this is the worker that differs."""
+    """A worker with the cases as methods; `odd` is whether this is the worker that differs."""
 
     def __init__(self, strategy, odd):
         self.strategy, self.odd, self.more = strategy, odd, 0
@@ -128,7 +128,7 @@ class Worker:
             pass
 
     def former_model(self):
-        """One that was trained before the present one: another exchange, of which all know."""
+        """Trains a former model on the odd worker, while the others evaluate the present one."""
         former = self.model
         self.new_model()
         self.fit()
@@ -139,7 +139,7 @@ class Worker:
     # -- what does --------------------------------------------------------------------------
 
     def alike(self):
-        """All that workers may do, with unequal data, also of a second model."""
+        """Does all that workers may do, with unequal data, also with a second model."""
         self.more = self.strategy.worker_index
         self.new_model()
         found = [self.evaluate()]
@@ -160,7 +160,7 @@ class Worker:
         return [round(float(value), 5) for each in found for value in each]
 
     def still_alike(self):
-        """The model goes on after all that did not match."""
+        """Trains the model once more, after all the mismatches."""
         return [round(float(value), 5) for value in (*self.fit()["loss"], *self.evaluate())]
 
 

@@ -1,6 +1,6 @@
-"""Every operation of the collectives that a strategy has, eagerly and in a function.
+"""Runs every operation of a strategy's collectives, eagerly and in a function.
 
-Options (JSON): out (npz path), and moved: the dtypes that are gathered and broadcast. Worker r
+Options (JSON): out (npz path), and moved (the dtypes that are gathered and broadcast). Worker r
 gives r + 1 times the numbers 1, 2, …; results are saved under operation/dtype/….
 """
 
@@ -28,7 +28,7 @@ def main():
     results = {"full_duplex": collectives.full_duplex}
 
     def both(key, operation, *inputs):
-        """Runs an operation both ways, in the function twice."""
+        """Runs an operation eagerly, and twice in a function."""
         function = tf.function(lambda *tensors: operation(*tensors), autograph=False)
         found = {"eagerly": operation(*inputs), "function": function(*inputs)}
         found["again"] = function(*inputs)
@@ -73,7 +73,7 @@ def main():
 
 
 def gathered(strategy):
-    """`strategy.gather` of tensors that are longer on the later workers, and what it says."""
+    """Returns what `strategy.gather` gives or says for tensors that are longer on later workers."""
     rank = strategy.worker_index
     found = {}
     for dtype in ("float32", "bfloat16", "bool", "int8", "int64"):

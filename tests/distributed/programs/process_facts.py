@@ -1,4 +1,4 @@
-"""Prints what a process is like (JSON), and ends as the option `end` says; see test_warm.py."""
+"""Prints facts about its process (JSON), and ends as the option `end` says; see test_warm.py."""
 
 import atexit
 import json

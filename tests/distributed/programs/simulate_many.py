@@ -1,6 +1,6 @@
-"""Trains more replicas in one process than TensorFlow prepares in one thread, and then gets stuck.
+"""Trains so many replicas in a process that TensorFlow needs two threads; then gets stuck.
 
-Options (JSON): replicas, overlap, and directory, of checkpoints. Prints the weights, then "stuck".
+Options (JSON): replicas, overlap, directory (of checkpoints). Prints the weights, then "stuck".
 """
 
 import json

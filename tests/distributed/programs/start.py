@@ -14,7 +14,7 @@ startup._CONNECT_SECONDS = options.get("connect_seconds", 120.0)
 try:
     with startup.guard(found, options["timeout_seconds"]):
         if options.get("dies"):
-            os._exit(0)  # after the meeting, before TensorFlow listens
+            os._exit(0)  # This worker ends after the meeting, before TensorFlow listens.
         import tensorflow as tf
 
         strategy = tf.distribute.MultiWorkerMirroredStrategy()

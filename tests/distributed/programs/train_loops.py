@@ -1,8 +1,8 @@
-"""Training that is not Keras' own: steps of a user's, TensorFlow's loop, and GANs.
+"""Training without Keras' own step or loop: steps of a user's, TensorFlow's loop, and GANs.
 
-Each is a function of a strategy, and knows nothing of how many workers and devices that has: with
-TensorFlow's default strategy it is plain Keras on whole batches. As a program: trains all of them
-on a worker of one device or two.
+Each training is a function of a strategy, and does not depend on the number of workers and devices:
+with TensorFlow's default strategy it is plain Keras on whole batches. As a program this file runs
+all of them on a worker of one device or two.
 
 Options (JSON): out (npz path), folder (of checkpoints).
 """
@@ -49,7 +49,7 @@ def weights_of(model):
 
 
 class OfAUser(keras.Model):
-    """Its steps return a metric, and values beside it."""
+    """A user's model, whose steps return a metric and other values."""
 
     def __init__(self, **options):
         super().__init__()
@@ -98,7 +98,7 @@ class WithLoss(keras.layers.Layer):
 
 
 def losses(strategy):
-    """A regularizer's, a layer's own, and all scaled up while gradients are computed."""
+    """Trains with losses of a regularizer and of a layer, and with loss scaling."""
     with strategy.scope():
         model = OfAUser(regularizer=keras.regularizers.L2(0.05))
         model.net = keras.Sequential([*model.net.layers, WithLoss()])
@@ -108,7 +108,7 @@ def losses(strategy):
 
 
 def accumulated(strategy):
-    """Of two minibatches each, in executions of three."""
+    """Trains with gradients accumulated over two minibatches, in executions of three."""
     with strategy.scope():
         optimizer = keras.optimizers.SGD(RATE, gradient_accumulation_steps=2)
     return own_step(strategy, None, optimizer, steps_per_execution=3)
@@ -126,7 +126,10 @@ def mixed(strategy):
 
 
 def tutorial(strategy):
-    """As TensorFlow's has it, but for `track` and `synchronize`, and where it reduces."""
+    """Trains with the loop of TensorFlow's tutorial, plus `track` and `synchronize`.
+
+    It also differs in where it reduces the loss.
+    """
     loss_object = keras.losses.MeanSquaredError(reduction=None)
     with strategy.scope():
         model = network(regularizer=keras.regularizers.L2(0.05))
@@ -158,12 +161,12 @@ def tutorial(strategy):
 
 
 def gan_loop(strategy):
-    """A step of the one, then of the other, each a call of `run`."""
+    """Trains a GAN: a step of one model, then of the other, each in its own call of `run`."""
     with strategy.scope():
         models = generator, discriminator = network(0, inputs=3), network(10, None, 1, 2)
         optimizers = [keras.optimizers.SGD(RATE, momentum=0.5) for _ in models]
         for optimizer, model in zip(optimizers, models, strict=True):
-            optimizer.build(model.trainable_variables)  # in one call of tf.function none could
+            optimizer.build(model.trainable_variables)  # Inside the tf.function it could not.
     if hasattr(strategy, "track"):
         strategy.track(models)
 
@@ -190,14 +193,14 @@ def gan_loop(strategy):
 
 
 CASES = {f.__name__: f for f in (own_step, losses, accumulated, mixed, tutorial, gan_loop)}
-ON_ONE_DEVICE = ("losses", "accumulated", "mixed")  # of each worker; the others on two
+ON_ONE_DEVICE = ("losses", "accumulated", "mixed")  # The others run on two devices of each worker.
 
 
 # -- what a strategy of ours alone can do ----------------------------------------------------------
 
 
 class GAN(keras.Model):
-    """As in Keras' guide: the optimizers of `compile` have slots from their first step on."""
+    """A GAN as in Keras' guide, whose optimizers get their slots with their first step."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +231,7 @@ class GAN(keras.Model):
 
 
 def gan_resumed(strategy, folder):
-    """The end of a GAN's run, whole and interrupted."""
+    """Returns what a GAN's run ends with, both uninterrupted and resumed."""
 
     def trained(run, epochs):
         with strategy.scope():
@@ -256,7 +259,7 @@ class WithoutMetrics(OfAUser):
 
 
 def unequal(strategy):
-    """The log of workers of which each has two minibatches more than that before it."""
+    """Returns a log of training; each worker has two minibatches more than the one before it."""
     count = 4 + 2 * strategy.worker_index
     with strategy.scope():
         model = WithoutMetrics()
@@ -266,7 +269,7 @@ def unequal(strategy):
 
 
 def refused(strategy):
-    """What is not done inside a tf.function by several workers."""
+    """Returns the message for `strategy.reduce` of several workers inside a tf.function."""
 
     @tf.function
     def inside(x):

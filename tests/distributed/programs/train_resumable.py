@@ -1,11 +1,11 @@
-"""A worker of a run that goes on from its checkpoints, and may be killed at a place of the test's.
+"""A worker of a run that goes on from its checkpoints, and may kill itself at a given place.
 
 Options (JSON): rule (Python expression), local_devices, directory (of the checkpoints), out (npz
 path, `{rank}` is replaced), epochs, every_syncs, step_seconds (that each step lasts at least),
 overlap, fragments, compression, marks (a file that tells the test how far this start has come),
 limit_bytes (no file may grow longer), and kill: null, or [place, n] to send itself SIGKILL at the
 n-th time that it comes there. The places are those of `PLACES`. kill_once: [rank, file]: only that
-worker does, and if there is no such file, which it makes.
+worker kills itself, and only if the file does not exist, which it then makes.
 """
 
 import json
@@ -43,7 +43,7 @@ PLACES = {
 
 
 class Killer:
-    """Ends this process without a word where it is told to."""
+    """Kills this process at the place that the options name."""
 
     def __init__(self, kill, once, rank):
         self.place, self.times = kill or (None, 0)
@@ -63,7 +63,7 @@ class Killer:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def op(self, place, after):
-        """`here` as an operation of a graph, once the tensors `after` are there."""
+        """Returns `here` as an operation of a graph that runs after the tensors `after`."""
         if place != self.place:
             return tf.no_op()
         with tf.control_dependencies(after):
@@ -89,7 +89,7 @@ class Killer:
         setattr(owner, name, wrapped)
 
     def install(self):
-        """Puts the places into the library of this process."""
+        """Replaces functions of the library in this process, so that they call `here`."""
         store = checkpoint_store.Store
         self.before(checkpoint.Checkpoints, "restore", "start")
         self.before(checkpoint.Parts, "_of_holder", "restored")
@@ -136,7 +136,7 @@ class Killer:
 
 
 class Place(keras.layers.Layer):
-    """The identity; in training the killer looks there."""
+    """The identity, which in training is one of the killer's places."""
 
     def __init__(self, killer):
         super().__init__()
@@ -168,7 +168,7 @@ def minibatch(epoch, number):
 
 
 def data_of(strategy):
-    """Minibatch k of an epoch is that of replica k mod N."""
+    """Returns this worker's data; minibatch k of an epoch belongs to replica k mod N."""
 
     def of_this_worker(epoch, first):
         mine = [
@@ -185,7 +185,7 @@ def data_of(strategy):
 
 
 class Progress(keras.callbacks.Callback):
-    """Says when steps are taken, and takes its time over them; keeps all epochs' losses."""
+    """Tells the test when steps are taken, makes them slow, and keeps all epochs' losses."""
 
     def __init__(self, marks, seconds):
         super().__init__()
@@ -211,7 +211,7 @@ class Progress(keras.callbacks.Callback):
 
 
 def everything(strategy, model):
-    """All that a run ends with, by name; of this worker's replicas."""
+    """Returns all that a run ends with on this worker's replicas, by name."""
     found = {}
     for which in ("local", "global", *strategy.averages):
         with strategy.weights(model, which):
@@ -252,7 +252,7 @@ def main():
     )
     killer = Killer(options.get("kill"), options.get("kill_once"), strategy.worker_index)
     killer.install()
-    # What is not in the checkpoint must not come back by itself.
+    # Another seed shows any state that is not in the checkpoint.
     keras.utils.set_random_seed(options.get("seed", 1))
     with strategy.scope():
         model = network(killer)

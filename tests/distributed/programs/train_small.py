@@ -1,4 +1,4 @@
-"""A worker that trains a small network on data it draws itself, and saves what came of it.
+"""A worker that trains a small network on data it draws itself, and saves the results.
 
 Options (JSON), or a list of them for one training after the other: rule (Python expression),
 sync_period, local_devices, optimizer (expression), epochs, minibatches (a list for each replica of
@@ -51,7 +51,7 @@ def train(options):
     )
     keras.utils.set_random_seed(strategy.worker_index)
     with strategy.scope():
-        # Named, so that variables have the same names whatever was trained before.
+        # It has a name, so that the names of variables do not depend on what was trained before.
         model = keras.Sequential(
             [
                 keras.Input((6,)),

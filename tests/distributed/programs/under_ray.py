@@ -1,4 +1,4 @@
-"""Trains docs/engines/ray/train.py under Ray, where a worker is killed, and one asks all to leave.
+"""Runs docs/engines/ray/train.py under Ray: one worker is killed, and one asks all to leave.
 
 Arguments: the file, and a folder, which gets one folder for each run and `ends.json`, with what the
 runs have returned.
@@ -25,7 +25,7 @@ FOLDER = pathlib.Path(sys.argv[2])
 
 
 def train(folder, faults=()):
-    """`script.train`, with a fault in worker 1 of each start: what, and after how many steps."""
+    """Calls `script.train`; `faults` has what worker 1 does in each start, and after which step."""
     import keras
 
     import tfpara

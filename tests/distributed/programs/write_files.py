@@ -1,4 +1,4 @@
-"""A worker that calls everything of Keras that writes, as scripts do that know of one worker only.
+"""A worker that calls all functions of Keras that write, as scripts for a single worker do.
 
 Options (JSON): folder (of the files), rounds (of saves in a row), url (that RemoteMonitor posts
 to), scratch (where temporary files go), out (npz path of what this worker has seen).
@@ -88,7 +88,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def predicted(strategy, model):
-    """22 rows in batches of 8, as all that `predict` takes, and by the chief alone."""
+    """Predicts 22 rows in batches of 8, in all forms `predict` takes, and on the chief only."""
     rows = tf.data.Dataset.from_tensor_slices(X[:22])
     found = {
         "arrays": model.predict(X[:22], batch_size=8, verbose=0),
@@ -144,13 +144,13 @@ def main():
     model.export(folder / "model.tflite", format="litert", verbose=False)
     tfpara.export(model, folder / "ema", which="ema")
     with strategy.weights(model, "ema"):
-        if strategy.is_chief:  # a script that knows of workers
+        if strategy.is_chief:  # as in a script that knows of workers
             model.save(folder / "chief.keras")
         seen["ema"] = model(X).numpy()
     encoder = keras.Model(model.inputs, model.layers[0].output)  # outside of the scope
     encoder.save(folder / "encoder.keras")
     plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
-    plain.save(folder / f"plain-{strategy.worker_index}.keras")  # of no strategy: as ever
+    plain.save(folder / f"plain-{strategy.worker_index}.keras")  # A model of no strategy.
     strategy.barrier()
     for name in ("saved.keras", "function.keras", "chief.keras", "unzipped", "old.h5"):
         loaded = keras.models.load_model(folder / name, compile=False)

@@ -1,6 +1,7 @@
 """A chief with workers and parameter servers of its own: `async_run.py SCENARIO JSON`.
 
-The servers are TensorFlow's alone: no lobby. What came out is printed as a line of JSON.
+The servers are plain servers of TensorFlow, without a lobby. The result is printed as a line of
+JSON.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ def serve(spec, job, index):
 
 
 def run_servers(orders, spec):
-    """Starts and kills servers, as it is told: in a process where TensorFlow has no threads yet."""
+    """Starts and kills servers as ordered, in a process where TensorFlow has no threads yet."""
     running = {}
     with contextlib.suppress(EOFError):
         while True:
@@ -91,7 +92,7 @@ class Servers(Processes):
         self.pids[job, index] = self._order("start", job, index)
 
     def kill(self, index):
-        """A worker; the chief is told, as by the lobby."""
+        """Kills a worker, and tells the chief, as the lobby would."""
         self._order("kill", "worker", index)
         self.gone.append(index)
 
@@ -108,13 +109,13 @@ class Servers(Processes):
 
 
 def count(y_true, y_pred):
-    """A loss whose gradient, of a sample's own weights, is 1."""
+    """Returns a loss whose gradient for a sample's own weights is 1."""
     del y_true
     return tf.reduce_sum(y_pred, axis=-1)
 
 
 def counting_model():
-    """Two weights, each of which counts how often each sample was in a gradient."""
+    """Returns a model of two weights that both count how often each sample was in a gradient."""
     x = keras.Input((IDS,))
     parts = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(x) for _ in "ab"]
     model = keras.Model(x, keras.layers.Add()(parts))
@@ -126,13 +127,13 @@ def counting_model():
 
 
 def samples(count, batch):
-    """x: one-hot samples, by number."""
+    """Returns data whose inputs are one-hot vectors of the samples' numbers."""
     x = np.eye(IDS, dtype=np.float32)[np.arange(count) % IDS]
     return x, np.zeros([count, 1], np.float32)
 
 
 def counted(model, strategy):
-    """How often each sample was in the weights, and what the books say."""
+    """Returns how often each sample was in the weights, and what the servers' books say."""
     statistics = strategy.statistics(model)
     weights = [(-w.numpy()).round(3).ravel().tolist() for w in model.trainable_variables]
     return {
@@ -179,12 +180,12 @@ KILLS = 0
 
 
 def all_at_work(strategy, stop):
-    """Waits until every worker has pushed anew; False if the run is over before."""
+    """Waits until every worker has pushed anew; returns False if the run is over before."""
     before = None
     while not stop.wait(0.1):
         try:
             now = strategy.statistics().by_worker
-        except ValueError:  # not begun
+        except ValueError:  # The run has not begun.
             continue
         before = now if before is None else before
         if (now > before).all():
@@ -204,7 +205,7 @@ def kill_sometimes(servers, strategy, stop):
 
 
 def kill_a_worker(servers, strategy, stop):
-    """For good."""
+    """Kills worker 0 and does not start it again."""
     global KILLS
     if all_at_work(strategy, stop):
         servers.kill(0)
@@ -212,7 +213,7 @@ def kill_a_worker(servers, strategy, stop):
 
 
 def pause_a_worker(servers, strategy, stop):
-    """Stops a worker for a while: a slow one; then kills it for good."""
+    """Stops worker 0 for a while, as if it were slow, and later kills it for good."""
     global KILLS
     for _ in range(2):
         if not all_at_work(strategy, stop):
@@ -235,7 +236,7 @@ class Stop(keras.callbacks.Callback):
 
 
 def pushes_until(strategy, wanted):
-    """Of each worker, until worker 1 has made so many more."""
+    """Waits until worker 1 has made `wanted` more pushes; returns all workers' pushes meanwhile."""
     before = strategy.statistics().by_worker
     while (now := strategy.statistics().by_worker)[1] < before[1] + wanted:
         time.sleep(0.01)
@@ -243,13 +244,13 @@ def pushes_until(strategy, wanted):
 
 
 def scenario_stopped(servers, options):
-    """Pushes of each worker while worker 0 is stopped, several times, in one long epoch."""
+    """Counts the workers' pushes while worker 0 is stopped, several times in one long epoch."""
     global BATCH
     BATCH = 4
     strategy = AsyncStrategy(ASGD(), _processes=servers)
     with strategy.scope():
         model = counting_model()
-    x, y = samples(2**14 * BATCH, BATCH)  # an epoch's end would wait for worker 0's chunk
+    x, y = samples(2**14 * BATCH, BATCH)  # The end of an epoch would wait for worker 0's chunk.
     pushes, done = [], threading.Event()
     worker = servers.pids["worker", 0]
 
@@ -290,12 +291,12 @@ def small_model(dropout):
 
 
 def scenario_replay(servers, options):
-    """Runs on the cluster, and the same orders of pulls and pushes in the simulation."""
+    """Runs trainings on the cluster, and repeats their orders of pulls and pushes in simulation."""
     return [replayed(servers, *case) for case in options["cases"]]
 
 
 def replayed(servers, rule, settings, sync_period):
-    """One of them."""
+    """Runs one training on the cluster, and in simulation."""
     options = {"sync_period": sync_period}
     draw = np.random.default_rng(0)
     x = draw.normal(size=(320, 6)).astype(np.float32)
@@ -329,7 +330,7 @@ def replayed(servers, rule, settings, sync_period):
 
 
 def scenario_set(servers, options):
-    """Weights that a callback sets after the first epoch; nothing moves but by elasticity."""
+    """Has a callback set weights after the first epoch; then only elasticity moves the models."""
     found = {}
     for rule in (ASGD(), AsyncEASGD(0.5)):
         strategy = AsyncStrategy(rule, _processes=servers, **options)
@@ -350,7 +351,7 @@ def scenario_set(servers, options):
 
 
 def scenario_broken(servers, options):
-    """A chunk whose file is not there; and a callback that fails, with what a fit after it does."""
+    """Trains with a missing file, then with a callback that fails, and then once more."""
     global BATCH
     path = options["path"]
 

@@ -16,7 +16,7 @@ listeners = []
 
 
 def start_server(spec):
-    """What TensorFlow's server does as far as others can see."""
+    """Starts a stand-in for TensorFlow's server that looks the same to others."""
     port = int(found.address.rpartition(":")[2])
     listeners.append(socket.create_server(("", port)))
     print("serving", spec["chief"][0], flush=True)
