@@ -1,4 +1,4 @@
-"""`python -m tfpara`: the version, and what can be started. TensorFlow is not imported."""
+"""`python -m tfpara`, which prints versions and commands. It does not import TensorFlow."""
 
 from __future__ import annotations
 

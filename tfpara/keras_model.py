@@ -67,7 +67,7 @@ def hyperparameters(model: keras.Model) -> dict[str, Json]:
         found[label] = type(optimizer).__name__
         try:
             config = optimizer.get_config()
-        except NotImplementedError:  # of a user's own class
+        except NotImplementedError:  # A user's own optimizer may have no `get_config`.
             continue
         # The property `learning_rate` gives a schedule's value; this attribute is the schedule.
         schedule = isinstance(

@@ -247,7 +247,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._act_on(request)
 
     def _ask(self) -> None:
-        """Asks all workers for what this one wishes, once."""
+        """Tells all workers once what this one wants: a checkpoint, or to leave."""
         strategy = self.model.distribute_strategy
         minutes = (time.monotonic() - self._saved_at) / 60.0
         late = strategy.is_chief and minutes > (self._every_minutes or float("inf"))

@@ -1,4 +1,4 @@
-"""Initial weights without labels: greedy RBM pretraining."""
+"""Greedy RBM pretraining, which makes initial weights from data without labels."""
 
 from tfpara.pretraining.greedy import Pretrained, pretrain
 from tfpara.pretraining.rbm import BERNOULLI, GAUSSIAN, RBM, Statistics, cd1
