@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cluster_of_processes import HERE, Workers
 
-EPOCHS = 8
+EPOCHS = 5
 RULES = {1: "tfpara.BMUF(0.5)", 2: "tfpara.EASGD(0.2)"}  # by the number of workers
 DEADLINE = 240.0  # seconds; reached only by a hang
 
@@ -50,7 +50,7 @@ class Run:
     def start_slowly(self):
         """Starts the processes with steps that last long enough for a test to meddle."""
         self.marks.unlink(missing_ok=True)
-        slow = {"marks": str(self.marks), "step_seconds": 0.05}
+        slow = {"marks": str(self.marks), "step_seconds": 0.1}
         return self.start(**{name: [value] * self.workers for name, value in slow.items()})
 
     def launch_command(self, *arguments, **options):

@@ -39,7 +39,7 @@ def test_sigterm_to_one_worker_has_all_write_a_checkpoint_and_leave(tmp_path, un
 def test_sigterm_to_the_launcher_reaches_all_and_nothing_is_restarted(tmp_path, uninterrupted):
     run = Run(tmp_path / "run", 2)
     command = run.launch_command(
-        "--max_restarts=3", "--grace=200", marks=str(run.marks), step_seconds=0.05
+        "--max_restarts=3", "--grace=200", marks=str(run.marks), step_seconds=0.1
     )
     launcher = launch(command)
     try:
