@@ -20,7 +20,7 @@ import json, os, pathlib, runpy, sys
 options = {options!r}
 first = not pathlib.Path(options["directory"]).exists()
 if first:
-    options |= {{"step_seconds": 0.05, "marks": {marks!r}}}
+    options |= {{"step_seconds": 0.1, "marks": {marks!r}}}
 options["seed"] = 1 if first else 2
 sys.argv = [{program!r}, json.dumps(options)]
 runpy.run_path({program!r}, run_name="__main__")

@@ -17,7 +17,7 @@ import json, os, runpy, sys
 start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 options = {options!r}
 if start < 2:
-    options |= {{"step_seconds": 1.0, "marks": options["out"] + f".marks-{{start}}"}}
+    options |= {{"step_seconds": 2.0, "marks": options["out"] + f".marks-{{start}}"}}
 options["seed"] = 1 + start
 sys.argv = [{program!r}, json.dumps(options)]
 runpy.run_path({program!r}, run_name="__main__")
