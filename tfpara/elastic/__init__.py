@@ -1,0 +1,1 @@
+"""Synchronous training that goes on while workers die, leave and come."""

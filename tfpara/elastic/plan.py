@@ -1,0 +1,108 @@
+"""Which worker trains which data of an epoch, while workers come and go.
+
+The data of an epoch are a row of *units*, numbered from 0: as many minibatches as a worker has
+replicas, one for each. A plan deals them out. Every unit of an epoch is trained, and goes into the
+model, exactly once, whoever is lost: what a worker had trained since the last sync that it took
+part in is dealt out again. Pure arithmetic: all workers make the same plan of the same reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Who trains what.
+
+    The worker of rank r, of n, has the units `carried[r]` in its open block when the plan begins.
+    After them it trains `owed[r::n]`, and then `first + r`, `first + r + n`, and so on to the end
+    of the epoch. These are its *steps*, counted from 0 with the carried ones.
+
+    Attributes:
+        epoch: its number, from 0.
+        tasks: the task numbers of the workers, by rank.
+        carried: of each rank, units that it has trained, and that are not in the model yet.
+        owed: units below `first` that are to be trained first, in rising order.
+        first: all units from here on are to be trained.
+    """
+
+    epoch: int
+    tasks: tuple[int, ...]
+    carried: tuple[tuple[int, ...], ...]
+    owed: tuple[int, ...] = ()
+    first: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self.tasks)
+
+    def owed_to(self, rank: int) -> tuple[int, ...]:
+        """The owed units of a rank."""
+        return self.owed[rank :: self.size]
+
+    def unit(self, rank: int, step: int) -> int:
+        """The unit that a rank trains in one of its steps."""
+        listed = self.carried[rank] + self.owed_to(rank)
+        if step < len(listed):
+            return listed[step]
+        return self.first + rank + self.size * (step - len(listed))
+
+    def ranges(self, rank: int) -> list[range]:
+        """The owed units of a rank as few progressions, in their order."""
+        found: list[range] = []
+        for unit in self.owed_to(rank):
+            last = found[-1] if found else None
+            if last is None:
+                found.append(range(unit, unit + 1))
+            elif len(last) == 1:
+                found[-1] = range(last.start, unit + 1, unit - last.start)
+            elif unit == last[-1] + last.step:
+                found[-1] = range(last.start, unit + 1, last.step)
+            else:
+                found.append(range(unit, unit + 1))
+        return found
+
+    def after(self, dealt: Sequence[int], open_steps: Sequence[int], tasks: Sequence[int]) -> Plan:
+        """The plan of the next generation.
+
+        Args:
+            dealt: of each rank, how many of its steps are in the model.
+            open_steps: of each rank, how many more it has trained and still has; 0 if it is lost.
+            tasks: the workers of the next generation.
+        """
+        trained = [sum(pair) for pair in zip(dealt, open_steps, strict=True)]
+        listed = [len(self.carried[rank] + self.owed_to(rank)) for rank in range(self.size)]
+        # Below this row of the units from `first` on, what is not trained is owed.
+        row = max(0, *(done - known for done, known in zip(trained, listed, strict=True)))
+        owed, carried = [], {}
+        for rank, task in enumerate(self.tasks):
+            units = [self.unit(rank, step) for step in range(listed[rank] + row)]
+            owed += units[trained[rank] :]
+            carried[task] = tuple(units[dealt[rank] : trained[rank]])
+        return Plan(
+            self.epoch,
+            tuple(tasks),
+            tuple(carried.get(task, ()) for task in tasks),
+            tuple(sorted(owed)),
+            self.first + row * self.size,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """As JSON carries it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Plan:
+        """The plan with a `state`."""
+        carried = tuple(map(tuple, state["carried"]))
+        owed = tuple(state["owed"])
+        return cls(state["epoch"], tuple(state["tasks"]), carried, owed, state["first"])
+
+
+def begin(epoch: int, tasks: Sequence[int]) -> Plan:
+    """The plan of an epoch of which nothing is trained."""
+    return Plan(epoch, tuple(tasks), ((),) * len(tasks))
