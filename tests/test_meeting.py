@@ -1,0 +1,199 @@
+"""The meeting point and workers' lines to it, over real connections on loopback."""
+
+import concurrent.futures
+import contextlib
+import socket
+import time
+
+import pytest
+
+from tfpara.cluster.meeting import Evicted, Left, Line, Meeting, MeetingError
+
+TERMS = {"rule": "BSP()"}
+
+
+@contextlib.contextmanager
+def meeting(founders=3, **settings):
+    service = Meeting("127.0.0.1", 0, founders, 60.0, b"secret")
+    service.of_test = {
+        "min_workers": 1,
+        "max_workers": None,
+        "grace_seconds": 30.0,
+        "silence_seconds": 10.0,
+    } | settings
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def line(service, secret=b"secret", task=None, seconds=5.0, **settings):
+    settings = service.of_test | settings
+    return Line(f"127.0.0.1:{service.port}", secret, 4000, settings, seconds, task)
+
+
+def found(lines):
+    """All register, and connect themselves; returns the generation as each was told."""
+
+    def take_part(own):
+        form = own.formed()
+        assert own.ready(form.number)
+        return form
+
+    for own in lines:
+        own.register(TERMS)
+    with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
+        forms = list(pool.map(take_part, lines))
+    lines[0].agreed(TERMS)
+    return forms
+
+
+def meet(lines, generation, failed):
+    """All come to the meeting; returns the next generation as each is told."""
+    with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
+        reports = [{"task": own.task} for own in lines]
+        forms = list(pool.map(lambda own, r: own.met(generation, r, failed), lines, reports))
+        assert all(pool.map(lambda own: own.ready(forms[0].number), lines))
+        return forms
+
+
+def test_a_worker_dies_and_another_comes():
+    aborted = []
+    with meeting() as service:
+        lines = [line(service) for _ in range(3)]
+        assert [own.task for own in lines] == [0, 1, 2] and all(own.founding for own in lines)
+        forms = found(lines)
+        assert {form.tasks for form in forms} == {(0, 1, 2)} and forms[0].reports == (None,) * 3
+        for own in lines[1:]:
+            own.on_abort(lambda generation, why, own=own: aborted.append((own.task, generation)))
+        lines[0].close()
+        while len(aborted) < 2:
+            time.sleep(0.01)
+        assert sorted(aborted) == [(1, 1), (2, 1)]
+        form, _ = meet(lines[1:], 1, True)
+        assert (form.number, form.tasks) == (2, (1, 2))
+        assert form.reports == ({"task": 1}, {"task": 2})
+        assert form.why == "worker 0 is lost"
+        late = line(service)
+        assert (late.task, late.founding) == (3, False)
+        late.register(TERMS)
+        while not all(own.wanted for own in lines[1:]):
+            time.sleep(0.01)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            new = pool.submit(late.formed)
+            ready = pool.submit(lambda: late.ready(new.result().number))
+            form, _ = meet(lines[1:], 2, False)
+            assert ready.result() and new.result() == form
+        assert form.tasks == (1, 2, 3) and form.reports[2] is None
+        assert [each.members for each in service.history] == [(0, 1, 2), (1, 2), (1, 2, 3)]
+
+
+def test_who_is_silent_is_given_up_and_may_come_again_under_its_number():
+    with meeting(2, silence_seconds=1.0) as service:
+        lines = [line(service) for _ in range(2)]
+        found(lines)
+        lines[1]._open = False  # its thread ends, the connection stays
+        form = lines[0].met(1, {}, True)
+        assert (form.tasks, form.why) == ((0,), "worker 1 was silent for 1 s")
+        assert lines[0].ready(2)
+        lines[1]._thread.join()
+        lines[1]._open = True
+        lines[1]._listen_again = lines[1]._channel.wait(time.monotonic() + 5.0)
+        again = line(service, task=1)
+        assert again.task == 1 and not again.founding
+        again.register(TERMS)
+        while not lines[0].wanted:
+            time.sleep(0.01)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            new = pool.submit(again.formed)
+            form = lines[0].met(2, {}, False)
+            assert new.result().tasks == form.tasks == (0, 1)
+
+
+def test_who_leaves_is_told_that_it_has():
+    with meeting(2) as service:
+        lines = [line(service) for _ in range(2)]
+        found(lines)
+        lines[1].leave()
+        while not all(own.wanted for own in lines):
+            time.sleep(0.01)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            stays = pool.submit(lines[0].met, 1, {}, False)
+            with pytest.raises(Left, match="has left"):
+                lines[1].met(1, {}, False)
+            assert stays.result().tasks == (0,)
+
+
+def test_too_few_end_together():
+    with meeting(2, min_workers=2, grace_seconds=0.2) as service:
+        lines = [line(service) for _ in range(2)]
+        found(lines)
+        lines[0].close()
+        form = lines[1].met(1, {}, True)
+        assert form.last == "1 of at least 2 workers are left"
+
+
+def test_who_is_not_let_in():
+    with meeting(1) as service:
+        with pytest.raises(MeetingError, match="another secret than the meeting point at 127"):
+            line(service, b"other")
+        first = line(service, seconds=0.5)
+        found([first])
+        with pytest.raises(MeetingError, match="the run has elastic=.*min_workers.: 1.* 7"):
+            line(service, min_workers=7)
+        other = line(service)
+        while "rule" not in service.terms:
+            time.sleep(0.01)
+        other.register({"rule": "EASGD()"})
+        with pytest.raises(MeetingError, match="rule: the run has 'BSP..', this worker has"):
+            other.formed()
+        port = service.port
+    with pytest.raises(MeetingError, match="the meeting point at 127.0.0.1:.* is gone, and was"):
+        first.formed()
+    with pytest.raises(MeetingError, match=f"nobody answers at the meeting point 127.0.0.1:{port}"):
+        Line(f"127.0.0.1:{port}", b"", 4000, service.of_test, 0.3)
+
+
+def test_the_evicted_are_told():
+    with meeting(2) as service:
+        lines = [line(service) for _ in range(2)]
+        found(lines)
+        with pytest.raises(Evicted, match="generation 7 is over"):
+            lines[0].met(7, {}, False)
+
+
+def test_a_meeting_point_that_was_started_again_goes_on_with_the_run():
+    with meeting(3, grace_seconds=1.0) as service:
+        lines = [line(service, seconds=60.0) for _ in range(3)]
+        found(lines)
+        port, settings = service.port, service.of_test
+    # Nobody needs it, and nobody is told that it is gone. Then one dies.
+    lines[0].close()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waits = [pool.submit(own.met, 1, {"task": own.task}, True) for own in lines[1:]]
+        time.sleep(0.3)
+        assert not any(each.done() for each in waits)
+        again = Meeting("127.0.0.1", port, 3, 60.0, b"secret")
+        try:
+            again.of_test = settings
+            # The one that is gone is awaited; here for as long as the run has said.
+            forms = [each.result(60.0) for each in waits]
+            assert [form.number for form in forms] == [2, 2]
+            assert forms[0].tasks == (lines[1].task, lines[2].task)
+            assert forms[0].reports == ({"task": lines[1].task}, {"task": lines[2].task})
+            assert forms[0].why == f"worker {lines[0].task} has not come back"
+            assert all(pool.map(lambda own: own.ready(2), lines[1:]))
+            lines[1].agreed(TERMS)  # as every new chief does
+            # It lets others in, and refuses those that differ, as the former one did.
+            own = line(again, seconds=60.0)
+            own.register({"rule": "EASGD()"})
+            with pytest.raises(MeetingError, match="cannot take part"):
+                own.formed()
+            # A worker whose connection was cut is done without, and told so.
+            lines[2]._channel._connection.shutdown(socket.SHUT_RDWR)
+            form = lines[1].met(2, {}, True)
+            assert form.tasks == (lines[1].task,)
+            with pytest.raises(Evicted, match="gone on without it"):
+                lines[2].met(2, {}, True)
+        finally:
+            again.close()

@@ -1,0 +1,360 @@
+"""The membership of elastic runs: by hand, and under random events against what always holds."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfpara.cluster.membership import Limits, Membership
+
+TERMS = {"rule": "BSP()", "model": "(3, 2) float32"}
+
+
+def limits(founders=3, min_workers=1, max_workers=None):
+    return Limits(founders, min_workers, max_workers, 60.0, 30.0, 300.0)
+
+
+def begun(founders=3, **options):
+    """A run whose founders train, in generation 1."""
+    membership = Membership(limits(founders, **options), 0.0)
+    for number in range(founders):
+        task, said = membership.register(f"host{number}:1", TERMS, 0.0)
+        assert task == number
+    assert [to for to, _ in said if "form" in _] == list(range(founders))
+    for task in range(founders):
+        said = membership.ready(task, 1, 0.0)
+    assert said == [(task, {"go": 1}) for task in range(founders)]
+    assert membership.phase == "training"
+    membership.agreed(0, TERMS)
+    return membership
+
+
+def test_a_member_is_lost():
+    membership = begun()
+    assert membership.gone(0, "is lost", 1.0) == [(1, {"abort": 1}), (2, {"abort": 1})]
+    assert membership.met(2, 1, {"syncs": 7}, True, 1.1) == []
+    said = membership.met(1, 1, {"syncs": 8}, True, 1.2)
+    form = {
+        "form": 2,
+        "members": [[1, "host1:1"], [2, "host2:1"]],
+        "reports": [{"syncs": 8}, {"syncs": 7}],
+        "why": "worker 0 is lost",
+        "last": "",
+    }
+    assert said == [(1, form), (2, form)]
+    assert membership.ready(1, 2, 1.3) == []
+    assert membership.ready(2, 2, 1.3) == [(1, {"go": 2}), (2, {"go": 2})]
+
+
+def test_somebody_comes_and_somebody_leaves():
+    membership = begun(max_workers=3)
+    task, said = membership.register("host3:1", TERMS, 1.0)
+    assert (task, said) == (3, [(3, {"welcome": 3}), (3, {"spare": True})])
+    assert membership.wants_out(1, 2.0) == [(task, {"wanted": True}) for task in range(3)]
+    assert membership.wants_out(1, 2.0) == []
+    for member in (0, 1):
+        assert membership.met(member, 1, {}, False, 3.0) == []
+    said = membership.met(2, 1, {}, False, 3.0)
+    assert said[0] == (1, {"farewell": True})
+    assert [to for to, message in said[1:] if message["form"] == 2] == [0, 2, 3]
+    assert said[1][1]["reports"] == [{}, {}, None]
+    assert said[1][1]["why"] == "worker 3 has come; worker 1 has left"
+
+
+def test_a_member_is_lost_on_the_way_to_an_agreed_meeting():
+    membership = begun()
+    membership.register("host3:1", TERMS, 1.0)
+    assert membership.met(0, 1, {}, False, 2.0) == []
+    # Worker 1 waits in the sync before the meeting, for one that does not come.
+    assert membership.gone(2, "is lost", 2.5) == [(1, {"abort": 1})]
+    assert [message.get("form") for _, message in membership.met(1, 1, {}, True, 3.0)] == [2] * 3
+
+
+def test_a_member_is_lost_before_the_new_generation_is_connected():
+    membership = begun()
+    membership.gone(0, "is lost", 1.0)
+    membership.met(1, 1, {}, True, 1.0)
+    membership.met(2, 1, {}, True, 1.0)
+    membership.ready(2, 2, 1.0)
+    assert membership.gone(1, "is lost", 1.5) == [(2, {"abort": 2})]
+    (said,) = membership.met(2, 2, {"syncs": 9}, True, 1.6)
+    assert said[1]["form"] == 3
+    assert said[1]["reports"] == [{"syncs": 9}]
+    assert membership.ready(2, 2, 1.7) == []  # of a generation that is over
+    assert membership.ready(2, 3, 1.7) == [(2, {"go": 3})]
+
+
+def test_a_collective_fails_while_all_are_there():
+    membership = begun()
+    assert membership.met(1, 1, {}, True, 1.0) == [(0, {"abort": 1}), (2, {"abort": 1})]
+
+
+def test_who_was_given_up_is_told():
+    membership = begun()
+    membership.gone(0, "was silent", 1.0)
+    assert membership.met(0, 1, {}, True, 9.0) == [(0, {"evicted": "generation 1 is over"})]
+
+
+def test_who_does_not_come_is_given_up():
+    membership = begun()
+    membership.met(0, 1, {}, True, 1.0)
+    membership.met(1, 1, {}, True, 1.0)
+    assert membership.tick(300.0) == []
+    said = membership.tick(301.0)
+    assert "did not come to the meeting for 300 s" in said[0][1]["evicted"]
+    assert [message.get("form") for _, message in said[1:]] == [2, 2]
+
+
+def test_too_few_are_left():
+    membership = begun(min_workers=2)
+    membership.gone(0, "is lost", 1.0)
+    membership.gone(1, "is lost", 1.0)
+    assert membership.met(2, 1, {}, True, 2.0) == []
+    assert membership.tick(31.9) == []
+    [(task, said)] = membership.tick(32.0)
+    assert (task, said["form"]) == (2, 2)
+    assert said["last"] == "1 of at least 2 workers are left"
+    # It has only to write a checkpoint and to end: who comes now is told to start anew later.
+    ended = {"ended": "the run has come to its end", "complete": False}
+    assert membership.register("host3:1", TERMS, 32.5) == (None, [(-1, ended)])
+    membership.ready(2, 2, 33.0)
+    assert membership.done(2, 34.0) == [] and membership.phase == "ended"
+
+
+def test_all_are_asked_to_end():
+    membership = begun(2)
+    for task in range(2):
+        membership.wants_out(task, 1.0)
+    membership.met(0, 1, {}, False, 2.0)
+    said = membership.met(1, 1, {}, False, 2.0)
+    assert [message["last"] for _, message in said] == ["all workers were asked to end"] * 2
+    for task in range(2):
+        membership.ready(task, 2, 3.0)
+    # The first to end does not make the other meet.
+    assert membership.done(0, 4.0) == [] and membership.done(1, 4.0) == []
+
+
+def test_the_run_ends_and_who_waits_or_comes_has_nothing_to_do():
+    membership = begun(2, max_workers=2)
+    task, _ = membership.register("host2:1", TERMS, 1.0)
+    assert membership.done(0, 2.0) == []
+    ended = {"ended": "the run has come to its end", "complete": True}
+    assert membership.done(1, 2.0) == [(task, ended)]
+    assert membership.register("host3:1", TERMS, 3.0) == (None, [(-1, ended)])
+
+
+def test_others_come_within_the_grace():
+    membership = begun(min_workers=2)
+    membership.gone(0, "is lost", 1.0)
+    membership.gone(1, "is lost", 1.0)
+    membership.met(2, 1, {"syncs": 4}, True, 2.0)
+    task, said = membership.register("host3:1", TERMS, 20.0)
+    assert said[1][1]["members"] == [[2, "host2:1"], [3, "host3:1"]]
+    assert said[1][1]["reports"] == [{"syncs": 4}, None]
+
+
+def test_nobody_with_the_state_is_left():
+    membership = begun()
+    membership.register("host3:1", TERMS, 1.0)
+    membership.gone(0, "is lost", 1.0)
+    membership.gone(1, "is lost", 1.0)
+    assert membership.gone(2, "is lost", 1.0) == [
+        (3, {"ended": "no member is left", "complete": False})
+    ]
+
+
+def test_founders_that_do_not_come():
+    membership = Membership(limits(3, min_workers=2), 0.0)
+    membership.register("host0:1", TERMS, 0.0)
+    membership.register("host1:1", TERMS, 1.0)
+    assert membership.tick(59.0) == []
+    assert [message["form"] for _, message in membership.tick(60.0)] == [1, 1]
+    membership = Membership(limits(3, min_workers=2), 0.0)
+    membership.register("host0:1", TERMS, 0.0)
+    said = membership.tick(60.0)
+    assert said == [
+        (0, {"ended": "3 workers were to begin, and 1 have come within 60 s", "complete": False})
+    ]
+
+
+def test_who_differs_is_refused_and_the_run_goes_on():
+    membership = begun()
+    task, said = membership.register("host9:1", {**TERMS, "rule": "EASGD()"}, 1.0)
+    assert task is None
+    assert said == [(-1, {"refused": "rule: the run has 'BSP()', this worker has 'EASGD()'"})]
+    assert membership.phase == "training"
+    assert membership.waiting == ()
+    membership.agreed(7, {})  # no member
+    assert membership.register("host9:1", {**TERMS, "rule": "EASGD()"}, 1.0)[0] is None
+
+
+class Worker:
+    """As a worker goes by what it is told."""
+
+    def __init__(self):
+        self.inbox = []
+        self.generation = 0
+        self.peers = ()
+        self.state = "waiting"  # training, at the meeting, enabling, out
+        self.syncs = 0
+        self.wish = False
+
+
+class Run:
+    """A membership, and workers that are told and tell with any delay, and may die anywhere."""
+
+    def __init__(self, seed, limits):
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.membership = Membership(limits, 0.0)
+        self.workers = {}
+        self.forms = {}
+        self.gos = set()
+        self.last = False  # whether a generation was the last
+
+    def deliver(self, said):
+        for task, message in said:
+            if task in self.workers:
+                self.workers[task].inbox.append(message)
+            if "form" in message:
+                self.check_form(message)
+            if "go" in message:
+                self.gos.add(message["go"])
+                # All members had connected themselves when it was said.
+                members = [task for task, _ in self.forms[message["go"]]["members"]]
+                assert all(
+                    self.workers[each].state == "enabled"
+                    and self.workers[each].generation == message["go"]
+                    for each in members
+                    if each in self.workers
+                )
+                assert set(members) <= set(self.workers)
+
+    def check_form(self, form):
+        number = form["form"]
+        if self.forms.setdefault(number, form) is not form:
+            assert self.forms[number] == form  # one history
+        tasks = [task for task, _ in form["members"]]
+        assert tasks == sorted(set(tasks))
+        most = self.membership.limits.max_workers
+        self.last |= bool(form["last"])
+        # Who waits may not be let in yet, but it is there.
+        there = len(tasks) + len(self.membership.waiting)
+        assert self.last or self.membership.limits.min_workers <= there
+        assert len(tasks) <= (most or len(tasks))
+        if number > 1:
+            assert form["reports"][0] is not None  # rank 0 has been there
+
+    def register(self):
+        task, said = self.membership.register("host:1", TERMS, self.now)
+        if task is not None:
+            self.workers[task] = Worker()
+        self.deliver(said)
+
+    def meet(self, task, failed):
+        worker = self.workers[task]
+        worker.state = "at the meeting"
+        report = {"syncs": worker.syncs}
+        self.deliver(self.membership.met(task, worker.generation, report, failed, self.now))
+
+    def hear(self, task):
+        worker = self.workers[task]
+        if not worker.inbox:
+            return
+        message = worker.inbox.pop(0)
+        match message:
+            case {"wanted": _}:
+                worker.wish = True
+            case {"abort": generation}:
+                if generation == worker.generation and worker.state != "at the meeting":
+                    self.meet(task, True)
+            case {"form": generation, "members": members}:
+                assert generation > worker.generation
+                worker.generation, worker.wish = generation, False
+                worker.peers = tuple(each for each, _ in members)
+                worker.state = "enabled"
+                self.deliver(self.membership.ready(task, generation, self.now))
+            case {"go": generation}:
+                if generation == worker.generation and worker.state == "enabled":
+                    worker.state = "training"
+                    self.deliver(self.membership.agreed(task, TERMS))
+            case {"evicted": _} | {"farewell": _} | {"ended": _}:
+                worker.state = "out"
+
+    def sync(self, task):
+        """All members of a worker's generation sync, and meet if one has the wish."""
+        worker = self.workers[task]
+        peers = [self.workers.get(each) for each in worker.peers]
+        if worker.state != "training" or any(
+            p is None or p.state != "training" or p.generation != worker.generation for p in peers
+        ):
+            return
+        for peer in peers:
+            peer.syncs += 1
+        if any(peer.wish for peer in peers):
+            order = list(worker.peers)
+            self.random.shuffle(order)
+            for each in order:
+                self.workers[each].state = "on the way"
+
+    def arrive(self, task):
+        if self.workers[task].state == "on the way":
+            self.meet(task, False)
+
+    def kill(self, task):
+        del self.workers[task]
+        self.deliver(self.membership.gone(task, "is lost", self.now))
+
+    def step(self, calm):
+        self.now += self.random.random()
+        if not calm and self.random.random() < 0.15:
+            self.register()
+        if not self.workers:
+            return
+        task = self.random.choice(list(self.workers))
+        chance = self.random.random()
+        if not calm and chance < 0.06:
+            self.kill(task)
+        elif not calm and chance < 0.09:
+            if self.workers[task].state == "training":
+                self.meet(task, True)  # a link between two workers is cut
+        elif not calm and chance < 0.12:
+            self.deliver(self.membership.wants_out(task, self.now))
+        elif chance < 0.4:
+            self.sync(task)
+        elif chance < 0.6:
+            self.arrive(task)
+        else:
+            self.hear(task)
+        self.deliver(self.membership.tick(self.now))
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([None, 3, 4, 5]),
+)
+def test_whatever_happens_there_is_one_history_and_an_end_of_each_meeting(
+    seed, founders, least, most
+):
+    least = min(least, founders)
+    most = most and max(most, founders)
+    run = Run(seed, limits(founders, least, most))
+    for _ in range(150):
+        run.step(calm=False)
+    for _ in range(4000):
+        run.step(calm=True)
+    membership = run.membership
+    numbers = [each.number for each in membership.history]
+    assert numbers == list(range(1, len(numbers) + 1))
+    if membership.phase == "ended" or (membership.phase == "founding" and not run.workers):
+        return
+    # All that are left train in the same generation, but for spares.
+    assert membership.phase == "training"
+    members = membership.members
+    assert {run.workers[task].state for task in members} == {"training"}
+    assert {run.workers[task].generation for task in members} == {membership.generation}
+    assert all(run.workers[task].peers == members for task in members)
+    if membership.waiting and not run.last:
+        assert len(members) == most

@@ -1,0 +1,431 @@
+"""Who takes part in an elastic run, as a state machine without sockets, threads or clocks.
+
+The members of a run change in *generations*. A generation is a number and the list of its members,
+the same for all; rank r is the r-th member, and members are in the order of their task numbers, so
+the worker that has been there longest is rank 0, the chief. Between two generations there are two
+rounds. *Meeting*: every member of the old one that is still there comes, with a report of where it
+is. *Enabling*: every member of the new one says that it has connected itself to it; without this
+round the first message of a fast member could reach one that still lives in the old generation. If
+a member is lost in between, all meet again.
+
+Why members meet: one was lost, so the others' collectives are aborted; or a collective has failed
+by itself; or somebody wants in or out, and the members have agreed to meet after their next sync.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Phase = Literal["founding", "training", "meeting", "enabling", "ended"]
+Say = tuple[int, dict[str, Any]]
+_OVER = "the run has come to its end"
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How many workers there may be, and how long is waited for them.
+
+    Attributes:
+        founders: workers of the first generation, ≥ 1.
+        min_workers: fewest with which training goes on, ≥ 1.
+        max_workers: most; None: any number. Who comes beyond that waits as a spare.
+        start_seconds: longest wait for the founders; those that are there begin without the others
+            if they are `min_workers`.
+        grace_seconds: longest wait for others where fewer than `min_workers` are left.
+        meeting_seconds: longest wait for a member that is connected and does not come to a meeting.
+    """
+
+    founders: int
+    min_workers: int
+    max_workers: int | None
+    start_seconds: float
+    grace_seconds: float
+    meeting_seconds: float
+
+
+@dataclasses.dataclass
+class _Worker:
+    """One that is connected.
+
+    Attributes:
+        address: "host:port" at which the others reach it.
+        report: what it has brought to the meeting; None before it has come.
+        admits: whether others may come in by this meeting.
+        leaves: whether it wants out.
+        ready: whether it has connected itself to the new generation.
+        terms: what it was registered with.
+        name: by which messages call it.
+    """
+
+    address: str
+    terms: Mapping[str, Any]
+    name: str
+    report: Any = None
+    came: bool = False
+    admits: bool = True
+    leaves: bool = False
+    ready: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Members by rank, and why they are these.
+
+    Attributes:
+        number: counts from 1.
+        members: task numbers, in rank order.
+        why: what changed, in words.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    why: str
+
+
+class Membership:
+    """The state. Every method returns what is to be said, to whom, in order.
+
+    Messages to a worker:
+
+    * ``welcome``: its task number; ``spare``: that it waits since there are enough.
+    * ``refused``: a sentence; the worker cannot take part.
+    * ``wanted``: members shall meet after their next sync.
+    * ``abort``: a generation's number; its members shall end their collectives, and meet.
+    * ``form``: the new generation's number, with ``members`` ([task, address] by rank),
+      ``reports`` (by rank; None of who is new), ``why``, and ``last``: why this is the last one,
+      whose members write a checkpoint and end; else "".
+    * ``go``: a generation's number; all members are connected.
+    * ``farewell``: who wanted out is out.
+    * ``evicted``: a sentence; who was taken for lost must join anew.
+    * ``ended``: a sentence; nobody is left who could go on. ``complete``: nothing is left to do.
+
+    Args:
+        limits: as above.
+        now: seconds on a clock that only goes on, as in all methods.
+
+    Attributes:
+        phase: what the members do.
+        history: the generations so far.
+        terms: what the members have alike; empty until they have said it.
+    """
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.limits = limits
+        self.phase: Phase = "founding"
+        self.history: list[Generation] = []
+        self._workers: dict[int, _Worker] = {}
+        self._members: tuple[int, ...] = ()
+        self._next_task = 0
+        self.terms: Mapping[str, Any] = {}
+        self._since = now  # when the phase began
+        self._short_since: float | None = None  # since when too few are there
+        self._wanted = False  # whether members know that somebody wants in or out
+        self._why: list[str] = []
+        self._absent: set[int] = set()  # members that have yet to return, after `resume`
+        self._awaited_until: float | None = None  # how long
+        self._last = False  # whether all were asked to end, with something left to do
+        self._finishing = False  # whether a worker has come to its end, or all were asked to
+
+    @property
+    def generation(self) -> int:
+        """The number of the latest generation; 0 before the first."""
+        return self.history[-1].number if self.history else 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its members that are still there, in rank order."""
+        return tuple(task for task in self._members if task in self._workers)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Those that are connected and no members, in the order in which they came."""
+        return tuple(task for task in self._workers if task not in self._members)
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """A task number that nobody has had; who is given it may register under it."""
+        self._next_task += 1
+        return self._next_task - 1
+
+    def resume(self, generation: int, members: Mapping[int, str], now: float) -> None:
+        """Goes on with a run whose former meeting point is gone, as one of its members tells.
+
+        The members are awaited as long as others are where too few are left.
+
+        Args:
+            generation: the latest that a member knows of.
+            members: addresses by task number, in rank order.
+            now: as elsewhere.
+        """
+        if self.phase != "founding" and not (self._awaited_until and generation > self.generation):
+            return
+        for task in self._members:
+            self._workers.pop(task, None)
+        self.phase, self._since, self._awaited_until = "training", now, now
+        self._awaited_until += self.limits.grace_seconds
+        self.history = [Generation(generation, tuple(members), "the meeting point is new")]
+        self._members, self._absent = tuple(members), set(members)
+        for task, address in members.items():
+            self._workers[task] = _Worker(address, {}, f"worker {task}")
+        self._next_task = max(self._next_task, max(members) + 1)
+
+    def returned(self, task: int, generation: int, name: str) -> bool:
+        """Returns whether a worker is a member that was awaited after `resume`: it is there."""
+        if generation != self.generation or task not in self._absent:
+            return False
+        self._absent.discard(task)
+        self._workers[task].name = name or self._workers[task].name
+        return True
+
+    def register(
+        self,
+        address: str,
+        terms: Mapping[str, Any],
+        now: float,
+        task: int | None = None,
+        name: str = "",
+    ) -> tuple[int | None, list[Say]]:
+        """Somebody has come, who takes part if its `terms` are those that the members `agreed` on.
+
+        Args:
+            address: "host:port" at which the others reach it.
+            terms: what all workers must have alike; empty while the run begins.
+            now: as elsewhere.
+            task: that it was given by `number`, also if it has been a member under it, and is none
+                now; None gives it a new one.
+            name: by which messages call it; "worker" and its number if empty.
+
+        Returns:
+            Its task number, and what is to be said. None if it is refused: the one message is
+            then for it.
+        """
+        if self.phase == "ended" or self._finishing:
+            return None, [(-1, {"ended": _OVER, "complete": not self._last})]
+        differing = _differences(self.terms, terms) if self.terms and terms else ""
+        if differing:
+            return None, [(-1, {"refused": differing})]
+        task = self.number() if task is None else task
+        if not 0 <= task < self._next_task or task in self._workers:
+            return None, [(-1, {"refused": f"the run has given the number {task} to another"})]
+        self._workers[task] = _Worker(address, dict(terms), name or f"worker {task}")
+        said: list[Say] = [(task, {"welcome": task})]
+        if self.phase != "founding":
+            self._why.append(f"{self._workers[task].name} has come")
+            if self._room() == 0:
+                said.append((task, {"spare": True}))
+        return task, said + self._go_on(now)
+
+    def agreed(self, task: int, terms: Mapping[str, Any]) -> list[Say]:
+        """The members have compared their `terms`; who joins is to have the same."""
+        said: list[Say] = []
+        if task in self.members:
+            self.terms = dict(terms)
+            for other in self.waiting:
+                differing = _differences(self.terms, self._workers[other].terms)
+                if differing:
+                    del self._workers[other]
+                    said.append((other, {"refused": differing}))
+        return said
+
+    @property
+    def takes_in(self) -> bool:
+        """Whether who comes now can still take part in the training."""
+        return bool(self.terms) and self.phase != "ended" and not self._finishing
+
+    def gone(self, task: int, why: str, now: float) -> list[Say]:
+        """A worker is lost: its connection has ended, or it was silent for too long."""
+        worker = self._workers.pop(task, None)
+        if worker is None:
+            return []
+        said: list[Say] = []
+        if task in self._members and self.phase != "ended":
+            self._why.append(f"{worker.name} {why}")
+            # Those that have agreed to meet may be on their way still, in a collective.
+            said = self._begin_meeting(now)
+        return said + self._go_on(now)
+
+    def wants_out(self, task: int, now: float) -> list[Say]:
+        """A member leaves after its next sync."""
+        if task in self.members and not self._workers[task].leaves:
+            self._workers[task].leaves = True
+            self._why.append(f"{self._workers[task].name} has left")
+        return self._go_on(now)
+
+    def done(self, task: int, now: float) -> list[Say]:
+        """A worker has come to the end of its program, as all others will.
+
+        Nobody is let in from here on, and nobody meets because it is gone.
+        """
+        self._finishing = True
+        self._workers.pop(task, None)
+        if self.phase != "ended" and not self.members:
+            return self._end(_OVER, complete=not self._last)
+        return self._go_on(now)
+
+    def met(
+        self,
+        task: int,
+        generation: int,
+        report: Any,
+        failed: bool,
+        now: float,
+        admits: bool = True,
+    ) -> list[Say]:
+        """A member has come to the meeting that ends a generation.
+
+        Args:
+            task: the member.
+            generation: that it comes from.
+            report: where it is, for all members of the next generation.
+            failed: whether one of its collectives has failed; else all have agreed to meet.
+            now: as elsewhere.
+            admits: whether others may come in now. They may not where members are in the middle of
+                something that who is new could not finish with them.
+        """
+        if task not in self.members or generation != self.generation:
+            return [(task, {"evicted": f"generation {generation} is over"})]
+        first = self.phase != "meeting"
+        worker = self._workers[task]
+        worker.came, worker.report, worker.admits = True, report, admits
+        # Others may still wait for what has failed here. To an agreed meeting all come anyway.
+        said = self._begin_meeting(now) if failed and first else []
+        self._phase("meeting", now)
+        return said + self._go_on(now)
+
+    def ready(self, task: int, generation: int, now: float) -> list[Say]:
+        """A member of the new generation is connected to it."""
+        if self.phase == "training" and generation == self.generation and task in self.members:
+            return [(task, {"go": generation})]  # the meeting point is another than it was told by
+        if self.phase == "enabling" and generation == self.generation and task in self.members:
+            self._workers[task].ready = True
+        return self._go_on(now)
+
+    def tick(self, now: float) -> list[Say]:
+        """Time has passed."""
+        said: list[Say] = []
+        if self._absent and self._awaited_until is not None and now >= self._awaited_until:
+            absent, self._absent = self._absent, set()
+            for task in absent:
+                said += self.gone(task, "has not come back", now)
+        late = now - self._since >= self.limits.meeting_seconds
+        if self.phase in ("meeting", "enabling") and late:
+            for task in self.members:
+                worker = self._workers[task]
+                if not (worker.came if self.phase == "meeting" else worker.ready):
+                    text = f"did not come to the meeting for {self.limits.meeting_seconds:g} s"
+                    said.append((task, {"evicted": f"this worker {text}"}))
+                    said += self.gone(task, text, now)
+                    break  # the phase may be another now; the rest at the next tick
+        return said + self._go_on(now)
+
+    # -- what follows -------------------------------------------------------------------------
+
+    def _go_on(self, now: float) -> list[Say]:
+        match self.phase:
+            case "founding":
+                there = len(self._workers)
+                late = now - self._since >= self.limits.start_seconds
+                if there >= self.limits.founders or (late and there >= self.limits.min_workers):
+                    self._why = [f"{there} workers have begun"]
+                    return self._form(now)
+                if late:
+                    wanted = f"{self.limits.founders} workers were to begin"
+                    return self._end(
+                        f"{wanted}, and {there} have come within {self.limits.start_seconds:g} s"
+                    )
+            case "training":
+                wish = any(self._workers[task].leaves for task in self.members)
+                wish |= bool(self.waiting) and self._room() != 0
+                if wish and not self._wanted and self.takes_in:
+                    self._wanted = True
+                    return [(task, {"wanted": True}) for task in self.members]
+            case "meeting":
+                if all(self._workers[task].came for task in self.members):
+                    return self._conclude(now)
+            case "enabling":
+                if all(self._workers[task].ready for task in self.members):
+                    self._phase("training", now)
+                    go = [(task, {"go": self.generation}) for task in self.members]
+                    return go + self._go_on(now)
+        return []
+
+    def _conclude(self, now: float) -> list[Say]:
+        """All members have met: a new generation, a wait for others, or the last generation."""
+        leaving = [task for task in self.members if self._workers[task].leaves]
+        if leaving and len(leaving) == len(self.members) and not self._finishing:
+            # Somebody has to write down what all have trained.
+            return self._form(now, "all workers were asked to end")
+        said: list[Say] = []
+        for task in leaving if not self._finishing else ():
+            del self._workers[task]
+            said.append((task, {"farewell": True}))
+        if not self.members:
+            # Who waits has no state to go on from.
+            return said + self._end("no member is left")
+        if len(self.members) + len(self.waiting) >= self.limits.min_workers or self._finishing:
+            return said + self._form(now)
+        if self._short_since is None:
+            self._short_since = now
+        if now - self._short_since < self.limits.grace_seconds:
+            return said
+        left, fewest = len(self.members), self.limits.min_workers
+        return said + self._form(now, f"{left} of at least {fewest} workers are left")
+
+    def _form(self, now: float, last: str = "") -> list[Say]:
+        """Forms a generation of the members and, if it is not the last, of those who wait."""
+        self._last |= bool(last)
+        self._finishing |= self._last
+        former = self.members
+        admits = all(self._workers[task].admits for task in former)
+        admits = not former or (admits and self.takes_in)
+        room = self._room() if admits else 0
+        new = self.waiting if room is None else self.waiting[:room]
+        members = tuple(sorted((*former, *new)))
+        why = "; ".join(self._why)
+        reports = [self._workers[task].report if task in former else None for task in members]
+        self.history.append(Generation(self.generation + 1, members, why))
+        self._members, self._why, self._wanted, self._short_since = members, [], False, None
+        self._phase("enabling", now)
+        for worker in self._workers.values():
+            worker.came, worker.ready, worker.admits = False, False, True
+            worker.report = None
+        form = {
+            "form": self.generation,
+            "members": [[task, self._workers[task].address] for task in members],
+            "reports": reports,
+            "why": why,
+            "last": last,
+        }
+        return [(task, form) for task in members]
+
+    def _begin_meeting(self, now: float) -> list[Say]:
+        self._phase("meeting", now)
+        late = [task for task in self.members if not self._workers[task].came]
+        return [(task, {"abort": self.generation}) for task in late]
+
+    def _end(self, why: str, complete: bool = False) -> list[Say]:
+        self.phase = "ended"
+        return [(task, {"ended": why, "complete": complete}) for task in self._workers]
+
+    def _phase(self, phase: Phase, now: float) -> None:
+        if phase != self.phase:
+            self.phase, self._since = phase, now
+
+    def _room(self) -> int | None:
+        """How many may still come in; None: any number."""
+        most = self.limits.max_workers
+        if most is None:
+            return None
+        return max(0, most - sum(not self._workers[task].leaves for task in self.members))
+
+
+def _differences(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """What a worker has otherwise than the run, in a sentence; "" if nothing."""
+    return "; ".join(
+        f"{key}: the run has {wanted.get(key)!r}, this worker has {given.get(key)!r}"
+        for key in sorted({*wanted, *given})
+        if wanted.get(key) != given.get(key)
+    )
