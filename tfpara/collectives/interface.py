@@ -24,8 +24,14 @@ class Collectives(Protocol):
         receive at the same time, as all_reduce does.
     """
 
-    size: int
-    rank: int
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, 0 … size − 1."""
+
     full_duplex: bool
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfpara.collectives.members import Members
+
 # TensorFlow's own strategies use group keys too, counted up from small numbers. This one is larger.
 _GROUP_KEY = 0x74660000
 
@@ -26,6 +28,7 @@ class TensorFlowCollectives:
             operation with a timeout, until the timeout is over.
         communication: "AUTO", "RING" or "NCCL".
         group: number of the group; groups on different devices need different numbers.
+        members: of a group that changes, in place of `size` and `rank`.
     """
 
     full_duplex = True
@@ -38,9 +41,9 @@ class TensorFlowCollectives:
         timeout_seconds: float,
         communication: str = "AUTO",
         group: int = 0,
+        members: Members | None = None,
     ) -> None:
-        self.size = size
-        self.rank = rank
+        self._size, self._rank, self._members = size, rank, members
         self._device = device
         self._timeout = float(timeout_seconds)
         self._communication = communication.lower()
@@ -53,6 +56,16 @@ class TensorFlowCollectives:
         if "GPU" in device.upper():
             with tf.device(device), tf.init_scope():
                 self._shared_token = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[])
+
+    @property
+    def size(self) -> int:
+        """The number of workers now."""
+        return self._members.size if self._members else self._size
+
+    @property
+    def rank(self) -> int:
+        """This worker's, 0 … size − 1."""
+        return self._members.rank if self._members else self._rank
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sums each buffer element-wise over the workers; buffers are sent in parallel."""
@@ -106,14 +119,16 @@ class TensorFlowCollectives:
                 input=buffer[tf.newaxis],
                 **self._attributes(f"gather/{name}", buffer),
             )
-            gathered.set_shape([self.size, *buffer.shape])
+            gathered.set_shape([None if self._members else self.size, *buffer.shape])
             return gathered
 
-    def broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """Returns the buffer of rank 0."""
+    def broadcast(self, buffer: tf.Tensor, name: str, source: int = 0) -> tf.Tensor:
+        """Returns the buffer of rank `source`. Where members change, call it eagerly alone."""
         with tf.device(self._device):
             keys = self._keys(f"broadcast/{name}", buffer)
-            if self.rank == 0:
+            if self.size == 1:
+                return tf.identity(buffer)
+            if self.rank == source:
                 sent = tf.raw_ops.CollectiveBcastSendV2(input=buffer, **keys)
                 return tf.identity(sent)
             return tf.raw_ops.CollectiveBcastRecvV2(T=buffer.dtype, shape=tf.shape(buffer), **keys)
@@ -131,10 +146,16 @@ class TensorFlowCollectives:
         return {"ordering_token": [token], **self._keys(name, buffer)}
 
     def _keys(self, name: str, buffer: tf.Tensor) -> dict:
-        return {
-            "group_size": tf.constant(self.size),
-            "group_key": tf.constant(self._group_key),
-            "instance_key": tf.constant(self._key(f"{name}/{buffer.dtype.name}{buffer.shape}")),
+        key = self._key(f"{name}/{buffer.dtype.name}{buffer.shape}")
+        if self._members is None:
+            keys = {
+                "group_size": tf.constant(self.size),
+                "group_key": tf.constant(self._group_key),
+                "instance_key": tf.constant(key),
+            }
+        else:
+            keys = self._members.keys(self._group_key, key)
+        return keys | {
             "communication_hint": self._communication,
             "timeout_seconds": self._timeout,
         }
