@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.callbacks.start_mean import StartMean as StartMean
     from tfpara.checkpoint.store import CheckpointError as CheckpointError
     from tfpara.cluster.startup import StartupError as StartupError
+    from tfpara.elastic.settings import Elastic as Elastic
     from tfpara.parameter_server.books import Pushed as Pushed
     from tfpara.parameter_server.chunks import Chunks as Chunks
     from tfpara.parameter_server.control.lobby import ParameterServerError as ParameterServerError
@@ -80,6 +81,7 @@ _LOCATION = {
     "Chunks": "tfpara.parameter_server.chunks",
     "DivergedError": "tfpara.parameter_server.errors",
     "EMA": "tfpara.algorithms",
+    "Elastic": "tfpara.elastic.settings",
     "MA": "tfpara.algorithms",
     "Outer": "tfpara.algorithms",
     "FingerprintError": "tfpara.sync.fingerprint",

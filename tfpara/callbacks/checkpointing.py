@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import keras
 
@@ -137,6 +138,14 @@ class Checkpoint(keras.callbacks.Callback):
             self._listen()
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
+        elastic = strategy.extended.elastic
+        if elastic is not None:
+            elastic.states["checkpoints"] = self
+            elastic.record = Path(self._directory) / "generations.jsonl"
+            if elastic.joining:
+                # It takes the others' state, and not that of a checkpoint.
+                self._checkpoints = checkpoints
+                return
         checkpoints.lock()
         try:
             position = checkpoints.restore(self._if_damaged)
@@ -145,6 +154,8 @@ class Checkpoint(keras.callbacks.Callback):
             raise
         self._checkpoints = checkpoints
         self._listen()
+        if elastic is not None:
+            elastic.write_record(checkpoints.synchronizer.agreement().syncs)
         if position is None:
             return
         self._resumed = position
@@ -177,6 +188,14 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch, self._steps_before, self._steps = epoch, steps, steps
         extended = self.model.distribute_strategy.extended
         extended.position.move(epoch, extended.steps_seen, first, steps)
+        owed = resumed["owed"] if resumed is not None and "owed" in resumed else []
+        if extended.elastic is not None and first:
+            extended.elastic.resume(epoch, first, owed)
+        elif owed and first:
+            raise ValueError(
+                f"{self._directory} is of an elastic run, of which minibatches are owed. Resume it "
+                "with elastic=."
+            )
         if self._saved is None or self._saved[:1] < (epoch,):
             self._save_at_boundary()
 
@@ -223,19 +242,18 @@ class Checkpoint(keras.callbacks.Callback):
         return self._checkpoints
 
     def _save(self, finished: bool = False) -> None:
-        strategy = self.model.distribute_strategy
-        self._at_sync.save(
-            {
-                "epoch": self._epoch,
-                "steps": self._steps,
-                "minibatches": self._first
-                + (self._steps - self._steps_before) * strategy.num_replicas,
-                "finished": finished,
-            }
-        )
+        self._at_sync.save(lambda: self._position(finished))
         self._saved = (self._epoch, self._steps)
         self._saved_syncs = self._at_sync.synchronizer.agreement().syncs
         self._saved_at = time.monotonic()
+
+    def _position(self, finished: bool) -> dict[str, Json]:
+        strategy = self.model.distribute_strategy
+        elastic, steps = strategy.extended.elastic, self._steps - self._steps_before
+        found = {"epoch": self._epoch, "steps": self._steps, "finished": finished}
+        if elastic is not None and steps:
+            return found | elastic.position()
+        return found | {"minibatches": self._first + steps * strategy.num_replicas}
 
     def _save_at_boundary(self, finished: bool = False) -> None:
         """Closes all blocks at the boundary of an epoch and saves, unless that is already saved."""
@@ -252,7 +270,11 @@ class Checkpoint(keras.callbacks.Callback):
         minutes = (time.monotonic() - self._saved_at) / 60.0
         late = strategy.is_chief and minutes > (self._every_minutes or float("inf"))
         wish = Request.CHECKPOINT if late else Request.NOTHING
-        wish = Request.LEAVE if self._termination.asked else wish
+        elastic = strategy.extended.elastic
+        if elastic is None:
+            wish = Request.LEAVE if self._termination.asked else wish
+        elif self._termination.asked:
+            elastic.leave()  # the others go on
         if wish > self._asked:
             strategy.request(wish)
             self._asked = wish
@@ -272,6 +294,16 @@ class Checkpoint(keras.callbacks.Callback):
             self._stand_down()
             self._termination.asked = False  # since the program leaves now
             raise Preempted(self._exit_code)
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns what a worker that joins an elastic run has to know."""
+        return {**self._at_sync.state(), "saved": self._saved, "saved_syncs": self._saved_syncs}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """Goes on as the other workers of an elastic run do."""
+        self._at_sync.join(state)
+        self._saved, self._saved_syncs = tuple(state["saved"]), state["saved_syncs"]
+        self._listen()
 
     def _listen(self) -> None:
         settings = self.model.distribute_strategy.extended.settings

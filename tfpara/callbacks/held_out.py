@@ -103,6 +103,13 @@ class HeldOut(keras.callbacks.Callback):
         if "global" in self._which:  # It comes first, so that its results have the short names.
             self._which.sort(key=lambda which: which != "global")
 
+    @property
+    def not_elastic(self) -> str:
+        """Why it cannot be used where workers come and go; "" if it can."""
+        if self._times == 1:
+            return ""
+        return "workers then have epochs of different lengths. Leave times_per_epoch out."
+
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._epoch, self._done = epoch, 0
         strategy = Strategy.of(self.model)

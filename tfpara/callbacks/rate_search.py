@@ -49,6 +49,7 @@ class SearchRate(Schedule):
     """
 
     order = fit_call.Order.RATE
+    not_elastic = "it searches where an epoch begins, and a worker may come within one."
 
     def __init__(
         self,

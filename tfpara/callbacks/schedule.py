@@ -107,6 +107,16 @@ class LearningRate(Schedule):
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
 
+    @property
+    def not_elastic(self) -> str:
+        """Why it cannot be used where workers come and go; "" if it can."""
+        if self._steps is None:
+            return ""
+        return (
+            "workers that come and go take different numbers of steps, and would have different "
+            "rates. Leave steps_per_epoch out: the rate is then that of the epoch."
+        )
+
     def get_state(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "steps": self._done}
 

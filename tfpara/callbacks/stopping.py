@@ -95,6 +95,16 @@ class Newbob(Schedule):
             self._first.on_epoch_end(-1, scores)
             self._state = self._rule.update(self._state, self._score(scores))
 
+    @property
+    def not_elastic(self) -> str:
+        """Why it cannot be used where workers come and go; "" if it can."""
+        if not self._rule.reject_worse:
+            return ""
+        return (
+            "a rejected epoch takes back what it trained, and a worker that came within it does "
+            "not have the weights from before. Give Newbob a rule with reject_worse=False."
+        )
+
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_begin(epoch)
         if self._rule.reject_worse:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import keras
 
 from tfpara.sync.statistics import Agreement
+from tfpara.sync.synchronizer import Synchronizer
 
 
 class SyncWatch:
@@ -19,11 +20,15 @@ class SyncWatch:
     def __init__(self) -> None:
         self._anchor = 0  # steps of the epoch at the last sync
         self._closed = 0
+        self._syncs = 0  # at the last look, where members change
 
     def begin(self, model: keras.Model) -> None:
         """An epoch begins: its blocks are counted from here."""
         self._anchor = 0
-        self._closed = model.distribute_strategy.extended.blocks_closed
+        extended = model.distribute_strategy.extended
+        self._closed = extended.blocks_closed
+        if extended.elastic is not None and extended.trained(model) is not None:
+            self._syncs = extended.synchronizer_of(model).agreement().syncs
 
     def after_batch(
         self, model: keras.Model, batch: int, needed: Callable[[Agreement], bool]
@@ -37,6 +42,8 @@ class SyncWatch:
                 far, alike on all workers. An overlapped sync is waited for only then.
         """
         extended = model.distribute_strategy.extended
+        if extended.elastic is not None:
+            return self._after_any(extended.synchronizer_of(model), needed)
         steps, period = batch + 1, extended.sync_period
         if extended.blocks_closed != self._closed:
             # Python code on all workers has closed a block, here or after the batch before.
@@ -53,3 +60,12 @@ class SyncWatch:
             return None
         agreement = synchronizer.land()
         return agreement if agreement.all_running else None
+
+    def _after_any(
+        self, synchronizer: Synchronizer, needed: Callable[[Agreement], bool]
+    ) -> Agreement | None:
+        """As `after_batch`, where blocks are of any length: some carry steps over a change."""
+        agreement = synchronizer.agreement()
+        new, self._syncs = agreement.syncs != self._syncs, agreement.syncs
+        closed = new and not agreement.block_open and agreement.all_running
+        return agreement if closed and needed(agreement) else None

@@ -25,7 +25,8 @@ class Telemetry(keras.callbacks.Callback):
       compile) to the end of its last sync, without what `HeldOut` scores at the epoch's end;
     * with a `PeriodicSyncStrategy`: `sync_ms`, mean time of a sync in milliseconds, including the
       wait for slower workers; `sync_fraction`, the share of the time in syncs; `distance`, the
-      relative distance ‖w_i − w̄‖ / ‖w̄‖ of the replicas before the epoch's last sync;
+      relative distance ‖w_i − w̄‖ / ‖w̄‖ of the replicas before the epoch's last sync; in an
+      elastic run `workers`, their number at the end of the epoch;
     * with an `AsyncStrategy`: `pushes`, the number in the epoch; `staleness`, the mean of the
       pushes' staleness; `staleness_max`, the largest so far (255 stands for 255 or more). The whole
       distribution is a histogram in `log_dir`.
@@ -97,6 +98,8 @@ class Telemetry(keras.callbacks.Callback):
             measured["sync_ms"] = 1000.0 * waited / max(after.syncs - before.syncs, 1)
             measured["sync_fraction"] = waited / seconds
             measured["distance"] = after.distance
+            if self.model.distribute_strategy.extended.elastic is not None:
+                measured["workers"] = float(self.model.distribute_strategy.num_workers)
         elif before is not None and after is not None:
             counts = after.staleness - before.staleness
             measured["pushes"] = float(counts.sum())

@@ -54,6 +54,7 @@ class Trace(keras.callbacks.Callback):
     """
 
     order = fit_call.Order.CLOCK
+    not_elastic = "all workers trace the same steps, and one that comes later takes others."
 
     # Keras may call the batch hooks from a thread of its own, and later.
     async_safe = False

@@ -45,6 +45,7 @@ class WarmStart(Schedule):
     """
 
     order = fit_call.Order.START
+    not_elastic = "it gives replicas other data in the first epochs than elastic= deals out."
 
     def __init__(self, epochs: int = 1, verbose: int = 1) -> None:
         super().__init__("warm_start", verbose, sets_rate=False)

@@ -97,14 +97,37 @@ class Checkpoints:
             )
         self._next = max(numbers[0], default=0) + 1
 
-    def save(self, position: Mapping[str, Json]) -> int:
+    def join(self, state: Mapping[str, Json]) -> None:
+        """Goes on as the other workers of an elastic run do, which tell by `state`."""
+        self.store.mark, self._next = state["mark"], state["next"]
+
+    def state(self) -> dict[str, Json]:
+        """What a worker that joins an elastic run has to know."""
+        return {"mark": self.store.mark, "next": self._next}
+
+    def save(self, position: Callable[[], Mapping[str, Json]]) -> int:
         """Writes a checkpoint at a sync; returns its number.
+
+        Args:
+            position: gives where the run is. In an elastic run that may change meanwhile: the
+                checkpoint is then written anew, by the workers that are there.
 
         Raises:
             CheckpointError: on every worker, if one could not write; the message names it. Earlier
                 checkpoints are intact.
         """
-        number, self._next = self._next, self._next + 1
+        while True:
+            number, self._next = self._next, self._next + 1
+            if self._strategy.is_chief:
+                self.store.lock()  # in an elastic run another may be the chief by now
+            try:
+                self._save(number, position())
+                return number
+            except _ChangedError:
+                if self._strategy.is_chief:
+                    self.store.abandon(number)
+
+    def _save(self, number: int, position: Mapping[str, Json]) -> None:
         rank = self._strategy.worker_index
         manifest = {
             **self._of_a_run(),
@@ -125,7 +148,6 @@ class Checkpoints:
             if self._strategy.is_chief:
                 self.store.abandon(number)
             raise
-        return number
 
     def restore(self, if_damaged: str) -> dict[str, Json] | None:
         """Restores the newest undamaged checkpoint; returns its position, or None without any.
@@ -188,7 +210,11 @@ class Checkpoints:
                 result = action()
             except (CheckpointError, OSError) as error:
                 problem = str(error)
+        elastic = self._extended.elastic
+        generation = elastic.form.number if elastic else 0
         everyone = self._everyones([result, problem], name)
+        if elastic and elastic.completed_in != generation:
+            raise _ChangedError
         for worker, (_, theirs) in enumerate(everyone):
             if theirs is not None:
                 where = f"worker {worker}: " if len(everyone) > 1 else ""
@@ -289,6 +315,10 @@ class Checkpoints:
                 mean = np.mean(parts.of_replicas(f"weights/{k}"), 0)
                 weights[k] = tf.constant(mean, weights[k].dtype)
         self.synchronizer.start_from(weights)
+
+
+class _ChangedError(Exception):
+    """Members of an elastic run were lost, or came, while something was done together."""
 
 
 class Parts:

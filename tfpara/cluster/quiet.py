@@ -20,6 +20,8 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ (grpc_server_lib|coordination_service\w*|cudart_stub)\.cc:\d+\] "
+    # An elastic run has ended a sync, since a worker is lost.
+    r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())
 _PASS_ON = """
@@ -54,12 +56,18 @@ def starting() -> Iterator[None]:
     if _shows_all():
         yield
         return
-    loggers = [logging.getLogger("tensorflow"), logging.getLogger("absl")]
+    with regrouping(), _without_chatter():
+        yield
+
+
+@contextlib.contextmanager
+def regrouping() -> Iterator[None]:
+    """Leaves out what TensorFlow's Python code says where workers connect, also in a living run."""
+    loggers = [] if _shows_all() else [logging.getLogger("tensorflow"), logging.getLogger("absl")]
     for logger in loggers:
         logger.addFilter(_is_news)
     try:
-        with _without_chatter():
-            yield
+        yield
     finally:
         for logger in loggers:
             logger.removeFilter(_is_news)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfpara.cluster.place import Place, Purpose, sentence
 from tfpara.collectives import Collectives
+from tfpara.typing import Json
 
 # A worker waits this long before it fails, so that the others receive the reason first.
 _GRACE_SECONDS = 1.0
@@ -26,6 +27,7 @@ class Control:
         collectives: between the workers' hosts, with a timeout.
         place: the place of this process in its script.
         synchronizers: returns those of the models that were trained, in the same order everywhere.
+        guard: in an elastic run, calls an exchange until it has gone well; else None.
 
     Attributes:
         collectives: for operations that follow `together`, which all workers then run.
@@ -34,12 +36,21 @@ class Control:
     """
 
     def __init__(
-        self, collectives: Collectives, place: Place, synchronizers: Callable[[], Sequence[Any]]
+        self,
+        collectives: Collectives,
+        place: Place,
+        synchronizers: Callable[[], Sequence[Any]],
+        guard: Callable[[Callable[[], Json]], Any] | None = None,
     ) -> None:
         self.collectives = collectives
-        self.size, self.rank = collectives.size, collectives.rank
+        self._guard = guard
         self._place = place
         self._synchronizers = synchronizers
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self.collectives.size
 
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:
         """Waits until every worker has called it for this purpose.
@@ -57,8 +68,15 @@ class Control:
             MismatchError, tf.errors.InvalidArgumentError: on every worker, if one has come to
                 another exchange.
         """
-        if self.size == 1:
-            return [number]
+        if self._guard is not None:
+            return self._guard(lambda: self._together(purpose, number))
+        return [number] if self.size == 1 else self._together(purpose, number)
+
+    def guarded(self, exchange: Callable[[], Json]) -> Any:
+        """Returns what exchanges give, as JSON; an elastic run repeats them until all are done."""
+        return exchange() if self._guard is None else self._guard(exchange)
+
+    def _together(self, purpose: Purpose, number: int) -> list[int]:
         with self._place.meeting(purpose):
             synchronizers = self._synchronizers()
             for other in synchronizers[1:]:

@@ -26,6 +26,10 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
         control: between the workers; every worker must call this for the same purpose.
         purpose: the purpose of the exchange.
     """
+    return control.guarded(lambda: _everyones(value, control, purpose))
+
+
+def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = control.together(purpose, len(text))
     # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.

@@ -14,7 +14,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -24,7 +24,7 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfpara import cluster
-from tfpara.cluster import failures, whereabouts
+from tfpara.cluster import failures, quiet, whereabouts
 from tfpara.cluster.place import COMPILED_ANEW, END, VARIABLE, Place, Purpose, call
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
@@ -39,6 +39,7 @@ from tfpara.sync.exchange import everyones, joined
 from tfpara.sync.fingerprint import agree
 from tfpara.sync.model_variables import replica_variables
 from tfpara.sync.reading import Order, random_states, set_random_states, shuffled
+from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.replicas import Site
 from tfpara.sync.settings import Settings, warn_of_outlasting_momentum
 from tfpara.sync.synchronizer import Synchronizer
@@ -177,7 +178,13 @@ def _forget_length(epoch_iterator: Any) -> None:
     kind = type(epoch_iterator)
     if hasattr(epoch_iterator, "_enumerate_iterator") and kind.__name__ != "_OfAnyLength":
         unknown = property(lambda self: None, lambda self, value: None)
-        epoch_iterator.__class__ = type("_OfAnyLength", (kind,), {"_num_batches": unknown})
+
+        def warn(self: Any) -> None:
+            if self.steps_per_epoch:  # else the data may end wherever they do
+                kind._interrupted_warning(self)
+
+        attributes = {"_num_batches": unknown, "_interrupted_warning": warn}
+        epoch_iterator.__class__ = type("_OfAnyLength", (kind,), attributes)
 
 
 class _Dataset(_input_lib.DistributedDataset):
@@ -236,8 +243,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         settings: Settings,
         devices: Sequence[str] | None,
         found: cluster.Cluster,
+        elastic: Regrouping | None = None,
     ) -> None:
         self._wanted_devices = devices
+        self.elastic = elastic
         self.optimizer_stepped = False
         self.tracked: keras.Model | None = None
         self.shown: str | None = None  # the name given to strategy.weights(), inside its context
@@ -264,16 +273,26 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._created = 0
         self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
         horovod = settings.collectives == "horovod" and found.num_workers > 1
+        if elastic is not None:
+            # The coordination service would end the survivors some seconds after a death. The
+            # parent configures one only where there is none.
+            _context.context().configure_coordination_service(service_type="")
         super().__init__(
             strategy,
-            cluster_resolver=_resolver(cluster.ALONE if horovod else found),
+            cluster_resolver=(
+                elastic.resolver() if elastic else _resolver(cluster.ALONE if horovod else found)
+            ),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
         if horovod:
             # TensorFlow sees one process. The parent divides the data by these attributes.
             self._num_workers, self._id_in_cluster = found.num_workers, found.rank
             self._is_chief = found.is_chief
-        self.settings = settings.resolved(self._num_replicas_in_sync)
+        if elastic is not None:
+            elastic.attach(self)
+        # What depends on N is, in an elastic run, for as many as began it.
+        began = elastic.founders * len(self.worker_devices) if elastic else None
+        self.settings = settings.resolved(began or self._num_replicas_in_sync)
         # Weights travel between the lead devices, everything small between the hosts.
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
@@ -283,8 +302,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self._collectives(2, host, "RING", settings.timeout_seconds + _LATER_SECONDS),
             self.place,
             self._in_turn,
+            elastic.together if elastic else None,
         )
-        if self._num_workers > 1:
+        if self._num_workers > 1 and elastic is None:
             self._abort = _horovod.abort if horovod else _abort
             self._watchdog = Watchdog(
                 settings.timeout_seconds, self._waiting_since, self._tell_waiting, self._end_sync
@@ -297,6 +317,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # stopped, its machine sleeps, or its clock is put forward.
         limit = math.ceil(1000 * (self._timeout_seconds + _LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
+        if self.elastic is not None:
+            updated.experimental.collective_group_leader = self.elastic.leader()
         return updated
 
     def connect(self, found: cluster.Cluster) -> None:
@@ -321,12 +343,40 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         names = [s.name for s in self.synchronizers if s.graph.waiting_since()]
         return [*names, "meeting"] if self.place.began else names
 
+    def serve(self, addresses: Mapping[int, str], leader: str, rank: int) -> None:
+        """Makes this process's server one of other workers; nothing that exists is made anew.
+
+        Args:
+            addresses: of all workers, this one among them, by task number, in the order of ranks.
+            leader: the device name of the worker that coordinates collectives.
+            rank: this worker's.
+        """
+        context = _context.context()
+        definition = type(context._collective_ops_server_def)()
+        definition.CopyFrom(context._collective_ops_server_def)
+        (job,) = definition.cluster.job
+        job.tasks.clear()
+        for task, address in addresses.items():
+            job.tasks[task] = address
+        definition.default_session_config.experimental.collective_group_leader = leader
+        with quiet.regrouping():
+            context.enable_collective_ops(definition)
+        self._num_workers, self._id_in_cluster = len(addresses), rank
+        self._is_chief = rank == 0
+
+    def end_collectives(self, why: str) -> None:
+        """Ends the collectives under way, and all that follow until `serve`, with an error."""
+        _context.context().abort_collective_ops(tf.errors.ABORTED, why)
+
     def part(self) -> None:
         """Waits for all workers at the end of the program.
 
         If this exchange succeeds, all others have finished their work. If it fails, the error is
         ignored, since nothing follows.
         """
+        if self.elastic is not None:
+            self.elastic.part()
+            return
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self.control.together(END)
 
@@ -353,12 +403,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _collectives(
         self, group: int, device: str, communication: str, timeout_seconds: float = 0.0
     ) -> Collectives:
-        if self._num_workers == 1:
+        members = self.elastic.members if self.elastic else None
+        if self._num_workers == 1 and members is None:
             return Loopback()
         place = (self._num_workers, self._id_in_cluster, device, timeout_seconds)
         if self.settings.collectives == "horovod":
             return HorovodCollectives(*place, group)
-        return TensorFlowCollectives(*place, communication, group)
+        return TensorFlowCollectives(*place, communication, group, members)
 
     def start(self) -> None:
         """Compares the workers' settings, and gives all workers the chief's random states."""
@@ -486,6 +537,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             name=f"model{self._synchronizers_made}",
             num_replicas=self._num_replicas_in_sync,
             first_replica=self._id_in_cluster * len(self.worker_devices),
+            members=self.elastic.members if self.elastic else None,
             devices=self.worker_devices,
             collectives=self.collectives,
             reports=self.reports,
@@ -509,7 +561,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _say_that_momentum_is_reset(self) -> None:
         """Tells the user, once, of a choice that they did not make."""
-        if self._is_chief and not self._told_of_reset:
+        joins = self.elastic is not None and self.elastic.joining
+        if self._is_chief and not joins and not self._told_of_reset:
             self._told_of_reset = True
             print(
                 "tfpara: the momentum of local SGD starts anew after each sync, since the rule has "
@@ -613,6 +666,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Closes the open blocks of all models; every worker must call it for this purpose."""
         self.blocks_closed += 1
         synchronizers = self._in_turn()
+        if self.elastic is not None:
+            self.elastic.close()
+            return
         if synchronizers:
             with self.place.meeting(purpose):
                 for synchronizer in synchronizers:
@@ -731,6 +787,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _reduce_over_all(self, variable: Variable, mean: bool) -> tf.Tensor:
         purpose = self.place.of_metric()
+        if self.elastic is not None and tf.executing_eagerly():
+            evaluates = bool(self.place.calls)
+            local = tf.add_n([v.read_value() for v in variable.values])
+            name = f"metric/{local.dtype.name}"
+
+            def shared() -> list[float]:
+                flat = tf.reshape(local, [-1])
+                hosts = self.control.collectives
+                # What is evaluated, each worker has evaluated whole.
+                row = hosts.all_gather(flat, name)[0] if evaluates else None
+                total = hosts.all_reduce([flat], name)[0] if row is None else row
+                return total.numpy().tolist()
+
+            found = tf.reshape(tf.constant(self.elastic.together(shared), local.dtype), local.shape)
+            return found / self._num_replicas_in_sync if mean else found
         if tf.executing_eagerly():
             if self.synchronizers:
                 self.finish_blocks(purpose)
@@ -752,6 +823,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
         self.position.move(0, self.steps_seen)
+        if self.elastic is not None:
+            self.elastic.dataset_fn = dataset_fn
         dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
         dataset.built_for = (self.position.epoch, self.position.first)
@@ -767,7 +840,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         Raises:
             ValueError: on every worker, if they have different data.
         """
-        if self._num_workers == 1:
+        if self._num_workers == 1 or self.elastic is not None:
             return
         if shuffled:
             facts = {**facts, "shuffle seed": _context.global_seed()}
@@ -837,7 +910,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self, dataset: tf.data.Dataset, options: object
     ) -> tf.distribute.DistributedDataset:
         dataset = without_tuner(_safe(dataset))
-        if self._undivided:
+        if self._undivided or self.elastic is not None:
+            # Those who come and go would change what is whose: each evaluates all data.
             with self._alone():
                 whole = super()._experimental_distribute_dataset(dataset, options)
             if isinstance(whole, _input_lib.DistributedDataset):

@@ -67,7 +67,7 @@ class GlobalState:
         self._rule = rule
         self._averages = dict(averages)
         self._devices = replicas.devices
-        self._num_replicas = replicas.site.num_replicas
+        self._site = replicas.site
         self._name = replicas.site.name
         buckets = replicas.weights(0)
         moments = replicas.moments(0) if replicas.variables.moments else None
@@ -124,7 +124,7 @@ class GlobalState:
                             v,
                             steps=steps,
                             iterations=iterations,
-                            num_replicas=self._num_replicas,
+                            num_replicas=self._site.num_replicas,
                             share=share,
                         )
                     )
@@ -178,7 +178,9 @@ class GlobalState:
 
     def _step(self, state: State, mean: tf.Tensor, share: tf.Tensor) -> State:
         """Takes the rule's step. Most blocks are whole, and need fewer passes over the weights."""
-        replicas = self._num_replicas
+        replicas: Any = self._site.num_replicas
+        if self._site.members is not None:
+            replicas = tf.cast(self._site.replicas_now()[0], mean.dtype)
         return tf.cond(
             share < 1.0,
             lambda: self._rule.update(state, mean, replicas, share),

@@ -28,8 +28,6 @@ import io
 import itertools
 import multiprocessing
 import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -57,7 +55,7 @@ from tfpara.keras_model import (
     strategy_of,
     unbuilt_optimizers,
 )
-from tfpara.sync import division, reading, scope
+from tfpara.sync import chiefs_callbacks, division, reading, scope
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.typing import Data, Json, Nest, Variable
@@ -67,12 +65,6 @@ _CALLBACKS = keras.callbacks
 Method: TypeAlias = Callable[..., Any]
 
 _PLACE = "tfpara_place"  # the attribute of a list of callbacks that has the strategy's `Place`
-# Callbacks that write, and the attribute of each that holds the path.
-_PATHS = {
-    _CALLBACKS.ModelCheckpoint: "filepath",
-    _CALLBACKS.CSVLogger: "filename",
-    _CALLBACKS.TensorBoard: "log_dir",
-}
 _replaced: set[tuple[int, str, Method]] = set()
 # Optimizers without slots, by id, while `build_optimizers` traces a step: the weights that each
 # trains, once its `apply` was called.
@@ -198,6 +190,7 @@ def _shown_by_the_chief(method: Method) -> Method:
         strategy = _strategy(model)
         given = signature.bind(model, *args, **kwargs)
         others = strategy is not None and not strategy.is_chief
+        others = others and strategy.extended.elastic is None  # there the chief may change
         if others and given.arguments.get("verbose", "auto") == "auto":
             given.arguments["verbose"] = 0
         try:
@@ -223,7 +216,11 @@ def _together(fit: Method) -> Method:
             return fit(model, *args, **kwargs)
         _refuse_spent(signature.bind(model, *args, **kwargs).arguments)
         extended = strategy.extended
-        with program.noting(), extended.in_fit(model), _with_data("fit", strategy):
+        if extended.elastic is not None:
+            given = signature.bind(model, *args, **kwargs).arguments
+            extended.elastic.check(model, given.get("x"))
+        elastic = extended.elastic.training(model) if extended.elastic else contextlib.nullcontext()
+        with program.noting(), extended.in_fit(model), _with_data("fit", strategy), elastic:
             history = fit(model, *args, **kwargs)
             if strategy.num_workers > 1:
                 extended.finish_blocks(FIT_END)
@@ -454,8 +451,13 @@ def _with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
         strategy = None if model is None else _strategy(model)
         if strategy is not None:
             callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
-            prepared = [_prepared(c, strategy) for c in fit_call.arranged(callbacks)]
-            given.arguments["callbacks"] = [p for p in prepared if p is not None]
+            prepared = [
+                chiefs_callbacks.prepared(c, strategy) for c in fit_call.arranged(callbacks)
+            ]
+            prepared = [p for p in prepared if p is not None]
+            if given.arguments.get("add_progbar") and strategy.extended.elastic is not None:
+                prepared.append(chiefs_callbacks.ChiefsBar(strategy))
+            given.arguments["callbacks"] = prepared
         make(*given.args, **given.kwargs)
         if strategy is not None:
             setattr(given.arguments["self"], _PLACE, strategy.extended.place)
@@ -474,16 +476,28 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             place: Place | None = getattr(callbacks, _PLACE, None)
             if place is None:
                 return hook(callbacks, *args, **kwargs)
+            elastic = _elastic(callbacks)
             if name == "on_epoch_begin":
                 place.epoch_begins(*args[:1])
+                if elastic is not None:
+                    elastic.begin_epoch(*args[:1])
             if name == "on_train_batch_begin":
                 place.step_begins(*args[:1])
             with place.in_callbacks():
-                return hook(callbacks, *args, **kwargs)
+                result = hook(callbacks, *args, **kwargs)
+            if name == "on_train_begin" and elastic is not None:
+                elastic.begin()
+            return result
 
         return calling
 
     return make
+
+
+def _elastic(callbacks: keras.callbacks.CallbackList) -> Any:
+    """The regrouping of an elastic run in whose `fit` callbacks run; else None."""
+    strategy = _strategy(callbacks._model) if getattr(callbacks, "_model", None) else None
+    return strategy.extended.elastic if strategy is not None else None
 
 
 _HOOKS = {
@@ -491,86 +505,6 @@ _HOOKS = {
     for of in ("train", "epoch", "train_batch")
     for when in ("begin", "end")
 }
-
-
-def _prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
-    """Returns the callback that runs on this worker in place of a given one; None if none does.
-
-    Raises:
-        ValueError: the callback cannot work under the strategy.
-    """
-    _refuse(callback, strategy)
-    attribute = next((a for kind, a in _PATHS.items() if isinstance(callback, kind)), None)
-    if not strategy.is_chief:
-        if type(callback) is _CALLBACKS.RemoteMonitor:
-            return None
-        return callback if attribute is None else _Elsewhere(callback, attribute)
-    if isinstance(callback, _CALLBACKS.CSVLogger):
-        # Keras makes the folders of the other callbacks by itself.
-        os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
-    return callback
-
-
-def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
-    if isinstance(callback, _CALLBACKS.BackupAndRestore):
-        raise ValueError(
-            "BackupAndRestore keeps the weights of one replica, and neither the global model, its "
-            "momentum and averages nor the other replicas: a run would not go on where it was. Use "
-            f"tfpara.callbacks.Checkpoint({os.fspath(callback.backup_dir)!r}) in its place."
-        )
-    orbax = getattr(_CALLBACKS, "OrbaxCheckpoint", None)
-    if orbax is not None and isinstance(callback, orbax) and strategy.num_workers > 1:
-        raise ValueError(
-            "OrbaxCheckpoint would write from every worker into one folder. Use "
-            "keras.callbacks.ModelCheckpoint, or to go on after a failure "
-            "tfpara.callbacks.Checkpoint(directory)."
-        )
-
-
-class _Elsewhere(keras.callbacks.Callback):
-    """A wrapper of a callback, whose files go to a temporary folder and which prints nothing.
-
-    While none of its methods runs, the callback has its own path.
-    """
-
-    def __init__(self, callback: keras.callbacks.Callback, attribute: str) -> None:
-        super().__init__()
-        self._callback, self._attribute = callback, attribute
-        self._folder = tempfile.mkdtemp(prefix="tfpara-")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-
-    def set_model(self, model: keras.Model) -> None:
-        self._call("set_model", model)
-
-    def set_params(self, params: dict[str, Json]) -> None:
-        self._callback.set_params(params)
-
-    def _call(self, method: str, *args: object, **kwargs: object) -> None:
-        path = os.fspath(getattr(self._callback, self._attribute))
-        meanwhile: dict[str, Json] = {
-            self._attribute: os.path.join(self._folder, os.path.basename(path) or "files")
-        }
-        if hasattr(self._callback, "verbose"):
-            meanwhile["verbose"] = 0
-        own = {name: getattr(self._callback, name) for name in meanwhile}
-        try:
-            for name, value in meanwhile.items():
-                setattr(self._callback, name, value)
-            getattr(self._callback, method)(*args, **kwargs)
-        finally:
-            for name, value in own.items():
-                # A value that the callback has set itself stays.
-                if getattr(self._callback, name) == meanwhile[name]:
-                    setattr(self._callback, name, value)
-
-
-def _passed_on(method: str) -> Callable[..., None]:
-    return lambda self, *args, **kwargs: self._call(method, *args, **kwargs)
-
-
-for _name in dir(_CALLBACKS.Callback):
-    if _name.startswith("on_"):
-        setattr(_Elsewhere, _name, _passed_on(_name))
 
 
 # -- data ------------------------------------------------------------------------------------------

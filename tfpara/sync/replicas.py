@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfpara.cluster.place import Place
 from tfpara.collectives import Collectives, broadcast_to_devices
+from tfpara.collectives.members import Members
 from tfpara.sync.buffers import Layout
 from tfpara.sync.reports import first_nonfinite
 from tfpara.sync.settings import Settings
@@ -30,6 +31,8 @@ class Site(NamedTuple):
     reports: collectives between the workers' hosts, for the reports.
     place: where in its script this process is; its owner keeps it up to date.
     make: creates a plain variable, `make(initial_value, name)`.
+    members: of a group that changes, else None; num_replicas and first_replica are then those with
+        which the run began.
     """
 
     name: str
@@ -40,6 +43,14 @@ class Site(NamedTuple):
     reports: Collectives
     place: Place
     make: Callable[[Array, str], tf.Variable]
+    members: Members | None = None
+
+    def replicas_now(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+        """N and the number of this worker's first replica, as graphs read them."""
+        if self.members is None:
+            return self.num_replicas, self.first_replica
+        size, rank = self.members.size_and_rank()
+        return size * len(self.devices), rank * len(self.devices)
 
 
 @dataclasses.dataclass

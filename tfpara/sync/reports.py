@@ -56,9 +56,10 @@ class Request(enum.IntEnum):
     """The request of a worker to all others; at a sync they agree on the largest number."""
 
     NOTHING = 0
-    CHECKPOINT = 1
-    STOP = 2  # end the training
-    LEAVE = 3  # write a checkpoint and end the program, to be started again
+    MEET = 1  # in an elastic run: somebody wants in or out
+    CHECKPOINT = 2
+    STOP = 3  # end the training
+    LEAVE = 4  # write a checkpoint and end the program, to be started again
 
 
 def first_nonfinite(weights: Sequence[tf.Variable], device: str) -> tf.Tensor:
@@ -187,7 +188,7 @@ def problem_of(
             "Look at the sample weights, or at the function given to strategy.weigh_minibatches.",
         ]
     )
-    several = reports.shape[0] > replicas_per_worker
+    several = reports.shape[0] is None or reports.shape[0] > replicas_per_worker
     with tf.control_dependencies([_wait_if(is_bad(reports, columns))] if several else []):
         problem = _rates_problem(reports, columns, owner)
         problem = tf.where(tf.reduce_all(counted), problem, uncounted)
@@ -200,7 +201,7 @@ def _rates_problem(
     reports: tf.Tensor, columns: Columns, owner: Callable[[tf.Tensor], tf.Tensor]
 ) -> tf.Tensor:
     differing = _differing_rates(reports, columns)
-    count, _, optimizers = differing.shape
+    count, optimizers = tf.shape(differing)[0], differing.shape[2]
     if not optimizers:
         return tf.constant("")
     # The first one in row-major order.

@@ -80,6 +80,32 @@ class Settings:
             algorithms.check_average(average)
         return dataclasses.replace(self, rule=rule, asked_rule=asked)
 
+    def elastic(self) -> Settings:
+        """Returns the settings for a run whose members change.
+
+        Raises:
+            ValueError: one of them needs a fixed group of workers.
+        """
+        apart = "belongs to workers of a fixed group: what one holds alone is lost with it."
+        for name, refused, why in (
+            ("aggregation", self.aggregation == "sharded", f"a part of the state {apart}"),
+            ("compression", self.compression != "none", f"what it has yet to send {apart}"),
+            ("overlap", bool(self.overlap), f"a sync in the air {apart}"),
+            ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
+            ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
+            (
+                "rule",
+                hasattr(self.rule, "check_optimizer"),
+                "it filters the moments of a fixed number of replicas.",
+            ),
+        ):
+            if refused:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} and elastic= contradict each other: {why} "
+                    f"Leave {name} out, or elastic."
+                )
+        return dataclasses.replace(self, collectives="tensorflow", aggregation="replicated")
+
     def fingerprint(self) -> dict[str, Json]:
         """Returns the values that have to be equal on all workers, by name."""
         names = [each.name for each in dataclasses.fields(self) if "workers" in each.metadata]

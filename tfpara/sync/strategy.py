@@ -18,12 +18,14 @@ from tfpara.checks import checked_seconds
 from tfpara.cluster import quiet, startup
 from tfpara.cluster.place import Purpose, call
 from tfpara.collectives.choice import choose, of_horovod
+from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
+from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.reports import Request
 from tfpara.sync.settings import Settings
 from tfpara.sync.statistics import SyncStatistics
@@ -80,6 +82,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         collectives: the backend that connects the workers: "tensorflow", "horovod", or "auto":
             Horovod if horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started the
             process, else TensorFlow. See docs/horovod.md.
+        elastic: a `tfpara.Elastic`: training goes on while workers die, leave and come. See
+            docs/elastic.md. None: the loss of a worker ends the run.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
@@ -107,6 +111,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         startup_timeout_seconds: float = 300.0,
         communication: str = "AUTO",
         collectives: str = "auto",
+        elastic: Elastic | None = None,
     ) -> None:
         """Joins the other workers and compares settings with them; for the arguments see above."""
         settings = Settings(
@@ -127,6 +132,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         gpus = tf.config.list_physical_devices("GPU") if devices is None else []
         check_threads(len(gpus or devices or []))
+        if elastic is not None:
+            self._start_elastic(settings, devices, elastic, startup_timeout_seconds)
+            return
         found = cluster.taking_part(cluster.read)
         chosen, why = choose(collectives, found)
         settings = dataclasses.replace(settings, collectives=chosen)
@@ -159,6 +167,37 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         average_loss.install()
         if self.is_chief:
             # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
+            print(f"tfpara: {self}", file=sys.stderr, flush=True)
+
+    def _start_elastic(
+        self,
+        settings: Settings,
+        devices: Sequence[str] | None,
+        elastic: Elastic,
+        startup_timeout_seconds: float,
+    ) -> None:
+        if not isinstance(elastic, Elastic):
+            raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
+        settings = settings.elastic()
+        if cluster.read().num_workers > 1:
+            raise ValueError(
+                "elastic= and TF_CONFIG, or an engine's variables of ranks, contradict each other: "
+                "members of an elastic run find each other at its meeting point. Start them by "
+                "tfpara-launch --elastic, or without these variables."
+            )
+        regrouping = Regrouping(elastic, startup_timeout_seconds)
+        with quiet.starting(), _starting_first():
+            extended = PeriodicSyncExtended(self, settings, devices, cluster.ALONE, regrouping)
+        tf.distribute.Strategy.__init__(self, extended)
+        program.watch(self, cluster.ALONE, settings.timeout_seconds)
+        extended.start()
+        scope.watch(self)
+        keras_hooks.install()
+        quiet.install()
+        average_loss.install()
+        if regrouping.joining:
+            print("tfpara: joins a run that is under way", file=sys.stderr, flush=True)
+        elif self.is_chief:
             print(f"tfpara: {self}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:

@@ -65,6 +65,8 @@ class SyncGraph:
         averaging: the exchanges.
         compressed: the wire that compresses; None if weights are sent as they are.
         signatures: for each weight a number that must be equal on all replicas.
+        dealt: in an elastic run, steps of each worker that are in the model since its data were
+            dealt out; else None.
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
@@ -115,7 +117,7 @@ class SyncGraph:
         signatures = tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
         self.signatures = make(signatures, "signatures")
         self._request = make(tf.zeros([], tf.float64), "request")
-        self._agreed = make(tf.zeros([2], tf.float64), "agreed")  # request, replicas running
+        self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, replicas running, all
         self._steps = make(tf.zeros([], tf.int64), "steps")
         self._samples = make(tf.zeros([], tf.float64), "samples")
         self._syncs = make(tf.zeros([], tf.int64), "syncs")
@@ -123,6 +125,12 @@ class SyncGraph:
         self._distance = make(tf.zeros([]), "distance")
         self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
         self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
+        self.dealt: tf.Variable | None = None
+        if self._site.members is not None:
+            number = [self._site.members.size]
+            self.dealt = tf.Variable(
+                tf.zeros(number, tf.int64), shape=[None], trainable=False, name="tfpara/dealt"
+            )
 
     # -- in the training thread --------------------------------------------------------------
 
@@ -255,7 +263,8 @@ class SyncGraph:
         self._sync_began.assign(began)
         with phase("wait"):
             table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
-        reports = tf.reshape(table, [self._site.num_replicas, self.width])
+        count = -1 if self._site.members else self._site.num_replicas
+        reports = tf.reshape(table, [count, self.width])
         with tf.control_dependencies([reports]):
             # The wait is over. If the reports forbid the sync, no other wait follows.
             self._sync_began.assign(0.0)
@@ -264,7 +273,7 @@ class SyncGraph:
     def apart(self, reports: tf.Tensor) -> tf.Tensor:
         """Returns the sentence that says which worker is where, if they are apart; else ""."""
         site = self._site
-        if site.reports.size == 1:
+        if site.reports.size == 1 and site.members is None:
             return tf.constant("")
 
         def told() -> tf.Tensor:
@@ -315,13 +324,15 @@ class SyncGraph:
     def shares(self, part: int, reports: tf.Tensor) -> Shares:
         """Returns the shares of the local replicas in the means of a part."""
         samples = reports[:, SAMPLES + part]
-        local = samples[self._site.first_replica :][: len(self._site.devices)]
+        replicas, first = self._site.replicas_now()
+        local = samples[first:][: len(self._site.devices)]
+        local.set_shape([len(self._site.devices)])
         portions = tf.cast(local / tf.reduce_sum(samples), tf.float32)
         alike = tf.reduce_all(samples == samples[0])
         # With F fragments, each fragment's block is F sync periods long.
         whole = tf.cast(self.block.period, tf.float64) * float(self._fragments)
         of_block = tf.cast(tf.minimum(self._longest(part, reports) / whole, 1.0), tf.float32)
-        return Shares(portions, tf.where(alike, float(self._site.num_replicas), 1.0), of_block)
+        return Shares(portions, tf.where(alike, tf.cast(replicas, tf.float32), 1.0), of_block)
 
     def _longest(self, part: int, reports: tf.Tensor) -> tf.Tensor:
         """Returns the minibatches of a part's block, from the replica that has the most."""
@@ -393,7 +404,11 @@ class SyncGraph:
             seconds: for which training stood still, and the part of these spent waiting.
         """
         running = tf.reduce_sum(reports[:, RUNNING])
-        self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), running]))
+        replicas = tf.cast(tf.shape(reports)[0], tf.float64)
+        self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), running, replicas]))
+        if self.dealt is not None:
+            steps = reports[:: len(self._site.devices), self.columns.steps.start]
+            self.dealt.assign_add(tf.cast(steps, tf.int64))
         self._syncs.assign_add(committed)
         self._seconds.assign_add(seconds)
 
@@ -419,8 +434,15 @@ class SyncGraph:
 
     def agreed(self) -> tuple[Request, bool]:
         """Returns the request of the last sync, and whether all replicas, or none, had data."""
-        request, running = self._agreed.numpy()
-        return Request(int(request)), int(running) in (0, self._site.num_replicas)
+        request, running, replicas = self._agreed.numpy()
+        return Request(int(request)), int(running) in (0, int(replicas))
+
+    def met(self) -> None:
+        """Forgets that members were to meet, and nothing else that is asked for."""
+        wish = self._request.read_value()
+        self._request.assign(tf.where(wish == float(Request.MEET), tf.zeros_like(wish), wish))
+        agreed = self._agreed.numpy()
+        self._agreed.assign([0.0 if agreed[0] == Request.MEET else agreed[0], *agreed[1:]])
 
     def answered(self) -> None:
         """Forgets the request of this worker and the one agreed on."""

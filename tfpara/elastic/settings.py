@@ -1,0 +1,60 @@
+"""The settings of an elastic run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from tfpara.cluster.meeting import ADDRESS
+from tfpara.whole_number import checked_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Elastic:
+    """Training goes on while workers die, leave and come.
+
+    Args:
+        min_workers: fewest with which it goes on.
+        max_workers: most; who comes beyond that waits until another is lost. None: any number.
+        grace_seconds: how long fewer than `min_workers` wait for others, before they end.
+        silence_seconds: after which a worker that does not answer is taken for lost. One whose
+            process has ended is noticed at once.
+
+    Raises:
+        ValueError: a number outside its range.
+    """
+
+    min_workers: int = 2
+    max_workers: int | None = None
+    grace_seconds: float = 30.0
+    silence_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("min_workers", self.min_workers), ("max_workers", self.max_workers)):
+            if value is not None:
+                object.__setattr__(self, name, checked_whole(name, value))
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            raise ValueError(
+                f"max_workers={self.max_workers} is less than min_workers={self.min_workers}. Give "
+                "as many, or more."
+            )
+        for name in ("grace_seconds", "silence_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be a positive number of seconds."
+                )
+
+
+def meeting_point() -> str:
+    """Where workers of elastic runs meet, "host:port".
+
+    Raises:
+        ValueError: nobody has said it.
+    """
+    found = os.environ.get(ADDRESS, "")
+    if not found:
+        raise ValueError(
+            f"elastic= needs a meeting point. Start the workers by tfpara-launch --elastic, or run "
+            f"tfpara-meet and give all workers {ADDRESS}=host:port."
+        )
+    return found

@@ -1,0 +1,212 @@
+"""Callbacks of Keras as they run on several workers: what they write is the chief's.
+
+The chief of an elastic run may be another worker from one step to the next; whatever it draws or
+writes goes on there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfpara.typing import Json
+
+_CALLBACKS = keras.callbacks
+Hook = Callable[..., None]
+# The attributes with the paths to which callbacks write.
+_PATHS = {
+    _CALLBACKS.ModelCheckpoint: "filepath",
+    _CALLBACKS.CSVLogger: "filename",
+    _CALLBACKS.TensorBoard: "log_dir",
+}
+# What they remember from epoch to epoch.
+_REMEMBERED = {
+    _CALLBACKS.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    _CALLBACKS.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    _CALLBACKS.ModelCheckpoint: ("best",),
+}
+
+
+def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
+    """Returns the callback that runs on this worker in place of a given one; None if none does.
+
+    Raises:
+        ValueError: the callback cannot work under the strategy.
+    """
+    _refuse(callback, strategy)
+    if strategy.extended.elastic is not None:
+        _remember(callback, strategy.extended.elastic.states)
+    attribute = next((a for kind, a in _PATHS.items() if isinstance(callback, kind)), None)
+    if not strategy.is_chief or strategy.extended.elastic is not None:
+        if type(callback) is _CALLBACKS.RemoteMonitor:
+            return callback if strategy.is_chief else None
+        return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
+    if isinstance(callback, _CALLBACKS.CSVLogger):
+        # Keras makes the folders of the other callbacks by itself.
+        os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
+    return callback
+
+
+def _remember(callback: keras.callbacks.Callback, states: dict[str, Any]) -> None:
+    """Adds what a callback remembers to the states that a worker takes over where it joins."""
+    names = next((n for kind, n in _REMEMBERED.items() if isinstance(callback, kind)), ())
+    known = any(isinstance(s, _Memory) and s.callback is callback for s in states.values())
+    if names and not known:
+        count = sum(isinstance(state, _Memory) for state in states.values())
+        states[f"callback {count} of Keras"] = _Memory(callback, names)
+
+
+def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
+    if isinstance(callback, _CALLBACKS.BackupAndRestore):
+        raise ValueError(
+            "BackupAndRestore keeps the weights of one replica, and neither the global model, its "
+            "momentum and averages nor the other replicas: a run would not go on where it was. Use "
+            f"tfpara.callbacks.Checkpoint({os.fspath(callback.backup_dir)!r}) in its place."
+        )
+    elastic = strategy.extended.elastic
+    if elastic is not None:
+        why = getattr(callback, "not_elastic", "")
+        if isinstance(callback, _CALLBACKS.EarlyStopping) and callback.restore_best_weights:
+            why = (
+                "a worker that comes later has never had the best weights. Leave "
+                "restore_best_weights out, and keep them by ModelCheckpoint(save_best_only=True)."
+            )
+        if why:
+            name = type(callback).__name__
+            raise ValueError(f"{name} and elastic= contradict each other: {why}")
+    orbax = getattr(_CALLBACKS, "OrbaxCheckpoint", None)
+    if orbax is not None and isinstance(callback, orbax) and strategy.num_workers > 1:
+        raise ValueError(
+            "OrbaxCheckpoint would write from every worker into one folder. Use "
+            "keras.callbacks.ModelCheckpoint, or to go on after a failure "
+            "tfpara.callbacks.Checkpoint(directory)."
+        )
+
+
+class _Memory:
+    """What a callback of Keras remembers of earlier epochs, for a worker that joins."""
+
+    def __init__(self, callback: keras.callbacks.Callback, names: tuple[str, ...]) -> None:
+        self.callback, self._names = callback, names
+
+    def get_state(self) -> dict[str, Json]:
+        return {
+            name: float(value)
+            for name in self._names
+            if isinstance(value := getattr(self.callback, name, None), int | float | np.number)
+        }
+
+    def set_state(self, state: dict[str, Json]) -> None:
+        for name, value in state.items():
+            setattr(self.callback, name, value)
+
+
+class _Elsewhere(keras.callbacks.Callback):
+    """A wrapper of a callback, whose files go to a temporary folder and which prints nothing.
+
+    While none of its methods runs, the callback has its own path. In an elastic run, where a worker
+    may become the chief, the callback then begins anew at its own path, behind what is there.
+    """
+
+    def __init__(self, callback: keras.callbacks.Callback, attribute: str, strategy: Any) -> None:
+        super().__init__()
+        self._callback, self._attribute, self._strategy = callback, attribute, strategy
+        self._elsewhere = False  # whether it has written elsewhere
+        self._trains = False
+        self._folder = tempfile.mkdtemp(prefix="tfpara-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    def set_model(self, model: keras.Model) -> None:
+        self._call("set_model", model)
+
+    def set_params(self, params: dict[str, Json]) -> None:
+        self._callback.set_params(params)
+
+    def _call(self, method: str, *args: object, **kwargs: object) -> None:
+        if not self._strategy.is_chief:
+            self._elsewhere = True
+            self._call_elsewhere(method, *args, **kwargs)
+        else:
+            if self._elsewhere:
+                self._elsewhere = False
+                self._begin_anew()
+            if isinstance(self._callback, _CALLBACKS.CSVLogger) and method == "on_train_begin":
+                os.makedirs(os.path.dirname(self._callback.filename) or ".", exist_ok=True)
+            getattr(self._callback, method)(*args, **kwargs)
+        self._trains = method == "on_train_begin" or (self._trains and method != "on_train_end")
+
+    def _begin_anew(self) -> None:
+        """Ends what the callback wrote elsewhere, and goes on where the former chief wrote."""
+        if self._trains:
+            self._call_elsewhere("on_train_end")
+        if hasattr(self._callback, "append"):
+            self._callback.append = True
+        self._callback.set_model(self._callback.model)
+        if self._trains:
+            self._callback.on_train_begin()
+
+    def _call_elsewhere(self, method: str, *args: object, **kwargs: object) -> None:
+        path = os.fspath(getattr(self._callback, self._attribute))
+        meanwhile: dict[str, Json] = {
+            self._attribute: os.path.join(self._folder, os.path.basename(path) or "files")
+        }
+        if hasattr(self._callback, "verbose"):
+            meanwhile["verbose"] = 0
+        own = {name: getattr(self._callback, name) for name in meanwhile}
+        try:
+            for name, value in meanwhile.items():
+                setattr(self._callback, name, value)
+            getattr(self._callback, method)(*args, **kwargs)
+        finally:
+            for name, value in own.items():
+                # A value that the callback has set itself stays.
+                if getattr(self._callback, name) == meanwhile[name]:
+                    setattr(self._callback, name, value)
+
+
+class ChiefsBar(keras.callbacks.ProgbarLogger):
+    """The progress bar of an elastic run, which whoever is the chief draws."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def set_params(self, params: dict[str, Json]) -> None:
+        super().set_params({**params, "steps": None})
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Json] | None = None) -> None:
+        self.target = None  # epochs have as many steps as there are workers for
+        super().on_epoch_begin(epoch, logs)
+
+
+def _of_the_chief(hook: Hook) -> Hook:
+    @functools.wraps(hook)
+    def calling(bar: ChiefsBar, *args: object, **kwargs: object) -> None:
+        if bar._strategy.is_chief:
+            bar._maybe_init_progbar()  # where a worker becomes the chief within an epoch
+            hook(bar, *args, **kwargs)
+
+    return calling
+
+
+for _name in ("epoch_begin", "epoch_end", "train_batch_end", "test_begin", "test_batch_end"):
+    setattr(ChiefsBar, f"on_{_name}", _of_the_chief(getattr(ChiefsBar, f"on_{_name}")))
+for _name in ("test_end", "predict_begin", "predict_batch_end", "predict_end"):
+    setattr(ChiefsBar, f"on_{_name}", _of_the_chief(getattr(ChiefsBar, f"on_{_name}")))
+
+
+def _passed_on(method: str) -> Callable[..., None]:
+    return lambda self, *args, **kwargs: self._call(method, *args, **kwargs)
+
+
+for _name in dir(_CALLBACKS.Callback):
+    if _name.startswith("on_"):
+        setattr(_Elsewhere, _name, _passed_on(_name))

@@ -1,0 +1,605 @@
+"""Elastic training: what a worker does where members are lost, leave or come.
+
+TensorFlow's server takes another list of workers in a living process, and its collectives take
+their sizes and keys from a variable (`collectives.members`), so graphs, variables and iterators
+stay. What was in the air when a worker was lost fails on all; nothing of it was written, or all of
+it was, on each worker. So they meet, tell each other where they are, give who is behind the state
+of who is ahead, deal out what is left of the epoch, and go on in the same call of `fit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import tensorflow as tf
+
+from tfpara.cluster import exit_codes, ports, secret
+from tfpara.cluster.meeting import NAME, Ended, Evicted, Form, Left, Line
+from tfpara.collectives import TensorFlowCollectives
+from tfpara.collectives.members import Members
+from tfpara.elastic.plan import Plan, begin
+from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.keras_model import hyperparameters
+from tfpara.strategy import StateHolder
+from tfpara.sync.reports import Request
+from tfpara.sync.state import Kind, Slot, slots_of
+from tfpara.typing import Json
+from tfpara.version import __version__
+
+if TYPE_CHECKING:
+    import keras
+
+    from tfpara.sync.extended import PeriodicSyncExtended
+    from tfpara.sync.sync_graph import SyncGraph
+
+# What TensorFlow says of a member that is lost, and where its collectives are aborted.
+LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
+_PLACEHOLDER = "127.0.0.1:1"  # where TensorFlow wants an address and nobody is
+_log = logging.getLogger(__name__)
+
+
+class Regrouping:
+    """A worker's part in an elastic run.
+
+    Args:
+        settings: of the run.
+        timeout_seconds: longest wait for the meeting point.
+
+    Attributes:
+        founders: workers with which the run began.
+        form: the present generation.
+        members: as collectives know it.
+        joining: whether this worker has still to be let in.
+        completed_in: the generation in which the last exchange from Python has gone well.
+        states: of objects that all workers have alike, by name: who joins takes them over.
+        record: file to which the chief adds a line of JSON for each generation; None: no file.
+        plan: who trains what of the epoch.
+        dataset_fn: makes the data; None until the user has given it.
+    """
+
+    def __init__(self, settings: Elastic, timeout_seconds: float) -> None:
+        self._reserved = ports.reserve()
+        port = self._reserved.getsockname()[1]
+        self.line = Line(
+            meeting_point(),
+            secret.read(),
+            port,
+            dataclasses.asdict(settings),
+            timeout_seconds,
+            name=os.environ.get(NAME, ""),
+        )
+        self.founders = self.line.founders
+        self.joining = not self.line.founding
+        if self.joining:
+            self.form = Form(0, (self.line.task,), (f"127.0.0.1:{port}",), (None,), "")
+        else:
+            self.line.register({})
+            self.form = self.line.formed()
+        self.plan = begin(0, self.form.tasks)
+        self.dataset_fn: Callable[..., tf.data.Dataset] | None = None
+        self._lock = threading.Lock()
+        self._iterator: Iterator[Any] | None = None
+        self._operations = 0  # collective calls from Python that are done
+        self._result: Json = None  # of the last of them
+        self.completed_in = self.form.number  # the generation in which that went well
+        self._others: dict[str, Any] = {}  # report of who has done most of them
+        self._inside = False  # whether one is under way
+        self.states: dict[str, StateHolder] = {}
+        self.record: Path | None = None
+        self._logs: Any = None
+        self._model: keras.Model | None = None
+        self._closed = False  # whether the epoch of the plan is
+        self._in_step = False
+        self._agreed = False  # whether this worker has told what all have alike
+        self._leaves = self._told = False  # whether it is to leave, and has said so
+        self._last = ""  # why all write a checkpoint and end; "" if they train on
+        self._out = False  # whether this worker is no member any more
+
+    # -- TensorFlow's view -------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's in the present generation."""
+        return self.form.tasks.index(self.line.task)
+
+    def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """The first generation, for the start of TensorFlow's server; frees the port for it."""
+        self._reserved.close()
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": [address for _, address in self._jobs()]}),
+            task_type="worker",
+            task_id=self.line.task,
+            rpc_layer="grpc",
+        )
+
+    def leader(self) -> str:
+        """The device name of rank 0, which coordinates TensorFlow's collectives."""
+        return f"/job:worker/replica:0/task:{self.form.tasks[0]}"
+
+    def attach(self, extended: PeriodicSyncExtended) -> None:
+        """Takes the strategy, whose server runs, for this worker's."""
+        self._extended = extended
+        size, rank = len(self.form.tasks), self.rank
+        host = f"{extended._worker_device}/device:CPU:0"
+        self.members = Members(host, size, rank, self.form.number)
+        self.line.on_abort(self._abort)
+        if not self.joining and not self.line.ready(self.form.number):
+            raise RuntimeError("a worker was lost while the run began. Start all workers again.")
+
+    def _jobs(self) -> list[tuple[int, str]]:
+        """Tasks and addresses, with placeholders for the tasks that are no members."""
+        known = dict(zip(self.form.tasks, self.form.addresses, strict=True))
+        count = max(*self.form.tasks, self.line.task) + 1
+        return [(task, known.get(task, _PLACEHOLDER)) for task in range(count)]
+
+    def _become(self, form: Form) -> None:
+        """Makes TensorFlow's server one of a new generation."""
+        with self._lock:
+            self.form = form
+            addresses = dict(zip(form.tasks, form.addresses, strict=True))
+            self._extended.serve(addresses, self.leader(), self.rank)
+            self.members.change(len(form.tasks), self.rank, form.number)
+
+    def _abort(self, generation: int, why: str) -> None:
+        """Ends the collectives of a generation, on the line's thread."""
+        with self._lock:
+            if generation == self.form.number:
+                self._extended.end_collectives(f"tfpara: {why}")
+
+    # -- meetings ----------------------------------------------------------------------------
+
+    def meet(self, failed: bool) -> None:
+        """Meets the others until a generation is complete, and all of it agree on the state."""
+        while True:
+            # What others are in the middle of, who is new could not finish with them.
+            admits = self._in_step and not self._closed
+            try:
+                form = self.line.met(self.form.number, self._report(), failed, admits)
+            except (Evicted, Left, Ended) as error:
+                self._end(str(error))
+            self._become(form)
+            failed = True
+            if not self.line.ready(form.number):
+                continue
+            try:
+                self._reconcile(form)
+            except LOST as error:
+                _log.info("tfpara: generation %s has failed: %s", form.number, _short(error))
+                continue
+            break
+        if form.last:
+            self._last = form.last
+            if self.rank == 0:
+                print(f"tfpara: {form.last}: training ends.", file=sys.stderr, flush=True)
+            for synchronizer in self._extended.synchronizers:
+                synchronizer.graph.request(Request.LEAVE)
+
+    def _end(self, why: str, complete: bool = False) -> NoReturn:
+        """Ends this worker's program, which the others go on without; it may be started again.
+
+        Args:
+            why: in a sentence.
+            complete: whether nothing is left to do.
+        """
+        self._out = True
+        self.line.close()
+        code = 0 if complete else exit_codes.restart()
+        print(f"tfpara: {why} Exit code {code}.", file=sys.stderr, flush=True)
+        raise SystemExit(code)
+
+    def leave(self) -> None:
+        """Has this worker leave at the next sync; the others go on without it."""
+        self._leaves = True
+
+    def part(self) -> None:
+        """This worker's program has come to its end, as all others will."""
+        if not self._out:
+            self._out = True
+            self.line.done()
+
+    def _report(self) -> dict[str, Json]:
+        """Where this worker is."""
+        graphs = [synchronizer.graph for synchronizer in self._extended.synchronizers]
+        for graph in graphs:
+            graph.forget_waiting()
+        return {
+            "syncs": sum(graph.statistics().syncs for graph in graphs),
+            "open": sum(int(graph.block.steps) for graph in graphs),
+            "dealt": _dealt(graphs[0]).numpy().tolist() if graphs else [0] * len(self.form.tasks),
+            "plan": self.plan.state(),
+            "closed": self._closed,
+            "operations": self._operations,
+            "met": self._extended.place.met,
+            "result": self._result,
+            "completed_in": self.completed_in,
+            "agreed": graphs[0]._agreed.numpy().tolist() if graphs else [],
+            "states": {} if self.joining else self._told_states(),
+        }
+
+    def _told_states(self) -> dict[str, Json]:
+        holders = self._extended.states | self.states
+        return {name: holder.get_state() for name, holder in holders.items()}
+
+    def _reconcile(self, form: Form) -> None:
+        """Brings all members to the state of the one that is furthest."""
+        reports: list[Any] = list(form.reports)
+        known = [report for report in reports if report]
+        furthest = max(report["syncs"] for report in known)
+        source = next(r for r, own in enumerate(reports) if own and own["syncs"] == furthest)
+        ahead = reports[source]
+        behind = [not own or own["syncs"] < furthest for own in reports]
+        if any(behind):
+            new = any(not own for own in reports)
+            self._hand_over(source, behind[self.rank], new, ahead["agreed"])
+        plan = Plan.of(ahead["plan"])
+        here = dict(zip(form.tasks, zip(reports, behind, strict=True), strict=True))
+        open_steps = []
+        for task in plan.tasks:
+            own, is_behind = here.get(task, (None, True))
+            open_steps.append(own["open"] if own and not is_behind else 0)
+        self.plan = plan.after(ahead["dealt"], open_steps, form.tasks)
+        self._closed = ahead["closed"]
+        for synchronizer in self._extended.synchronizers:
+            _dealt(synchronizer.graph).assign(tf.zeros([len(form.tasks)], tf.int64))
+        self._others = max(known, key=lambda report: report["operations"])
+        if self.joining:
+            self._extended.place.met = self._others["met"]
+            self._operations, self._result = self._others["operations"], self._others["result"]
+            for name, holder in (self._extended.states | self.states).items():
+                if name in ahead["states"]:
+                    holder.set_state(ahead["states"][name])
+        ready = self._model is not None and not self._closed
+        self._iterator = self._of_plan() if ready else None
+        if self.rank == 0:
+            several = len(form.tasks) > 1
+            who = f"{len(form.tasks)} workers train" if several else "1 worker trains"
+            text = f"tfpara: {form.why}: {who} on (generation {form.number})"
+            print(text, file=sys.stderr, flush=True)
+            self.write_record(furthest)
+
+    def write_record(self, syncs: int) -> None:
+        """Adds the present generation to the record: its members, and where the run is."""
+        if self.record is None or self.rank != 0:
+            return
+        line = {
+            "generation": self.form.number,
+            "why": self.form.why,
+            "tasks": self.form.tasks,
+            "time": time.time(),
+            "syncs": syncs,
+            "plan": self.plan.state(),
+        }
+        self.record.parent.mkdir(parents=True, exist_ok=True)
+        with self.record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _hand_over(self, source: int, receives: bool, new: bool, agreed: list[float]) -> None:
+        """Sends the state of the worker with rank `source` to those who receive it."""
+        (synchronizer,) = self._extended.synchronizers
+        hosts = self._extended.control.collectives
+        assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
+        for number, slot in enumerate(self._slots(new)):
+            value = slot.variable.read_value()
+            sent = value if value.dtype in _SENT else tf.cast(value, tf.int32)
+            flat = tf.reshape(sent, [-1])
+            got = hosts.broadcast(flat, f"hand over/{number}", source)
+            if receives and (self.joining or slot.kind is not Kind.MODEL):
+                slot.variable.assign(tf.cast(tf.reshape(got, value.shape), value.dtype))
+        if receives:
+            synchronizer.start_from(synchronizer.broadcast_point())
+            synchronizer.graph.block.give_up()
+            synchronizer.graph._agreed.assign(agreed)
+            synchronizer.graph.met()
+
+    def _slots(self, new: bool) -> list[Slot]:
+        """What travels to a worker that is behind, or new."""
+        kinds = [Kind.SHARED, Kind.HOLDER, *([Kind.MODEL] if new else [])]
+        counters = ("counter/syncs", "counter/period")
+        assert self._model is not None
+        return [
+            slot for slot in slots_of(self._model) if slot.kind in kinds or slot.name in counters
+        ]
+
+    def _terms(self) -> dict[str, Json]:
+        """What all workers have to have alike."""
+        assert self._model is not None
+        weights = [f"{tuple(v.shape)} {v.dtype}" for v in self._model.trainable_variables]
+        data = self._units(0, 0, 1, 0)
+        terms = {
+            "tfpara": __version__,
+            "TensorFlow": tf.__version__,
+            **self._extended.settings.fingerprint(),
+            "devices per worker": len(self._extended.worker_devices),
+            "weights": "; ".join(weights),
+            **hyperparameters(self._model),
+            "data": str(data.element_spec),
+            "minibatches of the first epoch": int(data.cardinality()),
+        }
+        return {key: json.loads(json.dumps(value, default=repr)) for key, value in terms.items()}
+
+    # -- training ----------------------------------------------------------------------------
+
+    def check(self, model: keras.Model, data: object) -> None:
+        """Looks at what `fit` is given.
+
+        Raises:
+            ValueError: it cannot be dealt out anew where workers come and go, or another model is
+                trained already.
+        """
+        if not hasattr(data, "built_for"):
+            raise ValueError(
+                "elastic= deals the data of an epoch out anew where workers come and go. Give fit "
+                "strategy.datasets_by_epoch(...), which says what each minibatch is: docs/data.md."
+            )
+        if self._model is not None and self._model is not model:
+            raise ValueError(
+                f"elastic= trains one model, and {self._model.name!r} was trained already. Make a "
+                f"strategy of its own for {model.name!r}, in a program of its own."
+            )
+
+    @contextlib.contextmanager
+    def training(self, model: keras.Model) -> Iterator[None]:
+        """A call of `fit`; its training function is ours as well, once Keras has made it."""
+        self._model = model
+        make = model.make_train_function
+
+        def making(force: bool = False) -> None:
+            make(force)
+            function = model.train_function
+            if not hasattr(function, "of_regrouping"):
+
+                def step(iterator: Iterator[Any]) -> Any:
+                    return self._step(function, iterator)
+
+                step.of_regrouping = function  # type: ignore[attr-defined]
+                model.train_function = step
+
+        model.make_train_function = making
+        former = None
+        if threading.current_thread() is threading.main_thread():
+            former = signal.signal(signal.SIGTERM, self._note)
+        try:
+            yield
+            # Nobody ends its program while another waits for it in an exchange.
+            self.together(lambda: self._extended.control.collectives.barrier("fit"))
+        finally:
+            if former is not None:
+                signal.signal(signal.SIGTERM, former)
+            del model.make_train_function
+            function = getattr(model.train_function, "of_regrouping", None)
+            model.train_function = function or model.train_function
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM: this worker leaves after the next sync. A second one ends it at once."""
+        del frame
+        if self._leaves:
+            os._exit(128 + number)
+        self.leave()
+        if self.joining:
+            self._end("asked to end before it was let in.")
+
+    def begin(self) -> None:
+        """`fit` begins, and callbacks have heard of it; a worker that joins is let in here."""
+        model = self._model
+        assert model is not None
+        if not self.joining:
+            return
+        # It traces its step alone, while the others train.
+        self._of_one = self._of_plan()
+        with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
+            model.train_function.of_regrouping(self._of_one)  # type: ignore[union-attr]
+        (synchronizer,) = self._extended.synchronizers
+        synchronizer.finish_block()
+        model._initial_epoch = self.join()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch of `fit` begins."""
+        self._closed = False
+        # A worker that joined has made passes over data of its own, which are no epochs.
+        self._extended.position.move(epoch, self._extended.steps_seen)
+        if self.plan.epoch != epoch or self._iterator is None:
+            self.plan = begin(epoch, self.form.tasks)
+            self._iterator = None
+            for synchronizer in self._extended.synchronizers:
+                _dealt(synchronizer.graph).assign(tf.zeros([len(self.form.tasks)], tf.int64))
+
+    def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
+        """A training step of Keras, after which the members may be others."""
+        self._in_step = True
+        try:
+            self._look()
+            if not self._agreed and self.rank == 0 and self._extended.synchronizers:
+                self._agreed = True
+                self.line.agreed(self._terms())
+            while True:
+                try:
+                    self._logs = function(self._iterator or iterator)
+                    return self._logs
+                except (tf.errors.OutOfRangeError, StopIteration):
+                    if self._close_epoch():
+                        raise
+                except LOST as error:
+                    _log.info("tfpara: a sync has failed: %s", _short(error))
+                    self.meet(failed=True)
+                    if self._logs is not None:
+                        return self._logs
+        finally:
+            self._in_step = False
+
+    def _look(self) -> None:
+        """Meets the others where all have agreed on it in a sync."""
+        if not self._extended.synchronizers:
+            return
+        if self._last and "checkpoints" not in self.states:
+            self._end(f"{self._last}: training ends, and there is no Checkpoint callback.")
+        if self._leaves and not self._told:
+            self._told = True
+            self.line.leave()
+        (synchronizer,) = self._extended.synchronizers
+        request, _ = synchronizer.graph.agreed()
+        if request == Request.MEET:
+            synchronizer.graph.met()
+            self.meet(failed=False)
+        elif self.line.wanted:
+            synchronizer.graph.request(Request.MEET)
+
+    def _close_epoch(self) -> bool:
+        """Closes the last blocks; returns whether nothing of the epoch is left."""
+        if self._closed:
+            return True
+        (synchronizer,) = self._extended.synchronizers
+        try:
+            synchronizer.finish_block()
+        except LOST as error:
+            _log.info("tfpara: the last sync of an epoch has failed: %s", _short(error))
+            self.meet(failed=True)
+            return self._closed
+        self._closed = True
+        return True
+
+    def close(self) -> None:
+        """Closes the open blocks where Python code asks for it."""
+        if not self._closed and self._extended.synchronizers:
+            (synchronizer,) = self._extended.synchronizers
+            self.together(synchronizer.finish_block)
+
+    def together(self, operation: Callable[[], Json]) -> Any:
+        """An exchange from Python, which all members come to, once each.
+
+        Where a member is lost in it, those that are left repeat it; unless it has gone well on one
+        of them, who tells the others what it gave.
+
+        Args:
+            operation: makes the exchange; returns what it gives to all alike, as JSON has it.
+        """
+        if self._inside:
+            return operation()
+        number = self._operations
+        while True:
+            try:
+                self._inside = True
+                result = operation()
+                self.completed_in = self.form.number
+            except LOST as error:
+                _log.info("tfpara: an exchange has failed: %s", _short(error))
+                self._inside = False
+                self.meet(failed=True)
+                if self._others["operations"] <= number:
+                    continue
+                result, self.completed_in = self._others["result"], self._others["completed_in"]
+                self._extended.place.met = self._others["met"]
+            finally:
+                self._inside = False
+            self._operations, self._result = number + 1, result
+            return result
+
+    # -- data --------------------------------------------------------------------------------
+
+    def _of_plan(self) -> Iterator[Any]:
+        """This worker's data from here on to the end of the epoch."""
+        extended, rank, epoch = self._extended, self.rank, self.plan.epoch
+        devices = len(extended.worker_devices)
+        parts = [
+            self._units(epoch, each.start, each.step, 0).take(len(each) * devices)
+            for each in self.plan.ranges(rank)
+        ]
+        parts.append(self._units(epoch, self.plan.first, self.plan.size, rank))
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = whole.concatenate(part)
+        extended.position.take_steps()  # the plan leaves out what is done; no step is skipped again
+        distributed = extended._distribute_datasets_from_function(lambda context: whole, None)
+        return iter(distributed)
+
+    def _units(self, epoch: int, first: int, size: int, rank: int) -> tf.data.Dataset:
+        """The units first + rank, first + rank + size, … of an epoch."""
+        extended, position = self._extended, self._extended.position
+        place = extended._num_workers, extended._id_in_cluster
+        former = position.epoch, position.first
+        try:
+            extended._num_workers, extended._id_in_cluster = size, rank
+            position.epoch = epoch
+            position.first = first * len(extended.worker_devices)
+            assert self.dataset_fn is not None
+            return self.dataset_fn(None)
+        finally:
+            extended._num_workers, extended._id_in_cluster = place
+            position.epoch, position.first = former
+
+    # -- joining -----------------------------------------------------------------------------
+
+    def join(self) -> int:
+        """Has this worker, whose model is built and has taken a step, let in.
+
+        Returns:
+            The epoch that the others train.
+        """
+        try:
+            self.line.register(self._terms())
+            form = self.line.formed()
+            while True:
+                self._become(form)
+                if self.line.ready(form.number):
+                    try:
+                        self._reconcile(form)
+                        break
+                    except LOST:
+                        pass
+                form = self.line.met(form.number, None, True)
+        except (Evicted, Ended) as error:
+            self._end(str(error), isinstance(error, Ended) and error.complete)
+        self.joining = False
+        return self.plan.epoch
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def position(self) -> dict[str, Json]:
+        """Where in the epoch the run is, at a sync, as a checkpoint keeps it.
+
+        `minibatches` are done, over all replicas, but for those of the units `owed`.
+        """
+        (synchronizer,) = self._extended.synchronizers
+        dealt = _dealt(synchronizer.graph).numpy().tolist()
+        rest = self.plan.after(dealt, [0] * self.plan.size, self.plan.tasks)
+        devices = len(self._extended.worker_devices)
+        return {"minibatches": rest.first * devices, "owed": list(rest.owed)}
+
+    def resume(self, epoch: int, minibatches: int, owed: list[int]) -> None:
+        """Goes on from a checkpoint's position, in the epoch that begins."""
+        tasks = self.form.tasks
+        first = minibatches // len(self._extended.worker_devices)
+        self.plan = Plan(epoch, tasks, ((),) * len(tasks), tuple(owed), first)
+        self._iterator = self._of_plan()
+
+
+_SENT = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def _short(error: tf.errors.OpError) -> str:
+    """The line of an error of TensorFlow's that says what has happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = (line for line in lines if "tfpara:" in line or "error received from" in line.lower())
+    return next(telling, lines[-1] if lines else type(error).__name__)
+
+
+def _dealt(graph: SyncGraph) -> tf.Variable:
+    if graph.dealt is None:
+        raise RuntimeError("the synchronizer is of a run whose members do not change")
+    return graph.dealt
