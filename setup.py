@@ -60,5 +60,10 @@ setup(
             "pyyaml",
         ],
     },
-    entry_points={"console_scripts": ["tfpara-launch = tfpara.launch:main"]},
+    entry_points={
+        "console_scripts": [
+            "tfpara-launch = tfpara.launch:main",
+            "tfpara-meet = tfpara.launch.meet:main",
+        ]
+    },
 )

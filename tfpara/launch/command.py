@@ -21,6 +21,7 @@ from pathlib import Path
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster import engines, rendezvous, secret
+from tfpara.cluster.meeting import ADDRESS, NAME, Meeting
 from tfpara.launch import output as launch_output
 from tfpara.launch import supervisor as launch_workers
 from tfpara.launch.clusters import LaunchError, local_async_clusters, local_clusters, ports
@@ -28,6 +29,9 @@ from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_ELASTIC_RESTARTS = 100  # of each worker, unless --restart_workers says otherwise
+_START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
+_meetings: list[Meeting] = []  # that of the present start
 _EPILOG = f"""
 The first worker is the chief. TF_CONFIG and variables by which others tell ranks are replaced.
 stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
@@ -45,6 +49,11 @@ With --max_restarts=K all workers are started again, at most K times, after one 
 any exit code but 0, or by a signal. That is for programs that go on from checkpoints
 (tfpara.callbacks.Checkpoint). It is not done once the launcher itself got a signal.
 
+With --elastic training goes on while workers are lost, for programs whose strategy has
+elastic=tfpara.Elastic(...). A worker that fails is started again by itself, after 2 s, then 4 s,
+and so on up to 30 s, and joins the others. Workers that are started by hand, on other machines too,
+join where they are given TFPARA_MEETING=HOST:PORT.
+
 With --ps=P there are P parameter servers and N workers besides the chief, for programs with
 tfpara.AsyncStrategy. The failure of a worker does not end the run as long as there is another, or
 --restart_workers=R allows to start it again; that of the chief or a parameter server does.
@@ -60,6 +69,7 @@ Examples (the first is there to be run):
   tfpara-launch -n 4 --threads 1 script.py --epochs=3
   tfpara-launch -n 2 --max_restarts 3 -- python -m package.program
   tfpara-launch -n 2 --collectives=horovod script.py
+  tfpara-launch -n 4 --elastic script.py
   tfpara-launch --ps 1 -n 2 --restart_workers 3 script.py
 """
 
@@ -69,10 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         command = _command(options.command)
-        if options.restart_workers and not options.ps:
+        if options.restart_workers is not None and not (options.ps or options.elastic):
             raise LaunchError(
-                f"--restart_workers={options.restart_workers} is for --ps: synchronous workers "
-                "are started again all together, by --max_restarts."
+                f"--restart_workers={options.restart_workers} is for --ps and --elastic: other "
+                "workers are started again all together, by --max_restarts."
+            )
+        default = _ELASTIC_RESTARTS if options.elastic else 0
+        restarts = default if options.restart_workers is None else options.restart_workers
+        if options.spares and not options.elastic:
+            raise LaunchError(f"--spares={options.spares} is for --elastic.")
+        if options.elastic and (options.ps or options.max_restarts):
+            other = "--ps" if options.ps else "--max_restarts"
+            raise LaunchError(
+                f"--elastic and {other} contradict each other: an elastic run goes on while "
+                "workers are started again one at a time. Leave one of them out."
+            )
+        if options.elastic and options.collectives != "tensorflow":
+            raise LaunchError(
+                f"--elastic with --collectives={options.collectives}: Horovod's groups cannot "
+                "change. Leave --collectives out."
             )
         if options.ps and options.collectives != "tensorflow":
             raise LaunchError(
@@ -83,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         console = launch_output.Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
         launcher = launch_workers.Launcher(
-            console, options.log_dir, options.grace, options.max_restarts, options.restart_workers
+            console, options.log_dir, options.grace, options.max_restarts, restarts, _takes_in
         )
         with contextlib.ExitStack() as stores:
             return launcher.run(command, lambda: _processes(options, stores))
@@ -123,6 +148,8 @@ def _processes(
         options: the parsed flags.
         stores: closes the store that is served for Horovod's processes.
     """
+    if options.elastic:
+        return _elastic_processes(options, stores)
     if not options.ps:
         environments = _environments(options, stores)
         return [
@@ -139,6 +166,30 @@ def _processes(
         )
         for view in views
     ]
+
+
+def _elastic_processes(
+    options: argparse.Namespace, stores: contextlib.ExitStack
+) -> list[launch_workers.Process]:
+    """Returns the workers of an elastic run, whose meeting point is served until `stores` ends."""
+    common = _common(options, options.workers)
+    [port] = ports(options.host, options.port, 1)
+    meeting = Meeting(options.host, port, options.workers, _START_SECONDS, secret.read(common))
+    stores.callback(meeting.close)
+    _meetings[:] = [meeting]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    environment = {**common, ADDRESS: f"{host}:{port}"}
+    return [
+        launch_workers.Process(
+            f"worker {number}", {**environment, NAME: f"worker {number}"}, expendable=True
+        )
+        for number in range(options.workers + options.spares)
+    ]
+
+
+def _takes_in() -> bool:
+    """Whether workers that come now can join: not before training has begun, nor at its end."""
+    return all(meeting.takes_in for meeting in _meetings)
 
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
@@ -218,10 +269,23 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--restart_workers",
         type=whole(0, 10**9),
-        default=0,
         metavar="R",
-        help="with --ps: start each worker again after a failure, at most R times, while the "
-        "others go on (default: 0)",
+        help="with --ps or --elastic: start each worker again after a failure, at most R times, "
+        f"while the others go on (default: 0; with --elastic {_ELASTIC_RESTARTS})",
+    )
+    add(
+        "--elastic",
+        action="store_true",
+        help="for programs with PeriodicSyncStrategy(elastic=...): serve their meeting point, at "
+        "--port; training goes on while workers fail, and those started again join it",
+    )
+    add(
+        "--spares",
+        type=whole(0, 10**9),
+        default=0,
+        metavar="K",
+        help="with --elastic: start K workers more, which wait, built and traced, until one is "
+        "lost; give Elastic(max_workers=N) (default: 0)",
     )
     add(
         "--host",

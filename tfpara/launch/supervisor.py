@@ -22,6 +22,7 @@ from tfpara.launch import signals as signals
 # After a failure the other workers have this time to print their own errors and end, before they
 # get SIGTERM.
 SETTLE_SECONDS = 2.0
+_LONGEST_PAUSE_SECONDS = 30.0  # before a worker is started again while others run
 _BECAUSE = b"a sync failed because "  # in `failures.explain` the names of lost workers follow
 
 
@@ -55,6 +56,7 @@ class Launcher:
         grace: seconds between asking workers to end and SIGKILL.
         max_restarts: how often all workers are started again after one has failed.
         restart_workers: how often each expendable worker is started again while the others run.
+        takes_in: whether a worker that is started again now can take part in the run.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class Launcher:
         grace: float,
         max_restarts: int = 0,
         restart_workers: int = 0,
+        takes_in: Callable[[], bool] = lambda: True,
     ) -> None:
         self._console, self._log_dir, self._grace = console, log_dir, grace
         self._max_restarts, self._restart_workers = max_restarts, restart_workers
+        self._takes_in = takes_in
         self._events: queue.SimpleQueue[_Exit | int] = queue.SimpleQueue()
         self._restarts = 0
         self._command: Sequence[str] = ()
@@ -230,10 +234,10 @@ class Launcher:
                 running.discard(event.rank)
                 self._exits[event.rank] = event
                 tell_guardian(self._workers[event.rank].pid)
-                if self._processes[event.rank].expendable:
+                if self._is_spared(event):
                     # It is not restarted at once: it may have ended because the chief ends.
                     if event.code:
-                        spared[event.rank] = now + SETTLE_SECONDS, event
+                        spared[event.rank] = now + self._pause(event.rank), event
                 elif event.code and failure is None:
                     failure = event
                     if received is None:  # otherwise all were asked to end already, with --grace
@@ -254,7 +258,8 @@ class Launcher:
                 self._signal_all(passed_on if received is None else signal.SIGKILL)
                 received = received or event
                 deadline, at_deadline = now + self._grace, signal.SIGKILL
-            if failure or received or 0 not in running:
+            over = 0 not in running and not self._processes[0].expendable
+            if failure or received or over:
                 spared.clear()
         return failure, received
 
@@ -281,11 +286,20 @@ class Launcher:
         return failure  # they name each other
 
     def _asynchronous(self) -> bool:
-        return any(process.expendable for process in self._processes)
+        return any(process.expendable for process in self._processes[1:])
+
+    def _is_spared(self, ended: _Exit) -> bool:
+        """Returns whether the end of a worker is not that of the run."""
+        over = any(not each.code for each in self._exits.values())
+        return self._processes[ended.rank].expendable and (over or self._takes_in())
+
+    def _pause(self, rank: int) -> float:
+        """Seconds until a worker that has failed is started again: longer after each failure."""
+        return min(SETTLE_SECONDS * 2.0 ** (self._starts[rank] - 1), _LONGEST_PAUSE_SECONDS)
 
     def _may_restart(self, ended: _Exit) -> bool:
         starts = self._starts[ended.rank]
-        if starts > self._restart_workers:
+        if starts > self._restart_workers or not self._takes_in():
             return False
         name = self._processes[ended.rank].name
         _say(f"{name} failed: {ended.how}; restart {starts} of {self._restart_workers}")

@@ -1,0 +1,71 @@
+"""The command line of the meeting point, as in `tfpara-meet --workers=4 --port=4000`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from tfpara.cluster import secret
+from tfpara.cluster.meeting import ADDRESS, Meeting
+
+_EPILOG = f"""
+Workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) enrol here, are watched,
+and meet where one is lost or comes. Give each of them {ADDRESS}=HOST:PORT. tfpara-launch --elastic
+serves a meeting point by itself.
+
+It ends when the run is over, or on SIGINT or SIGTERM. Exit code: 0; 2 if it cannot listen.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves a meeting point until the run is over; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="tfpara-meet",
+        description="Serve the meeting point of an elastic run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workers", "-n", type=int, required=True, help="number of workers that begin the run")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=0, help="port to listen on (default: 0, any free one)")
+    add(
+        "--start_seconds",
+        type=float,
+        default=300.0,
+        help="longest wait for the first workers, in seconds (default: 300)",
+    )
+    options = parser.parse_args(argv)
+    if options.workers < 1:
+        parser.error(f"--workers={options.workers} must be at least 1")
+    try:
+        meeting = Meeting(
+            options.host, options.port, options.workers, options.start_seconds, secret.read()
+        )
+    except (OSError, secret.SecretError) as error:
+        print(
+            f"tfpara-meet: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr
+        )
+        return 2
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"tfpara-meet: {ADDRESS}={host}:{meeting.port}", flush=True)
+    told = 0
+    while not over.wait(0.5):
+        for generation in meeting.history[told:]:
+            members = ", ".join(map(str, generation.members))
+            print(
+                f"tfpara-meet: generation {generation.number}: workers {members}: {generation.why}",
+                flush=True,
+            )
+        told = len(meeting.history)
+        if meeting.phase == "ended":
+            break
+    meeting.close()
+    return 0
