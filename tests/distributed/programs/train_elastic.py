@@ -1,0 +1,311 @@
+"""A worker of an elastic run, which may be killed or stopped at a place of the test's.
+
+It writes what it does, in order, to the file `log` (`{pid}` is replaced), a line of JSON each:
+`["trained", id]` for each minibatch (its id is epoch * 1000 + its number), `["synced"]` where what
+it has trained since the last such line is in the global model, `["dropped"]` where it will never
+be; `["epoch", number, log, workers]`, and at the end `["end", hash of the weights, ...]`.
+
+Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
+min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
+checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), and
+faults: by the rank at the start, [place, n, what]: at the n-th time that it comes to one of
+`PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a lost
+connection does.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpara
+from tfpara.checkpoint import store as checkpoint_store
+from tfpara.collectives import TensorFlowCollectives
+from tfpara.sync import regrouping
+from tfpara.sync.block import Block
+from tfpara.sync.global_state import GlobalState
+from tfpara.sync.sync_graph import SyncGraph
+
+PLACES = {
+    "step": "in a training step",
+    "reports": "in a sync, before the reports",
+    "weights": "in a sync, between the reports and the weights",
+    "commit": "in a sync, when the new weights have arrived and nothing is written",
+    "written": "in a sync, when the global state is written and the replicas may not be",
+    "metric": "where the metrics of an epoch are read",
+    "validation": "in a step of validation",
+    "checkpoint": "while a part of a checkpoint is written",
+    "begin": "where an epoch begins",
+}
+TAU = 3
+
+
+class Log:
+    """The file of what this worker does."""
+
+    def __init__(self, path):
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115 - it is written to the end
+
+    def __call__(self, *event):
+        self.file.write(json.dumps(event) + "\n")
+
+    def trained(self, ids, training):
+        if training:
+            self("trained", int(ids[0]))
+        return np.int64(0)
+
+
+class Faults:
+    """Makes the fault of the test."""
+
+    def __init__(self, fault):
+        self.place, self.times, self.what = fault or (None, 0, None)
+
+    def here(self, place):
+        if place != self.place:
+            return
+        self.times -= 1
+        if self.times == 0 and self.what == "FAIL":
+            raise RuntimeError("a fault of the test")
+        if self.times == 0:
+            os.kill(os.getpid(), getattr(signal, self.what))
+
+    def op(self, place):
+        return tf.numpy_function(lambda: self.here(place), [], [])
+
+    def before(self, owner, name, place, traced=False):
+        former = getattr(owner, name)
+
+        def method(this, *args, **kwargs):
+            if not traced:
+                self.here(place)
+                return former(this, *args, **kwargs)
+            inputs = [leaf for leaf in tf.nest.flatten(args) if tf.is_tensor(leaf)]
+            with tf.control_dependencies(inputs):
+                operation = self.op(place)
+            with tf.control_dependencies([operation]):
+                return former(this, *args, **kwargs)
+
+        setattr(owner, name, method)
+
+
+def install(faults, log):
+    if faults.place == "reports":
+        faults.before(SyncGraph, "gather", "reports", traced=True)
+    if faults.place == "weights":
+        reduce = TensorFlowCollectives.all_reduce
+
+        def all_reduce(this, buffers, name):
+            if not tf.executing_eagerly():
+                with tf.control_dependencies(buffers):
+                    operation = faults.op("weights")
+                with tf.control_dependencies([operation]):
+                    buffers = [tf.identity(buffer) for buffer in buffers]
+            return reduce(this, buffers, name)
+
+        TensorFlowCollectives.all_reduce = all_reduce
+    if faults.place == "commit":
+        faults.before(SyncGraph, "commit", "commit", traced=True)
+    if faults.place == "written":
+        commit = GlobalState.commit
+
+        def committing(this, update):
+            commit(this, update)
+            faults.op("written")
+
+        GlobalState.commit = committing
+    if faults.place == "checkpoint":
+        faults.before(checkpoint_store.Store, "write_part", "checkpoint")
+
+    def given_up():
+        # What a worker trains alone, before it joins, is in nobody's model.
+        return "dropped" if strategy.extended.elastic.joining else "synced"
+
+    note = SyncGraph.note
+
+    def noting(this, reports, committed, seconds):
+        note(this, reports, committed, seconds)
+        tf.numpy_function(lambda number: log(given_up()) if number else None, [committed], [])
+
+    SyncGraph.note = noting
+    give_up = Block.give_up
+
+    def giving_up(this):
+        # What a worker that is behind has trained is in the state that it takes over.
+        log(given_up())
+        give_up(this)
+
+    Block.give_up = giving_up
+    # As TensorFlow names an error of a function of Python's.
+    regrouping.LOST += (tf.errors.UnknownError,)
+
+
+class Seen(keras.layers.Layer):
+    """Says which minibatch it is given, and has a weight for each, which training makes larger."""
+
+    def __init__(self, count, log):
+        super().__init__()
+        self.count, self.log = count, log
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(self.count,), initializer="zeros", name="seen")
+
+    def call(self, number, training=False):
+        told = tf.numpy_function(
+            lambda ids, training: self.log.trained(ids, training), [number, training], tf.int64
+        )
+        with tf.control_dependencies([told]):
+            number = tf.identity(number)
+        if training:
+            self.add_loss(-tf.gather(self.seen, number[0] % 1000))
+        return number
+
+
+class Net(keras.Model):
+    def __init__(self, options, log):
+        super().__init__()
+        self.seen = Seen(options["minibatches"], log)
+        self.hidden = keras.layers.Dense(options["width"], "relu")
+        self.norm = keras.layers.BatchNormalization() if options["norm"] else lambda x, **_: x
+        self.drop = keras.layers.Dropout(0.2) if options["dropout"] else lambda x, **_: x
+        self.top = keras.layers.Dense(1)
+
+    def call(self, inputs, training=False):
+        self.seen(inputs["id"], training=training)
+        hidden = self.norm(self.hidden(inputs["x"]), training=training)
+        return self.top(self.drop(hidden, training=training))
+
+
+class Watch(keras.callbacks.Callback):
+    def __init__(self, options, log, faults):
+        super().__init__()
+        self.options, self.log, self.faults = options, log, faults
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.faults.here("begin")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.faults.here("step")
+        time.sleep(self.options["step_seconds"])
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.faults.here("validation")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.log("epoch", epoch, {k: float(v) for k, v in logs.items()}, strategy.num_workers)
+
+
+def callbacks(options):
+    made = {
+        "newbob": lambda: tfpara.callbacks.Newbob("loss"),
+        "plateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1),
+        "stopping": lambda: keras.callbacks.EarlyStopping("loss", patience=2),
+        "together": tfpara.callbacks.StopTogether,
+        "period": lambda: tfpara.callbacks.SyncPeriod({0: 2, 1: TAU}, verbose=0),
+    }
+    return [made[name]() for name in options["callbacks"]]
+
+
+def main():
+    global strategy
+    options = {
+        "minibatches": 60,
+        "epochs": 2,
+        "devices": 1,
+        "rule": "tfpara.BSP()",
+        "steps_per_execution": 1,
+        "min_workers": 1,
+        "max_workers": None,
+        "grace_seconds": 5.0,
+        "silence_seconds": 10.0,
+        "adam": False,
+        "norm": False,
+        "dropout": False,
+        "checkpoints": None,
+        "every_syncs": 1,
+        "validate": False,
+        "step_seconds": 0.0,
+        "width": 4,
+        "callbacks": [],
+        "faults": {},
+    } | json.loads(sys.argv[1])
+    log = Log(options["log"].format(pid=os.getpid()))
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    devices = options["devices"]
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * devices,
+    )
+    limits = ("min_workers", "max_workers", "grace_seconds", "silence_seconds")
+    strategy = tfpara.PeriodicSyncStrategy(
+        eval(options["rule"]),
+        sync_period=TAU,
+        averages={"ema": tfpara.EMA(0.9)},
+        devices=[f"CPU:{k}" for k in range(devices)],
+        elastic=tfpara.Elastic(**{name: options[name] for name in limits}),
+    )
+    joins = strategy.extended.elastic.joining
+    rank = "joins" if joins else str(strategy.worker_index)
+    log("rank", rank)
+    faults = Faults(options["faults"].get(rank))
+    install(faults, log)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = Net(options, log)
+        adam = options["adam"]
+        model.compile(
+            keras.optimizers.Adam(0.003) if adam else keras.optimizers.SGD(0.01, momentum=0.5),
+            "mse",
+            steps_per_execution=options["steps_per_execution"],
+        )
+
+    def row(epoch, number):
+        seed = tf.stack([epoch, number])
+        x = tf.random.stateless_normal([4, 6], seed)
+        ids = tf.fill([4], epoch * 1000 + number)
+        return {"x": x, "id": ids}, tf.reduce_sum(x, 1, keepdims=True)
+
+    def data(epoch, first):
+        numbers = [
+            start + own
+            for start in range(first, options["minibatches"], strategy.num_replicas)
+            for own in strategy.local_replica_ids
+            if start + own < options["minibatches"]
+        ]
+        numbers = np.array(numbers, np.int64)
+        return tf.data.Dataset.from_tensor_slices(numbers).map(lambda n: row(np.int64(epoch), n))
+
+    held_out = tf.data.Dataset.range(8).map(lambda number: row(np.int64(9), number))
+    found = [Watch(options, log, faults), *callbacks(options)]
+    if options["checkpoints"]:
+        found.append(
+            tfpara.callbacks.Checkpoint(options["checkpoints"], every_syncs=options["every_syncs"])
+        )
+    if faults.place == "metric":
+        faults.before(keras.metrics.Mean, "result", "metric")
+    model.fit(
+        strategy.datasets_by_epoch(data),
+        epochs=options["epochs"],
+        validation_data=held_out if options["validate"] else None,
+        verbose=0,
+        callbacks=found,
+    )
+    values = []
+    for which in ("global", "ema"):
+        with strategy.weights(model, which):
+            values += [np.asarray(w) for w in model.get_weights()]
+    digest = hashlib.md5(b"".join(v.tobytes() for v in values)).hexdigest()
+    elastic = strategy.extended.elastic
+    seen = np.asarray(model.seen.seen).tolist()
+    log("end", digest, seen, elastic.form.number)
+
+
+tfpara.run(main)

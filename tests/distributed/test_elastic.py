@@ -1,0 +1,197 @@
+"""Elastic runs: workers of real processes are killed, stopped, asked to leave, and come."""
+
+import json
+import re
+import signal
+
+import elastic_runs
+import pytest
+from launched import launch
+
+KILLED, AGAIN = -signal.SIGKILL, 75
+MIXED = {"devices": 2, "adam": True, "norm": True, "dropout": True, "rule": "tfpara.BMUF()"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "place,times",
+    [("step", 5), ("reports", 2), ("weights", 2), ("commit", 2), ("written", 2), ("metric", 3)],
+)
+def test_a_killed_worker_is_done_without(place, times, rank, tmp_path):
+    with elastic_runs.Run(tmp_path, 3, {rank: [place, times, "SIGKILL"]}) as run:
+        last = run.check([KILLED])
+        assert len(last) == 2
+        generations = [(each.number, len(each.members)) for each in run.meeting.history]
+        assert generations == [(1, 3), (2, 2)]
+        assert run.meeting.phase == "ended"
+
+
+def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
+    faults = {0: ["step", 8, "SIGKILL"], 2: ["step", 8, "SIGKILL"]}
+    with elastic_runs.Run(tmp_path, 3, faults, **MIXED) as run:
+        assert len(run.check([KILLED, KILLED])) == 1
+
+
+def test_a_sync_that_only_some_have_committed(tmp_path):
+    # The others are at their next sync when they hear of it.
+    with elastic_runs.Run(tmp_path, 3, {1: ["commit", 2, "FAIL"]}, rule="tfpara.BMUF()") as run:
+        assert len(run.check([])) == 3
+
+
+@pytest.mark.parametrize("options", [MIXED, {"steps_per_execution": 4, "rule": "tfpara.EASGD()"}])
+def test_a_worker_joins(options, tmp_path):
+    faults = {0: ["step", 3, "SIGKILL"]}
+    with elastic_runs.Run(tmp_path, 3, faults, epochs=6, step_seconds=0.1, **options) as run:
+        number = run.start()
+        last = run.check([KILLED], epochs=6)
+        assert len(last) == 3
+        trained = [event for event in run.events(number) if event[0] == "trained"]
+        assert len(trained) > 4, "it came too late"
+
+
+def test_faults_while_a_worker_joins(tmp_path):
+    """A worker that has just come dies, then the chief, while another is coming."""
+    with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1) as run:
+        dies = run.start(faults={"joins": ["step", 1, "SIGKILL"]})
+        run.wait_until(dies, "rank")
+        chief = run.of_rank(0)
+        run.start()
+        run.processes[dies].wait()
+        run.processes[chief].kill()
+        assert len(run.check([KILLED, KILLED], epochs=8)) == 3
+
+
+def test_who_is_asked_to_end_leaves_and_who_is_silent_is_done_without(tmp_path):
+    options = {"epochs": 6, "step_seconds": 0.1, "silence_seconds": 1.5, "min_workers": 1}
+    with elastic_runs.Run(tmp_path, 3, **options) as run:
+        run.wait_until(run.of_rank(1), "synced", count=2)
+        run.processes[run.of_rank(1)].terminate()
+        assert run.processes[run.of_rank(1)].wait() == AGAIN
+        stopped = run.of_rank(2)
+        run.processes[stopped].send_signal(signal.SIGSTOP)
+        first = run.of_rank(0)
+        run.wait_until(first, "epoch", 5)
+        run.processes[stopped].send_signal(signal.SIGCONT)
+        run.check([AGAIN, AGAIN], epochs=6)
+        whys = [each.why for each in run.meeting.history[1:]]
+        assert re.fullmatch(r"worker \d has left", whys[0])
+        assert re.fullmatch(r"worker \d was silent for 1.5 s", whys[1])
+
+
+@pytest.mark.parametrize("ask", ["lose", "terminate"])
+def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
+    options = {"checkpoints": str(tmp_path / "run"), "epochs": 4, "step_seconds": 0.05}
+    fewest = {"min_workers": 2, "grace_seconds": 0.5}
+    faults = {0: ["step", 9, "SIGKILL"]} if ask == "lose" else {}
+    with elastic_runs.Run(tmp_path, 2, faults, **options, **fewest) as run:
+        if ask == "terminate":
+            run.wait_until(run.of_rank(0), "synced", count=3)
+            for process in run.processes:
+                process.terminate()
+        codes, outputs = run.ends()
+        assert sorted(codes) == ([KILLED, AGAIN] if ask == "lose" else [AGAIN, AGAIN]), outputs
+        why = "1 of at least 2 workers are left" if ask == "lose" else "asked to end"
+        assert any(why in output and "checkpoint written" in output for output in outputs)
+        lost = {codes.index(KILLED)} if ask == "lose" else set()
+        before, doubtful = run.synced(), run.left_open(lost)
+    (tmp_path / "again").mkdir()
+    with elastic_runs.Run(tmp_path / "again", 3, min_workers=1, **options) as again:
+        codes, outputs = again.ends()
+        assert codes == [0, 0, 0], outputs
+        after = again.synced()
+        for epoch in range(4):
+            for number in range(60):
+                own = epoch * 1000 + number
+                count = before.get(own, 0) + after.get(own, 0)
+                assert count in ({0, 1} if own in doubtful else {1}), own
+
+
+@pytest.mark.parametrize("place,times", [("checkpoint", 4), ("validation", 3), ("begin", 2)])
+def test_a_worker_is_killed_beside_the_training(place, times, tmp_path):
+    options = {"checkpoints": str(tmp_path / "run"), "validate": True}
+    with elastic_runs.Run(tmp_path, 3, {0: [place, times, "SIGKILL"]}, **options) as run:
+        run.check([KILLED])
+        record = (tmp_path / "run" / "generations.jsonl").read_text().splitlines()
+        assert [json.loads(line)["generation"] for line in record] == [1, 2]
+        logs = [event[2] for n in range(3) for event in run.events(n) if event[:2] == ["epoch", 1]]
+        assert len(logs) == 2 and logs[0] == logs[1]
+        assert logs[0]["val_loss"] > 0.0
+
+
+def test_callbacks_that_decide_decide_alike(tmp_path):
+    options = {"callbacks": ["newbob", "plateau", "stopping", "together", "period"]}
+    with elastic_runs.Run(tmp_path, 2, epochs=6, step_seconds=0.1, **options) as run:
+        number = run.start()
+        codes, outputs = run.ends()
+        assert codes == [0, 0, 0], outputs
+        last = [run.events(each)[-1] for each in range(3)]
+        assert len({each[1] for each in last}) == 1
+        logs = {
+            (event[1], json_of(event[2]))
+            for each in range(3)
+            for event in run.events(each)
+            if event[0] == "epoch"
+        }
+        assert len({epoch for epoch, _ in logs}) == len(logs), "the logs of an epoch differ"
+        assert any(event[0] == "epoch" for event in run.events(number)), "it came too late"
+
+
+def json_of(logs):
+    return tuple(sorted(logs.items()))
+
+
+def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
+    options = {"epochs": 6, "step_seconds": 0.1, "max_workers": 2}
+    with elastic_runs.Run(tmp_path, 2, **options) as run:
+        other = run.start(width=5)
+        rule = run.start(rule="tfpara.EASGD()")
+        spare = run.start()
+        for number, what in ((other, "weights: the run has"), (rule, "rule: the run has 'BSP()'")):
+            output = run.processes[number].communicate(timeout=elastic_runs.DEADLINE)[0]
+            assert run.processes[number].returncode == 1
+            assert "tfpara: this worker cannot take part" in output and what in output
+        run.wait_until(spare, "dropped")  # it has warmed up
+        run.processes[run.of_rank(1)].kill()
+        run.check([KILLED, 1, 1], epochs=6)
+        assert [len(each.members) for each in run.meeting.history] == [2, 1, 2] or [
+            len(each.members) for each in run.meeting.history
+        ] == [2, 2]
+
+
+def test_the_meeting_point_dies_and_is_started_again(tmp_path):
+    with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1) as run:
+        first = run.of_rank(0)
+        run.wait_until(first, "synced", count=2)
+        run.close_meeting()
+        run.wait_until(first, "epoch", 1)  # nobody needs it
+        run.processes[run.of_rank(1)].kill()
+        run.open_meeting()
+        run.wait_until(first, "epoch", 3)
+        run.start()
+        assert len(run.check([KILLED], epochs=8)) == 3
+        assert [(each.number, len(each.members)) for each in run.meeting.history] == [
+            (1, 3),
+            (2, 2),
+            (3, 3),
+        ]
+
+
+def test_the_launcher_starts_workers_again_that_join(tmp_path):
+    options = {"epochs": 6, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
+    options |= {"faults": {"1": ["step", 5, "SIGKILL"]}, "max_workers": 2}
+    arguments = ("-n", 2, "--spares=1", "--elastic", elastic_runs.PROGRAM, json.dumps(options))
+    code, output, errors = launch(*arguments)
+    assert code == 0, errors
+    assert re.search(r"worker \d is lost.*: \d workers? trains? on \(generation \d\)", errors)
+    assert "failed: killed by SIGKILL; restart 1 of 100" in errors
+    logs = [path.read_text().splitlines() for path in tmp_path.glob("*.jsonl")]
+    ends = [json.loads(lines[-1]) for lines in logs]
+    assert [end[0] for end in ends].count("end") == 2
+    assert len({end[1] for end in ends if end[0] == "end"}) == 1
+
+
+def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
+    options = json.dumps({"log": str(tmp_path / "{pid}.jsonl"), "rule": "tfpara.NoSuchRule()"})
+    code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, options)
+    assert code == 1
+    assert "restart" not in errors and "NoSuchRule" in errors
