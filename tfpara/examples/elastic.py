@@ -1,0 +1,68 @@
+"""Trains a classifier while workers are lost and come.
+
+    tfpara-launch -n 3 --elastic -- python -m tfpara.examples.elastic
+
+Kill one of the processes (`kill -9`): the others train on, and the launcher starts it again.
+"""
+
+import argparse
+
+import keras
+import tensorflow as tf
+
+import tfpara
+from tfpara.examples.classify import CLASSES, FEATURES, points
+
+BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--out", default="elastic", help="folder of what is written")
+    options = parser.parse_args()
+
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BMUF(),
+        sync_period=10,
+        averages={"ema": tfpara.EMA(0.9)},
+        elastic=tfpara.Elastic(min_workers=1),
+    )
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                keras.layers.Dense(64, "relu"),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+
+    whole = points(10_000, seed=1)
+
+    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
+        """This worker's minibatches of an epoch, from the one with number `first` on.
+
+        All workers have the same order, and each takes its share: a worker has one replica
+        here. docs/data.md has a function for several.
+        """
+        rows = tf.data.Dataset.from_tensor_slices(whole).shuffle(10_000, seed=epoch)
+        rest = rows.batch(BATCH, drop_remainder=True).skip(first)
+        return rest.shard(strategy.num_replicas, strategy.local_replica_ids[0])
+
+    model.fit(
+        strategy.datasets_by_epoch(minibatches),
+        epochs=options.epochs,
+        validation_data=points(1_000, seed=2),
+        validation_batch_size=1_000,
+        callbacks=[tfpara.callbacks.Checkpoint(f"{options.out}/checkpoints", every_minutes=1)],
+    )
+    tfpara.export(model, f"{options.out}/model", which="ema")
+
+
+if __name__ == "__main__":
+    tfpara.run(main)
