@@ -12,10 +12,16 @@ KILLED, AGAIN = -signal.SIGKILL, 75
 MIXED = {"devices": 2, "adam": True, "norm": True, "dropout": True, "rule": "tfpara.BMUF()"}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "place,times",
-    [("step", 5), ("reports", 2), ("weights", 2), ("commit", 2), ("written", 2), ("metric", 3)],
+    "place,times,rank",
+    [
+        ("weights", 2, 0),
+        ("step", 5, 1),
+        ("reports", 2, 0),
+        ("commit", 2, 1),
+        ("written", 2, 0),
+        ("metric", 3, 1),
+    ],
 )
 def test_a_killed_worker_is_done_without(place, times, rank, tmp_path):
     with elastic_runs.Run(tmp_path, 3, {rank: [place, times, "SIGKILL"]}) as run:
@@ -32,6 +38,7 @@ def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
         assert len(run.check([KILLED, KILLED])) == 1
 
 
+@pytest.mark.one_version
 def test_a_sync_that_only_some_have_committed(tmp_path):
     # The others are at their next sync when they hear of it.
     with elastic_runs.Run(tmp_path, 3, {1: ["commit", 2, "FAIL"]}, rule="tfpara.BMUF()") as run:
@@ -49,6 +56,7 @@ def test_a_worker_joins(options, tmp_path):
         assert len(trained) > 4, "it came too late"
 
 
+@pytest.mark.one_version
 def test_faults_while_a_worker_joins(tmp_path):
     """A worker that has just come dies, then the chief, while another is coming."""
     with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1) as run:
@@ -61,6 +69,7 @@ def test_faults_while_a_worker_joins(tmp_path):
         assert len(run.check([KILLED, KILLED], epochs=8)) == 3
 
 
+@pytest.mark.long
 def test_who_is_asked_to_end_leaves_and_who_is_silent_is_done_without(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "silence_seconds": 1.5, "min_workers": 1}
     with elastic_runs.Run(tmp_path, 3, **options) as run:
@@ -78,6 +87,7 @@ def test_who_is_asked_to_end_leaves_and_who_is_silent_is_done_without(tmp_path):
         assert re.fullmatch(r"worker \d was silent for 1.5 s", whys[1])
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("ask", ["lose", "terminate"])
 def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 4, "step_seconds": 0.05}
@@ -140,6 +150,7 @@ def json_of(logs):
     return tuple(sorted(logs.items()))
 
 
+@pytest.mark.one_version
 def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "max_workers": 2}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
@@ -158,6 +169,7 @@ def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
         ] == [2, 2]
 
 
+@pytest.mark.one_version
 def test_the_meeting_point_dies_and_is_started_again(tmp_path):
     with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1) as run:
         first = run.of_rank(0)
@@ -176,6 +188,7 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
         ]
 
 
+@pytest.mark.one_version
 def test_the_launcher_starts_workers_again_that_join(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
     options |= {"faults": {"1": ["step", 5, "SIGKILL"]}, "max_workers": 2}
@@ -190,6 +203,7 @@ def test_the_launcher_starts_workers_again_that_join(tmp_path):
     assert len({end[1] for end in ends if end[0] == "end"}) == 1
 
 
+@pytest.mark.one_version
 def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
     options = json.dumps({"log": str(tmp_path / "{pid}.jsonl"), "rule": "tfpara.NoSuchRule()"})
     code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, options)
