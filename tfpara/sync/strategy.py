@@ -16,9 +16,10 @@ from tfpara import cluster, program
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import checked_seconds
 from tfpara.cluster import quiet, startup
+from tfpara.cluster.meeting import ADDRESS as MEETING
 from tfpara.cluster.place import Purpose, call
 from tfpara.collectives.choice import choose, of_horovod
-from tfpara.elastic.settings import Elastic
+from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
@@ -33,6 +34,24 @@ from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
 
 _log = logging.getLogger(__name__)
+
+
+def _checked_elastic(settings: Settings, elastic: object) -> Settings:
+    """Returns the settings for an elastic run.
+
+    Raises:
+        TypeError: `elastic` is no `Elastic`.
+        ValueError: a setting, or the way in which workers are started, contradicts it.
+    """
+    if not isinstance(elastic, Elastic):
+        raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
+    if cluster.read().num_workers > 1:
+        raise ValueError(
+            "elastic= and TF_CONFIG, or an engine's variables of ranks, contradict each other: "
+            "members of an elastic run find each other at its meeting point. Start them by "
+            "tfpara-launch --elastic, or without these variables."
+        )
+    return settings.elastic()
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
@@ -133,8 +152,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         gpus = tf.config.list_physical_devices("GPU") if devices is None else []
         check_threads(len(gpus or devices or []))
         if elastic is not None:
-            self._start_elastic(settings, devices, elastic, startup_timeout_seconds)
-            return
+            settings = _checked_elastic(settings, elastic)
+            if meeting_point():
+                self._start_elastic(settings, devices, elastic, startup_timeout_seconds)
+                return
+            text = f"tfpara: elastic=: {MEETING} is not set, so this process trains alone"
+            print(text, file=sys.stderr, flush=True)
         found = cluster.taking_part(cluster.read)
         chosen, why = choose(collectives, found)
         settings = dataclasses.replace(settings, collectives=chosen)
@@ -176,15 +199,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         elastic: Elastic,
         startup_timeout_seconds: float,
     ) -> None:
-        if not isinstance(elastic, Elastic):
-            raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
-        settings = settings.elastic()
-        if cluster.read().num_workers > 1:
-            raise ValueError(
-                "elastic= and TF_CONFIG, or an engine's variables of ranks, contradict each other: "
-                "members of an elastic run find each other at its meeting point. Start them by "
-                "tfpara-launch --elastic, or without these variables."
-            )
         regrouping = Regrouping(elastic, startup_timeout_seconds)
         with quiet.starting(), _starting_first():
             extended = PeriodicSyncExtended(self, settings, devices, cluster.ALONE, regrouping)

@@ -1,0 +1,67 @@
+"""What an elastic run refuses before it begins, and a process without a meeting point."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+import tfpara
+
+
+@pytest.mark.parametrize(
+    "options,sentence",
+    [
+        ({"min_workers": 0}, "min_workers=0 "),
+        ({"min_workers": 3, "max_workers": 2}, "max_workers=2 is less than min_workers=3"),
+        ({"max_workers": 1.5}, "max_workers=1.5 "),
+        ({"grace_seconds": 0}, "grace_seconds=0 must be a positive number of seconds"),
+        ({"silence_seconds": float("nan")}, "silence_seconds=nan must be a positive number"),
+    ],
+)
+def test_numbers_outside_their_range(options, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        tfpara.Elastic(**options)
+
+
+@pytest.mark.parametrize(
+    "options,sentence",
+    [
+        ({"aggregation": "sharded"}, "aggregation='sharded' and elastic= contradict"),
+        ({"compression": "int8"}, "compression='int8' and elastic= contradict"),
+        ({"overlap": True}, "overlap=True and elastic= contradict"),
+        ({"fragments": 2}, "fragments=2 and elastic= contradict"),
+        ({"collectives": "horovod"}, "collectives='horovod' and elastic= contradict"),
+    ],
+)
+def test_settings_that_need_a_fixed_group(options, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        tfpara.PeriodicSyncStrategy(
+            tfpara.BSP(), sync_period=2, elastic=tfpara.Elastic(), **options
+        )
+
+
+def test_what_is_no_elastic_and_a_cluster_that_does_not_change(monkeypatch):
+    with pytest.raises(TypeError, match=r"elastic=True must be a tfpara.Elastic"):
+        tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, elastic=True)
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    with pytest.raises(ValueError, match="elastic= and TF_CONFIG"):
+        tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, elastic=tfpara.Elastic())
+
+
+@pytest.mark.quick
+def test_without_a_meeting_point_a_process_trains_alone(monkeypatch, capfd):
+    import keras
+
+    monkeypatch.delenv("TFPARA_MEETING", raising=False)
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(), sync_period=2, elastic=tfpara.Elastic(min_workers=2)
+    )
+    assert "TFPARA_MEETING is not set, so this process trains alone" in capfd.readouterr().err
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 2), "float32")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    assert strategy.statistics().syncs == 1
