@@ -217,7 +217,8 @@ def _shows_frames() -> bool:
 def _has_others() -> bool:
     """Returns whether this process is one of several workers, as far as it can tell."""
     if _strategy is not None:
-        return _strategy.num_workers > 1
+        elastic = getattr(_strategy.extended, "elastic", None) is not None
+        return elastic or _strategy.num_workers > 1
     with contextlib.suppress(ValueError):
         return cluster.read().num_workers > 1
     return False

@@ -45,6 +45,22 @@ def test_a_sync_that_only_some_have_committed(tmp_path):
         assert len(run.check([])) == 3
 
 
+@pytest.mark.one_version
+def test_an_exchange_that_has_failed_on_one_alone(tmp_path):
+    """The other is in the next epoch when it hears of it."""
+    with elastic_runs.Run(tmp_path, 2, {0: ["exchange", 1, "FAIL"]}, step_seconds=0.05) as run:
+        assert len(run.check([])) == 2
+        assert [each.why for each in run.meeting.history[1:]] == ["an exchange has failed"]
+
+
+@pytest.mark.one_version
+def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
+    options = {"minibatches": 5, "epochs": 30, "step_seconds": 0.1}
+    with elastic_runs.Run(tmp_path, 2, **options) as run:
+        run.start()
+        assert len(run.check([], epochs=30, minibatches=5)) == 3
+
+
 @pytest.mark.parametrize("options", [MIXED, {"steps_per_execution": 4, "rule": "tfpara.EASGD()"}])
 def test_a_worker_joins(options, tmp_path):
     faults = {0: ["step", 3, "SIGKILL"]}
@@ -71,15 +87,15 @@ def test_faults_while_a_worker_joins(tmp_path):
 
 @pytest.mark.long
 def test_who_is_asked_to_end_leaves_and_who_is_silent_is_done_without(tmp_path):
-    options = {"epochs": 6, "step_seconds": 0.1, "silence_seconds": 1.5, "min_workers": 1}
+    options = {"epochs": 6, "step_seconds": 0.1, "silence_seconds": 1.5}
+    options["checkpoints"] = str(tmp_path / "run")  # which a stopped chief has locked
     with elastic_runs.Run(tmp_path, 3, **options) as run:
         run.wait_until(run.of_rank(1), "synced", count=2)
         run.processes[run.of_rank(1)].terminate()
         assert run.processes[run.of_rank(1)].wait() == AGAIN
-        stopped = run.of_rank(2)
+        stopped = run.of_rank(0)
         run.processes[stopped].send_signal(signal.SIGSTOP)
-        first = run.of_rank(0)
-        run.wait_until(first, "epoch", 5)
+        run.wait_until(run.of_rank(2), "epoch", 5)
         run.processes[stopped].send_signal(signal.SIGCONT)
         run.check([AGAIN, AGAIN], epochs=6)
         whys = [each.why for each in run.meeting.history[1:]]

@@ -118,6 +118,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._steps_before = 0
         self._steps = 0  # minibatches of this epoch that each replica has trained so far
         self._exit_code = exit_codes.restart(restart_exit_code)
+        self._watcher = termination_watcher
         self._termination = Termination(self._exit_code, termination_watcher)
         self._asked = Request.NOTHING
 
@@ -190,7 +191,7 @@ class Checkpoint(keras.callbacks.Callback):
         extended.position.move(epoch, extended.steps_seen, first, steps)
         owed = resumed["owed"] if resumed is not None and "owed" in resumed else []
         if extended.elastic is not None and first:
-            extended.elastic.resume(epoch, first, owed)
+            extended.elastic.resume(epoch, resumed)
         elif owed and first:
             raise ValueError(
                 f"{self._directory} is of an elastic run, of which minibatches are owed. Resume it "
@@ -306,7 +307,10 @@ class Checkpoint(keras.callbacks.Callback):
         self._listen()
 
     def _listen(self) -> None:
-        settings = self.model.distribute_strategy.extended.settings
+        extended = self.model.distribute_strategy.extended
+        if extended.elastic is not None and self._watcher is None:
+            return  # SIGTERM has a worker leave, with a Checkpoint or without
+        settings = extended.settings
         self._termination.start(settings.timeout_seconds)
 
 

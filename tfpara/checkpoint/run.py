@@ -70,6 +70,8 @@ class Checkpoints:
         self._extended = self._strategy.extended
         self.store = Store(directory, keep)
         self._next = 0
+        self._began_in: int | None = None  # generation in which a checkpoint is begun
+        self._told_of_lock = False
         # Variables and values for `restore_epoch`.
         self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []
 
@@ -118,14 +120,30 @@ class Checkpoints:
         """
         while True:
             number, self._next = self._next, self._next + 1
-            if self._strategy.is_chief:
-                self.store.lock()  # in an elastic run another may be the chief by now
+            self._take_the_lock()
+            elastic = self._extended.elastic
+            self._began_in = elastic.form.number if elastic is not None else None
             try:
                 self._save(number, position())
                 return number
             except _ChangedError:
                 if self._strategy.is_chief:
                     self.store.abandon(number)
+            finally:
+                self._began_in = None
+
+    def _take_the_lock(self) -> None:
+        """Locks the directory where this worker has become the chief of an elastic run."""
+        if self._extended.elastic is None or not self._strategy.is_chief:
+            return
+        try:
+            self.store.lock()
+        except CheckpointError as error:
+            # A former chief that is stopped holds it. The others have done without it, so it will
+            # write nothing: its next exchange fails.
+            if not self._told_of_lock:
+                self._told_of_lock = True
+                warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)
 
     def _save(self, number: int, position: Mapping[str, Json]) -> None:
         rank = self._strategy.worker_index
@@ -210,16 +228,17 @@ class Checkpoints:
                 result = action()
             except (CheckpointError, OSError) as error:
                 problem = str(error)
+        everyone = self._everyones([result, problem, self._began_in], name)
         elastic = self._extended.elastic
-        generation = elastic.form.number if elastic else 0
-        everyone = self._everyones([result, problem], name)
-        if elastic and elastic.completed_in != generation:
+        # All compare the same values, so that all write the checkpoint anew, or none does.
+        began_in = {generation for _, _, generation in everyone}
+        if elastic is not None and began_in != {None} and began_in != {elastic.completed_in}:
             raise _ChangedError
-        for worker, (_, theirs) in enumerate(everyone):
+        for worker, (_, theirs, _) in enumerate(everyone):
             if theirs is not None:
                 where = f"worker {worker}: " if len(everyone) > 1 else ""
                 raise CheckpointError(where + theirs)
-        return [value for value, _ in everyone]
+        return [value for value, _, _ in everyone]
 
     def _problem(self, number: int) -> str | None:
         """Returns why a checkpoint cannot be used, the same on all workers; None if it can."""

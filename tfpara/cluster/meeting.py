@@ -400,6 +400,10 @@ class Line:
         self._leaves = True
         self._send(out=True)
 
+    def give_up(self) -> None:
+        """Ends a wait for the meeting point with `Left`; may be called by a signal's handler."""
+        self._heard.put({"farewell": True})
+
     def done(self) -> None:
         """Says that this worker's program ends, and ends the connection."""
         self._send(done=True)

@@ -384,7 +384,7 @@ class Membership:
         room = self._room() if admits else 0
         new = self.waiting if room is None else self.waiting[:room]
         members = tuple(sorted((*former, *new)))
-        why = "; ".join(self._why)
+        why = "; ".join(self._why) or "an exchange has failed"
         reports = [self._workers[task].report if task in former else None for task in members]
         self.history.append(Generation(self.generation + 1, members, why))
         self._members, self._why, self._wanted, self._short_since = members, [], False, None

@@ -261,6 +261,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.written: list[Variable] = []  # variables that optimizers wrote while run() was traced
         self.used: list[keras.optimizers.Optimizer] = []  # optimizers that stepped in this run()
         self.states: dict[str, StateHolder] = {"order of data": self.order}
+        self._sums: dict[int, tf.Tensor] = {}  # of metrics' variables, while these are read
         self._trained: dict[int, _Trained] = {}  # trained models, by id
         self.recent: keras.Model | None = None  # the trained model that was trained last
         self._synchronizers_made = 0
@@ -785,23 +786,52 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         mine = tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
         return joined(mine, axis, self.control, _GATHER) if self._num_workers > 1 else mine
 
+    @contextlib.contextmanager
+    def reading_metrics(self, model: keras.Model) -> Iterator[None]:
+        """Metrics are read inside. In an elastic run all of them are those of the same workers."""
+        if self.elastic is None:
+            yield
+            return
+        values = [variable.value for variable in model.metrics_variables]
+        variables = [value for value in values if isinstance(value, _Metric)]
+        try:
+            for variable, total in zip(variables, self._sums_of(variables), strict=True):
+                self._sums[id(variable)] = total
+            yield
+        finally:
+            self._sums.clear()
+
+    def _sums_of(self, variables: Sequence[Variable]) -> list[tf.Tensor]:
+        """Returns what the replicas have of metrics' variables, summed in one exchange."""
+        assert self.elastic is not None
+        parts = [tf.add_n([v.read_value() for v in variable.values]) for variable in variables]
+        if not parts:
+            return []
+        flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
+        evaluates = bool(self.place.calls)
+
+        def shared() -> list[float]:
+            hosts = self.control.collectives
+            if evaluates:  # each worker has evaluated all data
+                return hosts.all_gather(flat, "metrics")[0].numpy().tolist()
+            return hosts.all_reduce([flat], "metrics")[0].numpy().tolist()
+
+        total = tf.constant(self.elastic.together(shared), tf.float64)
+        pieces = tf.split(total, [int(tf.size(part)) for part in parts])
+        return [
+            tf.cast(tf.reshape(piece, part.shape), part.dtype)
+            for piece, part in zip(pieces, parts, strict=True)
+        ]
+
     def _reduce_over_all(self, variable: Variable, mean: bool) -> tf.Tensor:
         purpose = self.place.of_metric()
         if self.elastic is not None and tf.executing_eagerly():
-            evaluates = bool(self.place.calls)
-            local = tf.add_n([v.read_value() for v in variable.values])
-            name = f"metric/{local.dtype.name}"
-
-            def shared() -> list[float]:
-                flat = tf.reshape(local, [-1])
-                hosts = self.control.collectives
-                # What is evaluated, each worker has evaluated whole.
-                row = hosts.all_gather(flat, name)[0] if evaluates else None
-                total = hosts.all_reduce([flat], name)[0] if row is None else row
-                return total.numpy().tolist()
-
-            found = tf.reshape(tf.constant(self.elastic.together(shared), local.dtype), local.shape)
-            return found / self._num_replicas_in_sync if mean else found
+            found = self._sums.get(id(variable))
+            found = self._sums_of([variable])[0] if found is None else found
+            # What is evaluated, each worker has evaluated whole.
+            replicas = self._num_replicas_in_sync
+            replicas = len(self.worker_devices) if self.place.calls else replicas
+            return found / replicas if mean else found
         if tf.executing_eagerly():
             if self.synchronizers:
                 self.finish_blocks(purpose)

@@ -291,7 +291,8 @@ def _of_all_workers(read: Method) -> Method:
         strategy = _strategy(model)
         if strategy is None or not isinstance(logs, dict):
             return read(model, logs)
-        metrics = model.get_metrics_result()
+        with strategy.extended.reading_metrics(model):
+            metrics = model.get_metrics_result()
         if not _has_own_steps(model):
             return metrics  # `logs` may be empty: a worker may take no step of a resumed epoch
         extended = strategy.extended

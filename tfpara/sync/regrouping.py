@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -105,7 +105,8 @@ class Regrouping:
         self.record: Path | None = None
         self._logs: Any = None
         self._model: keras.Model | None = None
-        self._closed = False  # whether the epoch of the plan is
+        self._epoch = 0  # that `fit` is in
+        self._closed_epoch = -1  # the latest of which all blocks are closed
         self._in_step = False
         self._agreed = False  # whether this worker has told what all have alike
         self._leaves = self._told = False  # whether it is to leave, and has said so
@@ -162,6 +163,11 @@ class Regrouping:
         with self._lock:
             if generation == self.form.number:
                 self._extended.end_collectives(f"tfpara: {why}")
+
+    @property
+    def _closed(self) -> bool:
+        """Whether nothing of the epoch that `fit` is in is left to train."""
+        return self._closed_epoch >= self._epoch
 
     # -- meetings ----------------------------------------------------------------------------
 
@@ -224,7 +230,7 @@ class Regrouping:
             "open": sum(int(graph.block.steps) for graph in graphs),
             "dealt": _dealt(graphs[0]).numpy().tolist() if graphs else [0] * len(self.form.tasks),
             "plan": self.plan.state(),
-            "closed": self._closed,
+            "closed": self._closed_epoch,
             "operations": self._operations,
             "met": self._extended.place.met,
             "result": self._result,
@@ -241,9 +247,8 @@ class Regrouping:
         """Brings all members to the state of the one that is furthest."""
         reports: list[Any] = list(form.reports)
         known = [report for report in reports if report]
-        furthest = max(report["syncs"] for report in known)
-        source = next(r for r, own in enumerate(reports) if own and own["syncs"] == furthest)
-        ahead = reports[source]
+        ahead = max(known, key=_how_far)
+        source, furthest = reports.index(ahead), ahead["syncs"]
         behind = [not own or own["syncs"] < furthest for own in reports]
         if any(behind):
             new = any(not own for own in reports)
@@ -253,9 +258,10 @@ class Regrouping:
         open_steps = []
         for task in plan.tasks:
             own, is_behind = here.get(task, (None, True))
-            open_steps.append(own["open"] if own and not is_behind else 0)
+            counts = own and not is_behind and own["plan"]["epoch"] == plan.epoch
+            open_steps.append(own["open"] if own and counts else 0)
         self.plan = plan.after(ahead["dealt"], open_steps, form.tasks)
-        self._closed = ahead["closed"]
+        self._closed_epoch = max(self._closed_epoch, ahead["closed"])
         for synchronizer in self._extended.synchronizers:
             _dealt(synchronizer.graph).assign(tf.zeros([len(form.tasks)], tf.int64))
         self._others = max(known, key=lambda report: report["operations"])
@@ -265,7 +271,7 @@ class Regrouping:
             for name, holder in (self._extended.states | self.states).items():
                 if name in ahead["states"]:
                     holder.set_state(ahead["states"][name])
-        ready = self._model is not None and not self._closed
+        ready = self._model is not None and self.plan.epoch > self._closed_epoch
         self._iterator = self._of_plan() if ready else None
         if self.rank == 0:
             several = len(form.tasks) > 1
@@ -353,6 +359,11 @@ class Regrouping:
                 f"elastic= trains one model, and {self._model.name!r} was trained already. Make a "
                 f"strategy of its own for {model.name!r}, in a program of its own."
             )
+        if self._model is not None:
+            raise ValueError(
+                "elastic= trains in one call of fit: a worker that comes in a second would begin "
+                "with the first. Give one call all epochs, or start a program for each."
+            )
 
     @contextlib.contextmanager
     def training(self, model: keras.Model) -> Iterator[None]:
@@ -380,6 +391,7 @@ class Regrouping:
             # Nobody ends its program while another waits for it in an exchange.
             self.together(lambda: self._extended.control.collectives.barrier("fit"))
         finally:
+            model._initial_epoch = None
             if former is not None:
                 signal.signal(signal.SIGTERM, former)
             del model.make_train_function
@@ -393,7 +405,7 @@ class Regrouping:
             os._exit(128 + number)
         self.leave()
         if self.joining:
-            self._end("asked to end before it was let in.")
+            self.line.give_up()
 
     def begin(self) -> None:
         """`fit` begins, and callbacks have heard of it; a worker that joins is let in here."""
@@ -411,7 +423,7 @@ class Regrouping:
 
     def begin_epoch(self, epoch: int) -> None:
         """An epoch of `fit` begins."""
-        self._closed = False
+        self._epoch = epoch
         # A worker that joined has made passes over data of its own, which are no epochs.
         self._extended.position.move(epoch, self._extended.steps_seen)
         if self.plan.epoch != epoch or self._iterator is None:
@@ -422,6 +434,8 @@ class Regrouping:
 
     def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         """A training step of Keras, after which the members may be others."""
+        if self._closed:  # by the others, while this worker was behind
+            raise StopIteration
         self._in_step = True
         try:
             self._look()
@@ -453,8 +467,9 @@ class Regrouping:
             self._told = True
             self.line.leave()
         (synchronizer,) = self._extended.synchronizers
-        request, _ = synchronizer.graph.agreed()
-        if request == Request.MEET:
+        request, alike = synchronizer.graph.agreed()
+        # Who has no data left waits in a sync, and not for a meeting, until the others have none.
+        if request == Request.MEET and alike:
             synchronizer.graph.met()
             self.meet(failed=False)
         elif self.line.wanted:
@@ -471,7 +486,7 @@ class Regrouping:
             _log.info("tfpara: the last sync of an epoch has failed: %s", _short(error))
             self.meet(failed=True)
             return self._closed
-        self._closed = True
+        self._closed_epoch = self._epoch
         return True
 
     def close(self) -> None:
@@ -563,7 +578,7 @@ class Regrouping:
                     except LOST:
                         pass
                 form = self.line.met(form.number, None, True)
-        except (Evicted, Ended) as error:
+        except (Evicted, Left, Ended) as error:
             self._end(str(error), isinstance(error, Ended) and error.complete)
         self.joining = False
         return self.plan.epoch
@@ -579,14 +594,30 @@ class Regrouping:
         dealt = _dealt(synchronizer.graph).numpy().tolist()
         rest = self.plan.after(dealt, [0] * self.plan.size, self.plan.tasks)
         devices = len(self._extended.worker_devices)
-        return {"minibatches": rest.first * devices, "owed": list(rest.owed)}
+        return {"minibatches": rest.first * devices, "owed": list(rest.owed), "devices": devices}
 
-    def resume(self, epoch: int, minibatches: int, owed: list[int]) -> None:
-        """Goes on from a checkpoint's position, in the epoch that begins."""
-        tasks = self.form.tasks
-        first = minibatches // len(self._extended.worker_devices)
+    def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's position, in the epoch that begins.
+
+        Raises:
+            ValueError: what is left cannot be dealt out to workers with as many devices as here.
+        """
+        tasks, owed = self.form.tasks, position.get("owed", ())
+        devices = len(self._extended.worker_devices)
+        first, rest = divmod(position["minibatches"], devices)
+        if rest or (owed and position["devices"] != devices):
+            raise ValueError(
+                f"the checkpoint is of workers with {position.get('devices', 'other')} devices, in "
+                f"the middle of an epoch, and this one has {devices}. Go on with as many devices "
+                "for each worker; their number may change where an epoch begins."
+            )
         self.plan = Plan(epoch, tasks, ((),) * len(tasks), tuple(owed), first)
         self._iterator = self._of_plan()
+
+
+def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
+    """How far a worker is, to be compared with others."""
+    return report["syncs"], report["plan"]["epoch"], report["closed"], report["operations"]
 
 
 _SENT = (tf.float32, tf.float64, tf.int32, tf.int64)

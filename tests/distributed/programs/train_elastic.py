@@ -42,6 +42,7 @@ PLACES = {
     "validation": "in a step of validation",
     "checkpoint": "while a part of a checkpoint is written",
     "begin": "where an epoch begins",
+    "exchange": "after an exchange from Python that has gone well, before this worker knows it",
 }
 TAU = 3
 
@@ -72,7 +73,7 @@ class Faults:
             return
         self.times -= 1
         if self.times == 0 and self.what == "FAIL":
-            raise RuntimeError("a fault of the test")
+            raise tf.errors.UnavailableError(None, None, "a fault of the test")
         if self.times == 0:
             os.kill(os.getpid(), getattr(signal, self.what))
 
@@ -127,6 +128,18 @@ def install(faults, log):
         # What a worker trains alone, before it joins, is in nobody's model.
         return "dropped" if strategy.extended.elastic.joining else "synced"
 
+    together = regrouping.Regrouping.together
+
+    def exchanging(this, operation):
+        def failing():
+            result = operation()
+            if not this.joining and this.plan.epoch == 0 and this._closed:
+                faults.here("exchange")
+            return result
+
+        return together(this, failing if faults.place == "exchange" else operation)
+
+    regrouping.Regrouping.together = exchanging
     note = SyncGraph.note
 
     def noting(this, reports, committed, seconds):
