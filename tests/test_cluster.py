@@ -101,8 +101,8 @@ def test_worker_0_is_the_chief_of_a_cluster_of_workers():
         (config({"worker": {"1": "b:1"}}, index=1), ["{'1': 'b:1'}", "enableDynamicWorker"]),
         (config({"worker": {"0": "a:1", "2": "c:1"}}), ["each process has to know all"]),
         (config({"worker": {"0": "a:1", "1": "b"}}), ["'b'", "no port"]),
-        (config({**TWO, "ps": ["a:1"]}), ["'ps'", "no parameter servers", "AsyncStrategy"]),
-        (config(task_type="ps"), ["'ps'", "no parameter servers"]),
+        (config({"ps": ["a:1"]}), ["task worker 0", "0 worker address(es)"]),
+        (config(task_type="PS"), ["task type 'PS'", "'worker'"]),
         (config({"Worker": ["a:1"]}), ["'Worker'", "'worker'"]),
         (config({"chief": ["a:1", "b:1"]}), ["2 addresses", "one chief"]),
         (config({"worker": "a:1"}), ["'a:1'", "list"]),
@@ -143,17 +143,21 @@ def test_the_chief_may_be_called_master():
     assert cluster.read(environ(config({**TWO, "master": []}))).num_workers == 3
 
 
-def test_an_evaluator_takes_no_part(capsys):
-    spec = {**TWO, "evaluator": ["not even an address"]}
-    assert cluster.read(environ(config(spec))) == cluster.read(environ(config()))
-    for jobs in (spec, TWO):  # Vertex AI names it as a task alone
-        env = environ(config(jobs, "evaluator"))
-        with pytest.raises(cluster.ClusterError, match="is the evaluator of TF_CONFIG"):
+@pytest.mark.parametrize("job", ["evaluator", "ps"])
+def test_an_evaluator_and_parameter_servers_take_no_part(job, capsys):
+    spec = {**TWO, job: ["not even an address"]}
+    read = cluster.read(environ(config(spec)))
+    assert read._replace(has_ps=False) == cluster.read(environ(config()))
+    assert read.has_ps == (job == "ps")
+    assert not cluster.read(environ(config({**TWO, "ps": []}))).has_ps
+    for jobs in (spec, TWO):  # Vertex AI names an evaluator as a task alone
+        env = environ(config(jobs, job))
+        with pytest.raises(cluster.ClusterError, match=f"job '{job}' of TF_CONFIG, and has noth"):
             cluster.read(env)
         with pytest.raises(SystemExit) as leaving:
             cluster.taking_part(functools.partial(cluster.read, env))
         assert leaving.value.code == 0
-        assert "tfpara: this process is the evaluator" in capsys.readouterr().err
+        assert f"tfpara: this process is of the job '{job}'" in capsys.readouterr().err
 
 
 def test_workers_by_index_are_a_list():

@@ -76,7 +76,7 @@ def run(
     lost_code = exit_codes.lost_worker(lost_worker_exit_code)
     code, orderly, sentence = _ran(main, name, explain)
     code = lost_code if code == 1 and failures.is_loss(sentence) else code
-    if asynchronous:
+    if asynchronous and _strategy is None:  # a synchronous strategy leaves parameter servers out
         if code and sentence:
             for tell in _tells:
                 tell(1, sentence)

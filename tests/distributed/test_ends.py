@@ -39,6 +39,21 @@ def test_a_run_prints_what_the_user_prints_one_progress_bar_and_a_line_of_its_ow
     assert re.fullmatch(r"tfpara-launch: all 2 workers done after [\d.]+ s", last)
 
 
+def test_parameter_servers_of_a_synchronous_run_end_at_once(monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    options = json.dumps({"how": "return", "run": True})
+    command = [*LAUNCH, "-n", "1", "--ps", "2", str(PROGRAM), options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert ended.returncode == 0, ended.stderr
+    said = [f"[{name}] {words}" for name in ("chief", "worker 0") for words in ("trained", "end")]
+    assert sorted(lines(ended.stdout)) == sorted(said)
+    nothing_to_do = "tfpara: this process is of the job 'ps' of TF_CONFIG, and has nothing to do: "
+    for server in ("[ps 0]", "[ps 1]"):
+        assert ended.stderr.count(f"{server} {nothing_to_do}") == 1, ended.stderr
+    assert ended.stderr.count("TF_CONFIG lists 'ps', which a synchronous strategy leaves out") == 1
+    assert f"[chief] {STARTED}" in ended.stderr
+
+
 @pytest.mark.parametrize("with_run", [False, True])
 def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run):
     chief, worker = run("end.py", [{"how": "raise", "rank": 1, "run": with_run}] * 2, environ=QUIET)

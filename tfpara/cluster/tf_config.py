@@ -26,7 +26,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 _FORMER = {"master": "chief"}
 # Names of jobs in Vertex AI's CLUSTER_SPEC.
 _POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
-_POOLS["workerpool3"] = _EVALUATOR = "evaluator"
+_POOLS["workerpool3"] = "evaluator"
 # Keys at the top level that TensorFlow, or an engine that starts its processes, writes.
 _KEYS = {"cluster", "task", "environment", "job", "rpc_layer", "session_master", "trial"}
 
@@ -35,8 +35,14 @@ class ClusterError(ValueError):
     """TF_CONFIG or a rank variable breaks a rule. The message names the value and the fix."""
 
 
-class EvaluatorTask(ClusterError):
-    """TF_CONFIG makes this process an evaluator, which takes no part in the training."""
+class NoPart(ClusterError):
+    """TF_CONFIG gives this process a job that takes no part in the training."""
+
+
+EVALUATOR = {
+    "evaluator": "the training processes evaluate by themselves; to score checkpoints on the side, "
+    "start a program of its own without TF_CONFIG",
+}
 
 
 class Kind(NamedTuple):
@@ -48,6 +54,8 @@ class Kind(NamedTuple):
         why_not: for other jobs that users write, why this kind has none, and the fix.
         example: an example of a TF_CONFIG.
         otherwise: an alternative to writing one, e.g. ", or unset it to …"; may be empty.
+        without_part: for jobs that may be listed but take no part, the reason. Their addresses are
+            not looked at, and their processes have nothing to do.
     """
 
     jobs: tuple[str, ...]
@@ -55,6 +63,7 @@ class Kind(NamedTuple):
     why_not: Mapping[str, str]
     example: str
     otherwise: str = ""
+    without_part: Mapping[str, str] = EVALUATOR
 
 
 class TFConfig(NamedTuple):
@@ -64,23 +73,26 @@ class TFConfig(NamedTuple):
         jobs: "host:port" of each process by job, without empty jobs; all distinct.
         task_type: this process's job.
         task_index: this process's index within the job.
+        left_out: the jobs that have addresses, but no part in the training.
     """
 
     jobs: dict[str, tuple[str, ...]]
     task_type: str
     task_index: int
+    left_out: tuple[str, ...] = ()
 
 
 def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     """Reads and checks TF_CONFIG in `environ`, or Vertex AI's CLUSTER_SPEC in its place.
 
-    The chief may be called "master". An evaluator is left out. Addresses may be a map from indices.
+    The chief may be called "master". Jobs without part are left out. Addresses may be a map from
+    indices.
 
     Returns:
         Its content; None if it is unset or blank, or has no addresses.
 
     Raises:
-        EvaluatorTask: this process is the evaluator.
+        NoPart: this process's job takes no part.
         ClusterError: it breaks a rule that all kinds of clusters have; one message says which.
     """
     text = environ.get("TF_CONFIG", "")
@@ -91,6 +103,7 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     if not config:
         return None
     config = _with_present_names(config)
+    _check_takes_part(config.get("task"), kind)
     unknown = sorted(config.keys() - _KEYS)
     if "task" in config and "cluster" not in config and unknown:
         raise ClusterError(
@@ -98,19 +111,26 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
             f"TensorFlow knows. Write TF_CONFIG as {kind.example}{kind.otherwise}."
         )
     spec = _object(config.get("cluster", {}), "'cluster' in TF_CONFIG", kind)
-    jobs = {job: _addresses(job, value, kind) for job, value in spec.items() if job != _EVALUATOR}
+    left_out = tuple(job for job in kind.without_part if spec.get(job))
+    jobs = {
+        job: _addresses(job, value, kind)
+        for job, value in spec.items()
+        if job not in kind.without_part
+    }
     jobs = {job: addresses for job, addresses in jobs.items() if addresses}
-    if "task" not in config and jobs:
+    listed = bool(jobs or left_out)
+    if "task" not in config and listed:
+        job = next(iter(jobs), "worker")
         raise ClusterError(
             "TF_CONFIG has a cluster but no 'task', so this process does not know which of the "
-            f'addresses is its own. Add "task": {{"type": "{next(iter(jobs))}", "index": 0}}, '
-            "with the job and index of this process."
+            f'addresses is its own. Add "task": {{"type": "{job}", "index": 0}}, with the job and '
+            "index of this process."
         )
-    task = _task(config["task"], jobs, kind) if "task" in config else None
+    task = _task(config["task"], jobs, listed, kind) if "task" in config else None
     if task is None or not jobs:
         return None
     _check_distinct(jobs)
-    return TFConfig({job: tuple(addresses) for job, addresses in jobs.items()}, *task)
+    return TFConfig({job: tuple(addresses) for job, addresses in jobs.items()}, *task, left_out)
 
 
 def _of_pools(text: str) -> dict[str, Json]:
@@ -131,7 +151,6 @@ def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
     """Returns the configuration with former names of jobs replaced by the present ones.
 
     Raises:
-        EvaluatorTask: this process is the evaluator.
         ClusterError: it has a job under both names.
     """
     spec, task = config.get("cluster"), config.get("task")
@@ -144,20 +163,23 @@ def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
                     f"Keep {name!r}."
                 )
         config = {**config, "cluster": {_present(job): value for job, value in spec.items()}}
-    if isinstance(task, dict):
-        if task.get("type") == _EVALUATOR:
-            raise EvaluatorTask(
-                "this process is the evaluator of TF_CONFIG, and has nothing to do: the training "
-                "processes evaluate by themselves. It ends with exit code 0; to score checkpoints "
-                "on the side, start a program of its own without TF_CONFIG."
-            )
-        if "type" in task:
-            config = {**config, "task": {**task, "type": _present(task["type"])}}
+    if isinstance(task, dict) and "type" in task:
+        config = {**config, "task": {**task, "type": _present(task["type"])}}
     return config
 
 
 def _present(job: Json) -> Json:
     return _FORMER.get(job, job) if isinstance(job, str) else job
+
+
+def _check_takes_part(task: Json, kind: Kind) -> None:
+    job = task.get("type") if isinstance(task, dict) else None
+    reason = kind.without_part.get(job) if isinstance(job, str) else None
+    if reason:
+        raise NoPart(
+            f"this process is of the job {job!r} of TF_CONFIG, and has nothing to do: {reason}. It "
+            "ends with exit code 0."
+        )
 
 
 def _listed(job: str, value: Json) -> Json:
@@ -279,7 +301,7 @@ def _check_distinct(jobs: Mapping[str, list[str]]) -> None:
                 )
 
 
-def _task(task: Json, jobs: Mapping[str, list[str]], kind: Kind) -> tuple[str, int]:
+def _task(task: Json, jobs: Mapping[str, list[str]], listed: bool, kind: Kind) -> tuple[str, int]:
     task = _object(task, "'task' in TF_CONFIG", kind)
     for key in ("type", "index"):
         if key not in task:
@@ -293,7 +315,7 @@ def _task(task: Json, jobs: Mapping[str, list[str]], kind: Kind) -> tuple[str, i
         raise ClusterError(
             f"task index {_repr.repr(index)} in TF_CONFIG must be an integer from 0, unquoted."
         )
-    size = len(jobs.get(task_type, ())) if jobs else 1
+    size = len(jobs.get(task_type, ())) if listed else 1
     if not 0 <= index < size:
         raise ClusterError(
             f"task {task_type} {_repr.repr(index)} in TF_CONFIG is not in the cluster, which has "

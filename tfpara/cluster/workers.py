@@ -26,14 +26,13 @@ _Read = TypeVar("_Read")
 _KIND = tf_config.Kind(
     jobs=("chief", "worker"),
     expected="the jobs are 'chief' (one, optional) and 'worker'",
-    why_not={
-        "ps": (
-            "the synchronous strategy has no parameter servers; list chief and worker only, "
-            "or train with tfpara.AsyncStrategy, which uses them"
-        ),
-    },
+    why_not={},
     example='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
     otherwise=", or unset it to train in one process",
+    without_part={
+        **tf_config.EVALUATOR,
+        "ps": "a synchronous strategy has no parameter servers; tfpara.AsyncStrategy uses them",
+    },
 )
 # The variables of rank and size that horovodrun and Open MPI's mpirun set. Under these, Horovod's
 # processes find each other by themselves.
@@ -57,6 +56,7 @@ class Cluster(NamedTuple):
         size: number of processes by the rank variables, also where there are no addresses.
         told: the engine's variables, by which the processes have to find each other; None if
             TF_CONFIG has their addresses.
+        has_ps: whether TF_CONFIG also lists parameter servers, which take no part.
     """
 
     addresses: tuple[str, ...]
@@ -66,6 +66,7 @@ class Cluster(NamedTuple):
     rank_variable: str = ""
     size: int = 0
     told: engines.Told | None = None
+    has_ps: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -144,14 +145,14 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
 
 
 def taking_part(read: Callable[[], _Read]) -> _Read:
-    """Returns the result of `read`; ends an evaluator, which takes no part, with exit code 0.
+    """Returns the result of `read`; ends a process that takes no part with exit code 0.
 
     Args:
         read: the function `read` of this module, or of `asynchronous`.
     """
     try:
         return read()
-    except tf_config.EvaluatorTask as task:
+    except tf_config.NoPart as task:
         print(f"tfpara: {task}", file=sys.stderr, flush=True)
         raise SystemExit(0) from None
 
@@ -176,4 +177,5 @@ def _from_tf_config(environ: Mapping[str, str]) -> Cluster:
         return ALONE
     jobs = found.jobs
     addresses = (*jobs.get("chief", ()), *jobs.get("worker", ()))
-    return Cluster(addresses, found.task_type, found.task_index, "chief" in jobs)
+    has_ps = "ps" in found.left_out
+    return Cluster(addresses, found.task_type, found.task_index, "chief" in jobs, has_ps=has_ps)

@@ -34,6 +34,10 @@ from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
 
 _log = logging.getLogger(__name__)
+_PS_LEFT_OUT = (
+    "TF_CONFIG lists 'ps', which a synchronous strategy leaves out: the chief and the workers "
+    "train without them. tfpara.AsyncStrategy uses them."
+)
 
 
 def _checked_elastic(settings: Settings, elastic: object) -> Settings:
@@ -159,6 +163,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             text = f"tfpara: elastic=: {MEETING} is not set, so this process trains alone"
             print(text, file=sys.stderr, flush=True)
         found = cluster.taking_part(cluster.read)
+        if found.has_ps and found.is_chief:
+            _log.warning("tfpara: %s", _PS_LEFT_OUT)
         chosen, why = choose(collectives, found)
         settings = dataclasses.replace(settings, collectives=chosen)
         if found.num_workers > 1 and found.is_chief and collectives == "auto":
