@@ -3,10 +3,12 @@
 import json
 import re
 import signal
+import subprocess
+import time
 
 import elastic_runs
 import pytest
-from launched import launch
+from launched import Launched, launch
 
 KILLED, AGAIN = -signal.SIGKILL, 75
 MIXED = {"devices": 2, "adam": True, "norm": True, "dropout": True, "rule": "tfpara.BMUF()"}
@@ -86,8 +88,8 @@ def test_faults_while_a_worker_joins(tmp_path):
 
 
 @pytest.mark.long
-def test_who_is_asked_to_end_leaves_and_who_is_silent_is_done_without(tmp_path):
-    options = {"epochs": 6, "step_seconds": 0.1, "silence_seconds": 1.5}
+def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(tmp_path):
+    options = {"epochs": 8, "step_seconds": 0.1, "silence_seconds": 1.5, **MIXED}
     options["checkpoints"] = str(tmp_path / "run")  # which a stopped chief has locked
     with elastic_runs.Run(tmp_path, 3, **options) as run:
         run.wait_until(run.of_rank(1), "synced", count=2)
@@ -95,12 +97,14 @@ def test_who_is_asked_to_end_leaves_and_who_is_silent_is_done_without(tmp_path):
         assert run.processes[run.of_rank(1)].wait() == AGAIN
         stopped = run.of_rank(0)
         run.processes[stopped].send_signal(signal.SIGSTOP)
-        run.wait_until(run.of_rank(2), "epoch", 5)
+        run.wait_until(run.of_rank(2), "epoch", 3)
         run.processes[stopped].send_signal(signal.SIGCONT)
-        run.check([AGAIN, AGAIN], epochs=6)
+        assert len(run.check([AGAIN], epochs=8)) == 2
         whys = [each.why for each in run.meeting.history[1:]]
         assert re.fullmatch(r"worker \d has left", whys[0])
         assert re.fullmatch(r"worker \d was silent for 1.5 s", whys[1])
+        assert re.fullmatch(r"worker \d has come", whys[2])
+        assert len(run.meeting.history) == 4
 
 
 @pytest.mark.one_version
@@ -225,3 +229,21 @@ def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
     code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, options)
     assert code == 1
     assert "restart" not in errors and "NoSuchRule" in errors
+
+
+@pytest.mark.one_version
+def test_the_launcher_adds_and_removes_workers(tmp_path):
+    """SIGUSR1 adds one, SIGUSR2 has the last one leave; it is not started again."""
+    options = {"epochs": 12, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
+    arguments = ("-n", 2, "--elastic", elastic_runs.PROGRAM, json.dumps(options))
+    with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
+        while not any('"synced"' in path.read_text() for path in tmp_path.glob("*.jsonl")):
+            time.sleep(0.1)
+        launched.process.send_signal(signal.SIGUSR1)
+        launched.read_until("worker 2 is added", "worker 2 has come: 3 workers train on")
+        launched.process.send_signal(signal.SIGUSR2)
+        launched.read_until("worker 2 is removed", "worker 2 has left: 2 workers train on")
+        code, output, _ = launched.finish()
+    assert code == 0, output
+    assert "tfpara-launch: worker 2 has left: exit code 75" in output
+    assert "restart" not in output

@@ -120,6 +120,18 @@ class BMUF(Rule):
             raise ValueError("Call resolve(num_replicas) first: block_momentum is still None.")
         return self._anchor(after, self.block_momentum)
 
+    def carry(self, state: BMUFState, former: Rule) -> BMUFState:
+        """Returns the state after a change of η, with the point that was broadcast as it was.
+
+        W ← W + (η' − η)Δ,  with η' of `former`: so W + ηΔ is what W + η'Δ was.
+        """
+        assert isinstance(former, BMUF)
+        assert self.block_momentum is not None and former.block_momentum is not None
+        if not self.nesterov or self.compat:
+            return state
+        moved = (former.block_momentum - self.block_momentum) * state.delta
+        return BMUFState(global_model=state.global_model + moved, delta=state.delta)
+
     def resets_momentum(self) -> bool:
         """Returns whether η > 1/2 in Nesterov's form, or η > 0 in the classical one; see `Rule`."""
         eta = self.block_momentum or 0.0

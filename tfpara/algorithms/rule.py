@@ -80,6 +80,20 @@ class Rule:
         del local
         return broadcast
 
+    def carry(self, state: State, former: Rule) -> State:
+        """Returns the state from which this rule goes on after a change of N in an elastic run.
+
+        The point from which the replicas started the block must stay what `former.broadcast` gave,
+        since what they learn is measured from it. By default the state stays: right for rules of
+        which that point depends on no hyper-parameter that follows N.
+
+        Args:
+            state: after the last step of `former`.
+            former: the same rule as `resolve` gave it for the former N.
+        """
+        del former
+        return state
+
     def resets_momentum(self) -> bool:
         """Returns whether `local_state="auto"` resets the momentum of local SGD at each sync.
 

@@ -134,12 +134,13 @@ class Checkpoint(keras.callbacks.Callback):
             )
         self._stand_down()  # A loop of the user's own may have failed before.
         fit_call.at_end(self._stand_down)
+        elastic = strategy.extended.elastic
         if self._checkpoints is not None:
-            self._checkpoints.lock()
-            self._listen()
+            if elastic is None or not elastic.joining:  # else another worker is the chief
+                self._checkpoints.lock()
+                self._listen()
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
-        elastic = strategy.extended.elastic
         if elastic is not None:
             elastic.states["checkpoints"] = self
             elastic.record = Path(self._directory) / "generations.jsonl"

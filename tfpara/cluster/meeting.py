@@ -206,7 +206,7 @@ class Meeting:
         self._door.let_in(channel)
         if self._membership is None:
             self._settings = settings
-            limits = {k: v for k, v in settings.items() if k != "silence_seconds"}
+            limits = {k: settings[k] for k in ("min_workers", "max_workers", "grace_seconds")}
             self._silence = float(settings["silence_seconds"])
             limits |= {"founders": self._founders, "start_seconds": self._start_seconds}
             self._membership = Membership(Limits(**limits, meeting_seconds=_MEETING_SECONDS), now)
@@ -274,7 +274,7 @@ class Line:
         secret: of the run; may be empty.
         port: on which the others will reach this worker.
         settings: of the run: ``min_workers``, ``max_workers``, ``grace_seconds`` and
-            ``silence_seconds``; the same for all workers.
+            ``silence_seconds``, and what else has to be the same for all workers.
         timeout_seconds: longest wait for the meeting point, also where it is gone later.
         task: the number that this process has had before; None: it is new.
         name: by which messages call this worker; "worker" and its number if empty.

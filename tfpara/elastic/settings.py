@@ -17,6 +17,9 @@ class Elastic:
         min_workers: fewest with which it goes on.
         max_workers: most; who comes beyond that waits until another is lost. None: any number.
         grace_seconds: how long fewer than `min_workers` wait for others, before they end.
+        rule_follows: whether the hyper-parameters that a rule derives from the number of replicas
+            (η of `BMUF()`, α of `EASGD()`) follow it; False: they stay those of the first workers.
+            Values that you give stay.
         silence_seconds: after which a worker that does not answer is taken for lost. One whose
             process has ended is noticed at once.
 
@@ -28,6 +31,7 @@ class Elastic:
     max_workers: int | None = None
     grace_seconds: float = 30.0
     silence_seconds: float = 10.0
+    rule_follows: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("min_workers", self.min_workers), ("max_workers", self.max_workers)):

@@ -31,7 +31,6 @@ _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ELASTIC_RESTARTS = 100  # of each worker, unless --restart_workers says otherwise
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
-_meetings: list[Meeting] = []  # that of the present start
 _EPILOG = f"""
 The first worker is the chief. TF_CONFIG and variables by which others tell ranks are replaced.
 stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
@@ -52,7 +51,8 @@ any exit code but 0, or by a signal. That is for programs that go on from checkp
 With --elastic training goes on while workers are lost, for programs whose strategy has
 elastic=tfpara.Elastic(...). A worker that fails is started again by itself, after 2 s, then 4 s,
 and so on up to 30 s, and joins the others. Workers that are started by hand, on other machines too,
-join where they are given TFPARA_MEETING=HOST:PORT.
+join where they are given TFPARA_MEETING=HOST:PORT. SIGUSR1 to the launcher adds a worker, and
+SIGUSR2 has the last one leave at its next sync: kill -USR1 PID.
 
 With --ps=P there are P parameter servers and N workers besides the chief, for programs with
 tfpara.AsyncStrategy. The failure of a worker does not end the run as long as there is another, or
@@ -107,11 +107,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.log_dir is not None:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         console = launch_output.Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
-        launcher = launch_workers.Launcher(
-            console, options.log_dir, options.grace, options.max_restarts, restarts, _takes_in
+        launch = functools.partial(
+            launch_workers.Launcher,
+            console,
+            options.log_dir,
+            options.grace,
+            options.max_restarts,
+            restarts,
         )
         with contextlib.ExitStack() as stores:
-            return launcher.run(command, lambda: _processes(options, stores))
+            if not options.elastic:
+                return launch().run(command, lambda: _processes(options, stores))
+            worker, meeting = _elastic(options, stores)
+            launcher = launch(lambda: meeting.takes_in, worker)
+            count = options.workers + options.spares
+            return launcher.run(command, lambda: [worker(number) for number in range(count)])
     except (LaunchError, secret.SecretError, OSError) as error:
         print(f"tfpara-launch: {error}", file=sys.stderr)
         return 2
@@ -148,8 +158,6 @@ def _processes(
         options: the parsed flags.
         stores: closes the store that is served for Horovod's processes.
     """
-    if options.elastic:
-        return _elastic_processes(options, stores)
     if not options.ps:
         environments = _environments(options, stores)
         return [
@@ -168,28 +176,26 @@ def _processes(
     ]
 
 
-def _elastic_processes(
+def _elastic(
     options: argparse.Namespace, stores: contextlib.ExitStack
-) -> list[launch_workers.Process]:
-    """Returns the workers of an elastic run, whose meeting point is served until `stores` ends."""
+) -> tuple[Callable[[int], launch_workers.Process], Meeting]:
+    """Serves the meeting point of an elastic run until `stores` ends.
+
+    Returns:
+        A function that gives the worker with a number, and the meeting point.
+    """
     common = _common(options, options.workers)
     [port] = ports(options.host, options.port, 1)
     meeting = Meeting(options.host, port, options.workers, _START_SECONDS, secret.read(common))
     stores.callback(meeting.close)
-    _meetings[:] = [meeting]
     host = f"[{options.host}]" if ":" in options.host else options.host
     environment = {**common, ADDRESS: f"{host}:{port}"}
-    return [
-        launch_workers.Process(
-            f"worker {number}", {**environment, NAME: f"worker {number}"}, expendable=True
-        )
-        for number in range(options.workers + options.spares)
-    ]
 
+    def worker(number: int) -> launch_workers.Process:
+        name = f"worker {number}"
+        return launch_workers.Process(name, {**environment, NAME: name}, expendable=True)
 
-def _takes_in() -> bool:
-    """Whether workers that come now can join: not before training has begun, nor at its end."""
-    return all(meeting.takes_in for meeting in _meetings)
+    return worker, meeting
 
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:

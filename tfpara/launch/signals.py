@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ADD, REMOVE = signal.SIGUSR1, signal.SIGUSR2  # a worker, while an elastic run goes on
 # The program of the guardian. It reads the number of each worker's process group at the worker's
 # start and again at its end. When the launcher ends, for whatever reason, it kills the groups of
 # workers that have not ended.
@@ -36,12 +37,17 @@ def name_of(number: int) -> str:
 
 
 @contextlib.contextmanager
-def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
+def signals_to(events: queue.SimpleQueue[Any], changes: bool = False) -> Iterator[None]:
     """Puts signals that arrive inside into a queue.
 
     Signals that are ignored, as under nohup, stay ignored, also by the workers.
+
+    Args:
+        events: the queue.
+        changes: whether workers can be added and removed, by SIGUSR1 and SIGUSR2.
     """
-    handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = (*_SIGNALS, ADD, REMOVE) if changes else _SIGNALS
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     former = {
         number: signal.signal(number, lambda received, _: events.put(received))
         for number in handled

@@ -57,6 +57,7 @@ class Launcher:
         max_restarts: how often all workers are started again after one has failed.
         restart_workers: how often each expendable worker is started again while the others run.
         takes_in: whether a worker that is started again now can take part in the run.
+        another: returns one more worker, given its number, for SIGUSR1; None: there can be no more.
     """
 
     def __init__(
@@ -67,14 +68,16 @@ class Launcher:
         max_restarts: int = 0,
         restart_workers: int = 0,
         takes_in: Callable[[], bool] = lambda: True,
+        another: Callable[[int], Process] | None = None,
     ) -> None:
         self._console, self._log_dir, self._grace = console, log_dir, grace
         self._max_restarts, self._restart_workers = max_restarts, restart_workers
-        self._takes_in = takes_in
+        self._takes_in, self._another = takes_in, another
         self._events: queue.SimpleQueue[_Exit | int] = queue.SimpleQueue()
         self._restarts = 0
         self._command: Sequence[str] = ()
-        self._processes: Sequence[Process] = ()
+        self._processes: list[Process] = []
+        self._removed: set[int] = set()  # workers that were asked to leave the run for good
         self._workers: list[subprocess.Popen[bytes]] = []  # one for each of `_processes`
         self._starts: list[int] = []
         self._readers: list[threading.Thread] = []
@@ -90,10 +93,11 @@ class Launcher:
             processes: called for each start; returns the processes, the chief first.
         """
         self._command = command
-        with signals.signals_to(self._events), signals.guardian() as tell_guardian:
+        changes = self._another is not None
+        with signals.signals_to(self._events, changes), signals.guardian() as tell_guardian:
             while True:
                 start = time.monotonic()
-                self._processes = processes()
+                self._processes = list(processes())
                 failure, received = self._run_once(tell_guardian)
                 cause = self._cause_of(failure)
                 text = self._summary(failure, cause, received, time.monotonic() - start)
@@ -129,7 +133,8 @@ class Launcher:
         failure, received = ended
         while not self._events.empty():  # signals that came too late to be passed on
             event = self._events.get()
-            received = received or (None if isinstance(event, _Exit) else event)
+            if not isinstance(event, _Exit) and event not in (signals.ADD, signals.REMOVE):
+                received = received or event
         return failure, received
 
     def _start(
@@ -234,7 +239,9 @@ class Launcher:
                 running.discard(event.rank)
                 self._exits[event.rank] = event
                 tell_guardian(self._workers[event.rank].pid)
-                if self._is_spared(event):
+                if event.rank in self._removed:
+                    _say(f"{self._processes[event.rank].name} has left: {event.how}")
+                elif self._is_spared(event):
                     # It is not restarted at once: it may have ended because the chief ends.
                     if event.code:
                         spared[event.rank] = now + self._pause(event.rank), event
@@ -253,6 +260,10 @@ class Launcher:
                         # others have ended before it.
                         killed = event.code == 128 + signal.SIGKILL and received is None
                         failure = event if of_chief or killed else failure
+            elif event == signals.ADD:
+                running |= self._add(received or failure, end, tell_guardian)
+            elif event == signals.REMOVE:
+                self._remove(running, spared)
             elif event != signal.SIGPIPE or received is None:
                 passed_on = signal.SIGTERM if event == signal.SIGPIPE else event
                 self._signal_all(passed_on if received is None else signal.SIGKILL)
@@ -262,6 +273,34 @@ class Launcher:
             if failure or received or over:
                 spared.clear()
         return failure, received
+
+    def _add(
+        self, ends: object, end: contextlib.ExitStack, tell_guardian: Callable[[int], None]
+    ) -> set[int]:
+        """Starts one more worker, unless the run ends; returns the new one's rank, if any."""
+        if ends or not self._takes_in() or self._another is None:
+            _say("no worker is added: training has not begun, or comes to its end")
+            return set()
+        rank = len(self._processes)
+        self._processes.append(self._another(rank))
+        self._starts.append(0)
+        _say(f"{self._processes[rank].name} is added")
+        for thread in self._start(rank, end, tell_guardian):
+            thread.start()
+        return {rank}
+
+    def _remove(self, running: set[int], spared: dict[int, tuple[float, _Exit]]) -> None:
+        """Has the worker that was added last leave; one that waits to be restarted is left out."""
+        there = sorted((running | spared.keys()) - self._removed)
+        if len(there) < 2:
+            _say("no worker is removed: there is no other. SIGTERM ends the run")
+            return
+        last = there[-1]
+        self._removed.add(last)
+        _say(f"{self._processes[last].name} is removed")
+        if last in running:
+            _signal_group(self._workers[last], signal.SIGTERM)
+        spared.pop(last, None)
 
     def _listen(self, rank: int, line: bytes) -> None:
         """Notes the workers because of which a worker has failed, from its line of output."""

@@ -30,7 +30,8 @@ class Block:
     Attributes:
         parts: number of parts.
         period: τ, or `NEVER`.
-        steps: minibatches of each replica since the last sync point.
+        steps: minibatches of each replica since the last sync point. The sync is due at `period`;
+            where a worker has missed the beginning of the others' block, it is counted, too.
         part_steps: minibatches of each replica since the last sync of each part, shape [parts].
         samples: for each local replica the sum of its minibatches' weights since the last sync of
             each part, shape [parts]. A minibatch weighs its samples unless the user says otherwise.
@@ -50,6 +51,11 @@ class Block:
             for replica in range(len(site.devices))
         ]
         self.turn = make(tf.zeros([], tf.int32), "turn")
+
+    @property
+    def trained(self) -> int:
+        """Minibatches of each replica since the last sync, of a block of the whole model."""
+        return int(self.part_steps[0])
 
     def count(self, weights: tf.Tensor) -> tf.Tensor:
         """Counts a minibatch of each local replica by its weight; returns `steps`."""

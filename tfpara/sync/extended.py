@@ -42,6 +42,7 @@ from tfpara.sync.reading import Order, random_states, set_random_states, shuffle
 from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.replicas import Site
 from tfpara.sync.settings import Settings, warn_of_outlasting_momentum
+from tfpara.sync.sized_rule import check_sizes
 from tfpara.sync.synchronizer import Synchronizer
 from tfpara.sync.watchdog import Watchdog
 from tfpara.typing import Json, Nest, Scalar, Variable
@@ -291,9 +292,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self._is_chief = found.is_chief
         if elastic is not None:
             elastic.attach(self)
-        # What depends on N is, in an elastic run, for as many as began it.
+        # All workers of an elastic run begin with the rule for as many as began it.
         began = elastic.founders * len(self.worker_devices) if elastic else None
         self.settings = settings.resolved(began or self._num_replicas_in_sync)
+        if elastic is not None and settings.following_rule is None:
+            check_sizes(self.settings.rule, elastic.max_workers, len(self.worker_devices))
         # Weights travel between the lead devices, everything small between the hosts.
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
@@ -547,6 +550,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         )
         self._synchronizers_made += 1
         synchronizer = Synchronizer(variables, settings, site)
+        if site.members is not None:
+            replicas = site.members.size * len(self.worker_devices)
+            synchronizer.graph.global_state.rule.change(replicas)
         synchronizer.set_sync_period(self.sync_period)
         if former is not None:
             synchronizer.adopt(former.synchronizer)

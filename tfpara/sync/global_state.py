@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfpara.sync.aggregation import Aggregation, Part, Sharded, cut
 from tfpara.sync.replicas import Buckets, Replicas
 from tfpara.sync.settings import Settings
+from tfpara.sync.sized_rule import SizedRule
 from tfpara.sync.state import Kind, Slot
 from tfpara.typing import Array, State
 
@@ -58,13 +59,14 @@ class GlobalState:
 
     Attributes:
         is_new: whether the rule has taken no step since its state was made.
+        rule: the rule, which may follow the number of replicas.
     """
 
     def __init__(self, aggregation: Aggregation, settings: Settings, replicas: Replicas) -> None:
         rule: Any = settings.rule  # BMUFAdam has methods for moments, too
+        self.rule = SizedRule(rule, settings.following_rule, replicas.site.make)
         averages, make = settings.averages, replicas.site.make
         self.aggregation = aggregation
-        self._rule = rule
         self._averages = dict(averages)
         self._devices = replicas.devices
         self._site = replicas.site
@@ -118,7 +120,7 @@ class GlobalState:
                     first[holder], second[holder], self._states["moments"][holder], strict=True
                 ):
                     new.append(
-                        self._rule.update_moments(
+                        self.rule.present().update_moments(
                             _read(variables),
                             m,
                             v,
@@ -149,6 +151,7 @@ class GlobalState:
         """
         averages = {f"averages/{label}": average for label, average in self._averages.items()}
         update = Update(buckets, [], {label: [] for label in ("rule", *averages)})
+        rule = self.rule.present()
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
                 # The state of a bucket is read once its mean has arrived. Reading it earlier would
@@ -159,11 +162,12 @@ class GlobalState:
                         self._states["rule"][holder][buckets], means[holder], strict=True
                     )
                 ]
+                before = self.rule.carried(before)
                 after = [
-                    self._step(state, mean, share)
+                    self._step(rule, state, mean, share)
                     for state, mean in zip(before, means[holder], strict=True)
                 ]
-                broadcasts = list(map(self._rule.broadcast, before, after))
+                broadcasts = list(map(rule.broadcast, before, after))
                 update.states["rule"].append(after)
                 update.broadcasts.append(broadcasts)
                 for label, average in averages.items():
@@ -176,20 +180,21 @@ class GlobalState:
                     )
         return update
 
-    def _step(self, state: State, mean: tf.Tensor, share: tf.Tensor) -> State:
+    def _step(self, rule: Any, state: State, mean: tf.Tensor, share: tf.Tensor) -> State:
         """Takes the rule's step. Most blocks are whole, and need fewer passes over the weights."""
         replicas: Any = self._site.num_replicas
         if self._site.members is not None:
             replicas = tf.cast(self._site.replicas_now()[0], mean.dtype)
         return tf.cond(
             share < 1.0,
-            lambda: self._rule.update(state, mean, replicas, share),
-            lambda: self._rule.update(state, mean, replicas),
+            lambda: rule.update(state, mean, replicas, share),
+            lambda: rule.update(state, mean, replicas),
         )
 
     def commit(self, update: Update) -> None:
         """Writes the step that `update` returned."""
         self.is_new.assign(False)
+        self.rule.commit()
         for label, new in update.states.items():
             for variables, values in zip(self._states[label], new, strict=True):
                 for variable, value in zip(variables[update.buckets], values, strict=True):
@@ -244,7 +249,7 @@ class GlobalState:
             inside = part.bucket == bucket and start < end
             piece = values[start - at : end - at] if inside else values[:0]
             if inside:
-                _assign_at(own, self._rule.init(piece), start - part.start)
+                _assign_at(own, self.rule.last().init(piece), start - part.start)
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
                 # A user's average may have no count. To restart it twice does no harm.
@@ -258,13 +263,14 @@ class GlobalState:
                 _assign(state, average.init(value))
 
     def _start_anew(self) -> None:
+        rule = self.rule.last()
         for holder, part in self._held():
             own = self._states["rule"][holder][part.bucket]
             before = _read(own)
-            _assign(own, self._rule.init(self._rule.broadcast(before, before)))
+            _assign(own, rule.init(rule.broadcast(before, before)))
         for states in self._states.get("moments", []):
             for state in states:
-                _assign(state, self._rule.init_moments(state.momentum, state.velocity))
+                _assign(state, rule.init_moments(state.momentum, state.velocity))
         self.is_new.assign(True)
 
     def cells(self) -> Iterator[Cell]:
@@ -301,11 +307,11 @@ class GlobalState:
             received: for each holder its parts of the point from which replicas take differences.
             buckets: the buckets of these parts.
         """
-        per_holder = []
+        per_holder, rule = [], self.rule.last()
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
                 states = [_read(state) for state in self._states["rule"][holder][buckets]]
-                per_holder.append(list(map(self._rule.measured_from, states, received[holder])))
+                per_holder.append(list(map(rule.measured_from, states, received[holder])))
         return per_holder
 
     def restart(self, *of_devices: Sequence[Buckets]) -> list[list[tf.Tensor]]:
@@ -316,11 +322,12 @@ class GlobalState:
                 those with which the sync began, if the replica has trained since; and those that
                 the rule broadcast.
         """
-        rule = self._rule.restart if len(of_devices) == 2 else self._rule.restart_delayed
+        rule = self.rule.present()
+        restart = rule.restart if len(of_devices) == 2 else rule.restart_delayed
         restarted = []
         for device, *buckets in zip(self._devices, *of_devices, strict=True):
             with tf.device(device):
-                restarted.append([rule(*each) for each in zip(*buckets, strict=True)])
+                restarted.append([restart(*each) for each in zip(*buckets, strict=True)])
         return restarted
 
     def broadcast_point(self) -> list[tf.Tensor]:
@@ -328,11 +335,11 @@ class GlobalState:
 
         Every worker must call it.
         """
-        per_holder = []
+        per_holder, rule = [], self.rule.last()
         for holder, device in enumerate(self.aggregation.holders):
             with tf.device(device):
                 states = [_read(state) for state in self._states["rule"][holder]]
-                per_holder.append([self._rule.broadcast(state, state) for state in states])
+                per_holder.append([rule.broadcast(state, state) for state in states])
         return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
 
     @property

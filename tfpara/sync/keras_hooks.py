@@ -221,7 +221,10 @@ def _together(fit: Method) -> Method:
             extended.elastic.check(model, given.get("x"))
         elastic = extended.elastic.training(model) if extended.elastic else contextlib.nullcontext()
         with program.noting(), extended.in_fit(model), _with_data("fit", strategy), elastic:
-            history = fit(model, *args, **kwargs)
+            if extended.elastic is not None:
+                history = extended.elastic.fit(lambda: fit(model, *args, **kwargs))
+            else:
+                history = fit(model, *args, **kwargs)
             if strategy.num_workers > 1:
                 extended.finish_blocks(FIT_END)
         return history

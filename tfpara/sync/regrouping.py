@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,16 +27,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import tensorflow as tf
 
 from tfpara.cluster import exit_codes, ports, secret
-from tfpara.cluster.meeting import NAME, Ended, Evicted, Form, Left, Line
+from tfpara.cluster.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError
 from tfpara.collectives import TensorFlowCollectives
 from tfpara.collectives.members import Members
 from tfpara.elastic.plan import Plan, begin
 from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.keras_model import hyperparameters
 from tfpara.strategy import StateHolder
+from tfpara.sync.replicas import BUCKET_BYTES
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
-from tfpara.typing import Json
+from tfpara.typing import Json, Nest
 from tfpara.version import __version__
 
 if TYPE_CHECKING:
@@ -52,7 +54,15 @@ LOST = (
     tf.errors.DeadlineExceededError,
 )
 _PLACEHOLDER = "127.0.0.1:1"  # where TensorFlow wants an address and nobody is
+_ALONE = 1 << 20  # and above: numbers of generations of one worker, which no run reaches
 _log = logging.getLogger(__name__)
+
+
+class GivenUp(BaseException):
+    """The others train on without this worker, which joins them again by another call of `fit`.
+
+    No `Exception`, since a script that catches these would keep it from there.
+    """
 
 
 class Regrouping:
@@ -64,6 +74,7 @@ class Regrouping:
 
     Attributes:
         founders: workers with which the run began.
+        max_workers: most that may train; None: any number.
         form: the present generation.
         members: as collectives know it.
         joining: whether this worker has still to be let in.
@@ -77,7 +88,8 @@ class Regrouping:
     def __init__(self, settings: Elastic, timeout_seconds: float) -> None:
         self._reserved = ports.reserve()
         port = self._reserved.getsockname()[1]
-        self.line = Line(
+        self._connect = functools.partial(
+            Line,
             meeting_point(),
             secret.read(),
             port,
@@ -85,10 +97,12 @@ class Regrouping:
             timeout_seconds,
             name=os.environ.get(NAME, ""),
         )
-        self.founders = self.line.founders
+        self.line = self._connect()
+        self.founders, self.max_workers = self.line.founders, settings.max_workers
         self.joining = not self.line.founding
+        self._address = f"127.0.0.1:{port}"  # of this worker, while it is alone
         if self.joining:
-            self.form = Form(0, (self.line.task,), (f"127.0.0.1:{port}",), (None,), "")
+            self.form = self._alone(0)
         else:
             self.line.register({})
             self.form = self.line.formed()
@@ -110,8 +124,13 @@ class Regrouping:
         self._in_step = False
         self._agreed = False  # whether this worker has told what all have alike
         self._leaves = self._told = False  # whether it is to leave, and has said so
+        self._in_fit = self._returns = False  # whether it may come back; whether it does
         self._last = ""  # why all write a checkpoint and end; "" if they train on
         self._out = False  # whether this worker is no member any more
+
+    def _alone(self, number: int) -> Form:
+        """The generation of this worker before it joins the others."""
+        return Form(number, (self.line.task,), (self._address,), (None,), "")
 
     # -- TensorFlow's view -------------------------------------------------------------------
 
@@ -157,6 +176,9 @@ class Regrouping:
             addresses = dict(zip(form.tasks, form.addresses, strict=True))
             self._extended.serve(addresses, self.leader(), self.rank)
             self.members.change(len(form.tasks), self.rank, form.number)
+        for synchronizer in self._extended.synchronizers:
+            replicas = len(form.tasks) * len(self._extended.worker_devices)
+            synchronizer.graph.global_state.rule.change(replicas)
 
     def _abort(self, generation: int, why: str) -> None:
         """Ends the collectives of a generation, on the line's thread."""
@@ -178,7 +200,11 @@ class Regrouping:
             admits = self._in_step and not self._closed
             try:
                 form = self.line.met(self.form.number, self._report(), failed, admits)
-            except (Evicted, Left, Ended) as error:
+            except Evicted as error:
+                if self._in_fit:
+                    raise GivenUp(str(error)) from None
+                self._end(str(error))
+            except (Left, Ended) as error:
                 self._end(str(error))
             self._become(form)
             failed = True
@@ -210,6 +236,36 @@ class Regrouping:
         print(f"tfpara: {why} Exit code {code}.", file=sys.stderr, flush=True)
         raise SystemExit(code)
 
+    def fit(self, call: Callable[[], Nest]) -> Nest:
+        """Makes a call of `fit`, and again where this worker was given up and comes back."""
+        while True:
+            self._in_fit = True
+            try:
+                return call()
+            except GivenUp as error:
+                self._come_back(str(error))
+            finally:
+                self._in_fit = False
+
+    def _come_back(self, why: str) -> None:
+        """Connects anew, as one that joins; it keeps its model and its traced step."""
+        if self._leaves:
+            self._end(why)
+        print(f"tfpara: {why} It comes back.", file=sys.stderr, flush=True)
+        self.line.close()
+        task = self.line.task
+        try:
+            self.line = self._connect(task=task)
+        except MeetingError as error:
+            self._end(str(error))
+        if self.line.task != task or self.line.founding:
+            # TensorFlow's server keeps its number, and what this worker has trained is of no use.
+            self._end("the run that this worker belongs to is over.")
+        self.line.on_abort(self._abort)
+        self.joining = self._returns = True
+        self._iterator, self._logs = None, None
+        self._become(self._alone(_ALONE + self.form.number))
+
     def leave(self) -> None:
         """Has this worker leave at the next sync; the others go on without it."""
         self._leaves = True
@@ -227,7 +283,7 @@ class Regrouping:
             graph.forget_waiting()
         return {
             "syncs": sum(graph.statistics().syncs for graph in graphs),
-            "open": sum(int(graph.block.steps) for graph in graphs),
+            "open": sum(graph.block.trained for graph in graphs),
             "dealt": _dealt(graphs[0]).numpy().tolist() if graphs else [0] * len(self.form.tasks),
             "plan": self.plan.state(),
             "closed": self._closed_epoch,
@@ -253,6 +309,9 @@ class Regrouping:
         if any(behind):
             new = any(not own for own in reports)
             self._hand_over(source, behind[self.rank], new, ahead["agreed"])
+            if behind[self.rank]:
+                # The others' blocks are partly, or all, trained: they do not wait for a whole one.
+                self._hasten(max(own["open"] for own in known if own["syncs"] == furthest))
         plan = Plan.of(ahead["plan"])
         here = dict(zip(form.tasks, zip(reports, behind, strict=True), strict=True))
         open_steps = []
@@ -301,27 +360,35 @@ class Regrouping:
         (synchronizer,) = self._extended.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
-        for number, slot in enumerate(self._slots(new)):
-            value = slot.variable.read_value()
-            sent = value if value.dtype in _SENT else tf.cast(value, tf.int32)
-            flat = tf.reshape(sent, [-1])
-            got = hosts.broadcast(flat, f"hand over/{number}", source)
-            if receives and (self.joining or slot.kind is not Kind.MODEL):
-                slot.variable.assign(tf.cast(tf.reshape(got, value.shape), value.dtype))
+        for number, slots in enumerate(_packed(self._slots(new))):
+            values = [_as_sent(slot.variable.read_value()) for slot in slots]
+            sizes = [value.shape.num_elements() for value in values]
+            flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+            got = tf.split(hosts.broadcast(flat, f"hand over/{number}", source), sizes)
+            for slot, new_value in zip(slots, got, strict=True):
+                if receives and (self.joining or slot.kind is not Kind.MODEL):
+                    shaped = tf.reshape(new_value, slot.variable.shape)
+                    slot.variable.assign(tf.cast(shaped, slot.variable.dtype))
         if receives:
             synchronizer.start_from(synchronizer.broadcast_point())
             synchronizer.graph.block.give_up()
             synchronizer.graph._agreed.assign(agreed)
             synchronizer.graph.met()
 
+    def _hasten(self, steps: int) -> None:
+        """Has this worker's open block, of which nothing is trained, end as soon as the others'."""
+        (synchronizer,) = self._extended.synchronizers
+        block = synchronizer.graph.block
+        block.steps.assign(max(0, min(steps, int(block.period) - 1)))
+
     def _slots(self, new: bool) -> list[Slot]:
         """What travels to a worker that is behind, or new."""
         kinds = [Kind.SHARED, Kind.HOLDER, *([Kind.MODEL] if new else [])]
         counters = ("counter/syncs", "counter/period")
         assert self._model is not None
-        return [
-            slot for slot in slots_of(self._model) if slot.kind in kinds or slot.name in counters
-        ]
+        (synchronizer,) = self._extended.synchronizers
+        slots = [*slots_of(self._model), *synchronizer.graph.global_state.rule.slots()]
+        return [slot for slot in slots if slot.kind in kinds or slot.name in counters]
 
     def _terms(self) -> dict[str, Json]:
         """What all workers have to have alike."""
@@ -413,12 +480,13 @@ class Regrouping:
         assert model is not None
         if not self.joining:
             return
-        # It traces its step alone, while the others train.
-        self._of_one = self._of_plan()
-        with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
-            model.train_function.of_regrouping(self._of_one)  # type: ignore[union-attr]
-        (synchronizer,) = self._extended.synchronizers
-        synchronizer.finish_block()
+        if not (self._returns and self._extended.synchronizers):
+            # It traces its step alone, while the others train.
+            self._of_one = self._of_plan()
+            with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
+                model.train_function.of_regrouping(self._of_one)  # type: ignore[union-attr]
+            (synchronizer,) = self._extended.synchronizers
+            synchronizer.finish_block()
         model._initial_epoch = self.join()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -578,7 +646,9 @@ class Regrouping:
                     except LOST:
                         pass
                 form = self.line.met(form.number, None, True)
-        except (Evicted, Left, Ended) as error:
+        except Evicted as error:
+            raise GivenUp(str(error)) from None
+        except (Left, Ended) as error:
             self._end(str(error), isinstance(error, Ended) and error.complete)
         self.joining = False
         return self.plan.epoch
@@ -621,6 +691,29 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 _SENT = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def _as_sent(value: tf.Tensor) -> tf.Tensor:
+    """A value as collectives take it."""
+    return value if value.dtype in _SENT else tf.cast(value, tf.int32)
+
+
+def _packed(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Slots of one type together, as many as fit into a bucket; larger ones alone."""
+    packs: list[list[Slot]] = []
+    for dtype in _SENT:
+        size = BUCKET_BYTES
+        for slot in slots:
+            own = slot.variable.dtype
+            if (own if own in _SENT else tf.int32) != dtype:
+                continue
+            number = slot.variable.shape.num_elements() * dtype.size
+            if size + number > BUCKET_BYTES:
+                packs.append([])
+                size = 0
+            packs[-1].append(slot)
+            size += number
+    return packs
 
 
 def _short(error: tf.errors.OpError) -> str:

@@ -51,6 +51,10 @@ class Settings:
     device_sync_period: int | None = dataclasses.field(default=None, metadata=_RUN)
     compression: str = dataclasses.field(default="none", metadata=_RUN)
     asked_rule: str = ""  # repr of the rule before `resolved` filled in its defaults
+    # Where hyper-parameters follow the number of replicas: the rule as the user gave it, and as it
+    # is for the largest number that may come.
+    following_rule: Rule | None = None
+    largest_rule: Rule | None = None
 
     def __post_init__(self) -> None:
         """Checks each setting alone, then the settings that limit each other."""
@@ -211,6 +215,14 @@ class Settings:
                 "sync_period is a multiple."
             )
 
+    @property
+    def resets_momentum(self) -> bool:
+        """Whether the rule has, for some number of replicas that may come, a momentum of its own.
+
+        See `Rule.resets_momentum`.
+        """
+        return any(each.resets_momentum() for each in (self.rule, self.largest_rule) if each)
+
     def local_state_of(self, optimizer: keras.optimizers.Optimizer) -> str:
         """What a sync makes of an optimizer's slots: "keep", "reset" or "average".
 
@@ -220,14 +232,14 @@ class Settings:
         """
         if self.local_state != "auto":
             return self.local_state
-        resets = self.rule.resets_momentum() and _momentum(optimizer) > 0.0
+        resets = self.resets_momentum and _momentum(optimizer) > 0.0
         return "reset" if resets and not self._trains_on else "keep"
 
 
 def warn_of_outlasting_momentum(settings: Settings, optimizer: keras.optimizers.Optimizer) -> None:
     """Warns where local momentum outlasts a block, and the rule's own momentum repeats it."""
     momentum, rule = _momentum(optimizer), settings.rule
-    if not rule.resets_momentum() or settings.local_state_of(optimizer) == "reset":
+    if not settings.resets_momentum or settings.local_state_of(optimizer) == "reset":
         return
     memory = 1.0 / (1.0 - momentum)
     if momentum and memory > settings.sync_period:

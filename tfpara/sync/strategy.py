@@ -29,6 +29,7 @@ from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.reports import Request
 from tfpara.sync.settings import Settings
+from tfpara.sync.sized_rule import check_sizes
 from tfpara.sync.statistics import SyncStatistics
 from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
@@ -205,6 +206,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         elastic: Elastic,
         startup_timeout_seconds: float,
     ) -> None:
+        if elastic.rule_follows:
+            count = len(devices or tf.config.list_physical_devices("GPU")) or 1
+            largest = check_sizes(settings.rule, elastic.max_workers, count)
+            settings = dataclasses.replace(
+                settings, following_rule=settings.rule, largest_rule=largest
+            )
         regrouping = Regrouping(elastic, startup_timeout_seconds)
         with quiet.starting(), _starting_first():
             extended = PeriodicSyncExtended(self, settings, devices, cluster.ALONE, regrouping)
