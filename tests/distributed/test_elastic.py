@@ -1,13 +1,16 @@
 """Elastic runs: workers of real processes are killed, stopped, asked to leave, and come."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import time
 
 import elastic_runs
+import numpy as np
 import pytest
+import warm
 from launched import Launched, launch
 
 KILLED, AGAIN = -signal.SIGKILL, 75
@@ -247,3 +250,46 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
     assert code == 0, output
     assert "tfpara-launch: worker 2 has left: exit code 75" in output
     assert "restart" not in output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rule": "tfpara.BMUF()", **MIXED, "dropout": False},
+        pytest.param({"rule": "tfpara.EASGD()"}, marks=pytest.mark.one_version),
+        pytest.param(
+            {"rule": "tfpara.EASGD()", "follows": False, "max_workers": 3},
+            marks=pytest.mark.one_version,
+        ),
+    ],
+)
+def test_the_record_is_replayed_in_one_process(options, tmp_path):
+    """Simulated replicas train what the workers did; they know nothing of groups that change."""
+    options = {"epochs": 6, **options}
+    workers = {"checkpoints": str(tmp_path / "run"), "step_seconds": 0.1, "every_syncs": 100}
+    workers["weights"] = str(tmp_path / "{pid}.npz")
+    faults = {0: ["weights", 2, "SIGKILL"]}
+    with elastic_runs.Run(tmp_path, 3, faults, **options, **workers) as run:
+        run.start()
+        run.wait_until(run.of_rank(1), "epoch", 2)
+        run.processes[run.of_rank(1)].kill()
+        run.start()
+        assert len(run.check([KILLED, KILLED], epochs=6)) == 3
+        sizes = [len(each.members) for each in run.meeting.history]
+        assert min(sizes) < 3 and len(sizes) > 2
+    trained = [np.load(path) for path in tmp_path.glob("*.npz")]
+    began = 3 * options.get("devices", 1)
+    record = tmp_path / "run" / "generations.jsonl"
+    options |= {"replay": [str(record), began], "weights": str(tmp_path / "replayed.npz")}
+    options["log"] = str(tmp_path / "replay.jsonl")
+    output = warm.Popen(
+        [str(elastic_runs.PROGRAM), json.dumps(options)],
+        {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ).communicate(timeout=elastic_runs.DEADLINE)[0]
+    assert (tmp_path / "replayed.npz").exists(), output
+    replayed = np.load(tmp_path / "replayed.npz")
+    for name in replayed.files:
+        np.testing.assert_allclose(trained[0][name], replayed[name], rtol=2e-4, atol=2e-5)

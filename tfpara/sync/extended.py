@@ -40,6 +40,7 @@ from tfpara.sync.fingerprint import agree
 from tfpara.sync.model_variables import replica_variables
 from tfpara.sync.reading import Order, random_states, set_random_states, shuffled
 from tfpara.sync.regrouping import Regrouping
+from tfpara.sync.replaying import Replay
 from tfpara.sync.replicas import Site
 from tfpara.sync.settings import Settings, warn_of_outlasting_momentum
 from tfpara.sync.sized_rule import check_sizes
@@ -248,6 +249,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> None:
         self._wanted_devices = devices
         self.elastic = elastic
+        self.replay: Replay | None = None  # in a simulation of an elastic run
+        self.as_one_replica = False  # whether a script is asked for the data of all replicas
         self.optimizer_stepped = False
         self.tracked: keras.Model | None = None
         self.shown: str | None = None  # the name given to strategy.weights(), inside its context
@@ -542,6 +545,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             num_replicas=self._num_replicas_in_sync,
             first_replica=self._id_in_cluster * len(self.worker_devices),
             members=self.elastic.members if self.elastic else None,
+            present=self.replay.present if self.replay else None,
             devices=self.worker_devices,
             collectives=self.collectives,
             reports=self.reports,
@@ -861,6 +865,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.position.move(0, self.steps_seen)
         if self.elastic is not None:
             self.elastic.dataset_fn = dataset_fn
+        if self.replay is not None:
+            dataset_fn = self.replay.dealt(dataset_fn)
         dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
         dataset.built_for = (self.position.epoch, self.position.first)

@@ -182,9 +182,9 @@ class GlobalState:
 
     def _step(self, rule: Any, state: State, mean: tf.Tensor, share: tf.Tensor) -> State:
         """Takes the rule's step. Most blocks are whole, and need fewer passes over the weights."""
-        replicas: Any = self._site.num_replicas
-        if self._site.members is not None:
-            replicas = tf.cast(self._site.replicas_now()[0], mean.dtype)
+        replicas, _ = self._site.replicas_now()
+        if isinstance(replicas, tf.Tensor):
+            replicas = tf.cast(replicas, mean.dtype)
         return tf.cond(
             share < 1.0,
             lambda: rule.update(state, mean, replicas, share),

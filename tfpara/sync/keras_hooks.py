@@ -219,7 +219,8 @@ def _together(fit: Method) -> Method:
         if extended.elastic is not None:
             given = signature.bind(model, *args, **kwargs).arguments
             extended.elastic.check(model, given.get("x"))
-        elastic = extended.elastic.training(model) if extended.elastic else contextlib.nullcontext()
+        changing: Any = extended.elastic or extended.replay
+        elastic = changing.training(model) if changing else contextlib.nullcontext()
         with program.noting(), extended.in_fit(model), _with_data("fit", strategy), elastic:
             if extended.elastic is not None:
                 history = extended.elastic.fit(lambda: fit(model, *args, **kwargs))
@@ -483,8 +484,9 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             elastic = _elastic(callbacks)
             if name == "on_epoch_begin":
                 place.epoch_begins(*args[:1])
-                if elastic is not None:
-                    elastic.begin_epoch(*args[:1])
+                changing = elastic or getattr(_extended(callbacks), "replay", None)
+                if changing is not None:
+                    changing.begin_epoch(*args[:1])
             if name == "on_train_batch_begin":
                 place.step_begins(*args[:1])
             with place.in_callbacks():
@@ -500,8 +502,13 @@ def _in_place(name: str) -> Callable[[Method], Method]:
 
 def _elastic(callbacks: keras.callbacks.CallbackList) -> Any:
     """The regrouping of an elastic run in whose `fit` callbacks run; else None."""
+    return getattr(_extended(callbacks), "elastic", None)
+
+
+def _extended(callbacks: keras.callbacks.CallbackList) -> Any:
+    """The strategy's extended part of the model whose callbacks these are; None if it has none."""
     strategy = _strategy(callbacks._model) if getattr(callbacks, "_model", None) else None
-    return strategy.extended.elastic if strategy is not None else None
+    return strategy.extended if strategy is not None else None
 
 
 _HOOKS = {

@@ -37,6 +37,7 @@ from tfpara.strategy import StateHolder
 from tfpara.sync.replicas import BUCKET_BYTES
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
+from tfpara.sync.train_function import stepping
 from tfpara.typing import Json, Nest
 from tfpara.version import __version__
 
@@ -120,8 +121,11 @@ class Regrouping:
         self._logs: Any = None
         self._model: keras.Model | None = None
         self._epoch = 0  # that `fit` is in
+        self._source: int | None = None  # whose state was taken over at the last meeting
+        self._taken: list[int] = []  # by whom
         self._closed_epoch = -1  # the latest of which all blocks are closed
         self._in_step = False
+        self._may_be_due = False  # whether a sync has failed that has not been repeated
         self._agreed = False  # whether this worker has told what all have alike
         self._leaves = self._told = False  # whether it is to leave, and has said so
         self._in_fit = self._returns = False  # whether it may come back; whether it does
@@ -307,11 +311,11 @@ class Regrouping:
         source, furthest = reports.index(ahead), ahead["syncs"]
         behind = [not own or own["syncs"] < furthest for own in reports]
         if any(behind):
-            new = any(not own for own in reports)
-            self._hand_over(source, behind[self.rank], new, ahead["agreed"])
+            self._hand_over(source, behind[self.rank], ahead["agreed"])
             if behind[self.rank]:
                 # The others' blocks are partly, or all, trained: they do not wait for a whole one.
                 self._hasten(max(own["open"] for own in known if own["syncs"] == furthest))
+        self._may_be_due = True
         plan = Plan.of(ahead["plan"])
         here = dict(zip(form.tasks, zip(reports, behind, strict=True), strict=True))
         open_steps = []
@@ -332,6 +336,8 @@ class Regrouping:
                     holder.set_state(ahead["states"][name])
         ready = self._model is not None and self.plan.epoch > self._closed_epoch
         self._iterator = self._of_plan() if ready else None
+        self._taken = [task for task, own in zip(form.tasks, behind, strict=True) if own]
+        self._source = form.tasks[source]
         if self.rank == 0:
             several = len(form.tasks) > 1
             who = f"{len(form.tasks)} workers train" if several else "1 worker trains"
@@ -350,25 +356,27 @@ class Regrouping:
             "time": time.time(),
             "syncs": syncs,
             "plan": self.plan.state(),
+            "devices": len(self._extended.worker_devices),
+            "source": self._source,
+            "took_over": self._taken,
         }
         self.record.parent.mkdir(parents=True, exist_ok=True)
         with self.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _hand_over(self, source: int, receives: bool, new: bool, agreed: list[float]) -> None:
+    def _hand_over(self, source: int, receives: bool, agreed: list[float]) -> None:
         """Sends the state of the worker with rank `source` to those who receive it."""
         (synchronizer,) = self._extended.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
-        for number, slots in enumerate(_packed(self._slots(new))):
+        for number, slots in enumerate(_packed(self._slots())):
             values = [_as_sent(slot.variable.read_value()) for slot in slots]
             sizes = [value.shape.num_elements() for value in values]
             flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
             got = tf.split(hosts.broadcast(flat, f"hand over/{number}", source), sizes)
-            for slot, new_value in zip(slots, got, strict=True):
-                if receives and (self.joining or slot.kind is not Kind.MODEL):
-                    shaped = tf.reshape(new_value, slot.variable.shape)
-                    slot.variable.assign(tf.cast(shaped, slot.variable.dtype))
+            for slot, value in zip(slots, got if receives else (), strict=receives):
+                shaped = tf.reshape(value, slot.variable.shape)
+                slot.variable.assign(tf.cast(shaped, slot.variable.dtype))
         if receives:
             synchronizer.start_from(synchronizer.broadcast_point())
             synchronizer.graph.block.give_up()
@@ -379,11 +387,11 @@ class Regrouping:
         """Has this worker's open block, of which nothing is trained, end as soon as the others'."""
         (synchronizer,) = self._extended.synchronizers
         block = synchronizer.graph.block
-        block.steps.assign(max(0, min(steps, int(block.period) - 1)))
+        block.steps.assign(min(steps, int(block.period)))
 
-    def _slots(self, new: bool) -> list[Slot]:
+    def _slots(self) -> list[Slot]:
         """What travels to a worker that is behind, or new."""
-        kinds = [Kind.SHARED, Kind.HOLDER, *([Kind.MODEL] if new else [])]
+        kinds = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
         counters = ("counter/syncs", "counter/period")
         assert self._model is not None
         (synchronizer,) = self._extended.synchronizers
@@ -436,34 +444,18 @@ class Regrouping:
     def training(self, model: keras.Model) -> Iterator[None]:
         """A call of `fit`; its training function is ours as well, once Keras has made it."""
         self._model = model
-        make = model.make_train_function
-
-        def making(force: bool = False) -> None:
-            make(force)
-            function = model.train_function
-            if not hasattr(function, "of_regrouping"):
-
-                def step(iterator: Iterator[Any]) -> Any:
-                    return self._step(function, iterator)
-
-                step.of_regrouping = function  # type: ignore[attr-defined]
-                model.train_function = step
-
-        model.make_train_function = making
         former = None
         if threading.current_thread() is threading.main_thread():
             former = signal.signal(signal.SIGTERM, self._note)
         try:
-            yield
+            with stepping(model, self._step):
+                yield
             # Nobody ends its program while another waits for it in an exchange.
             self.together(lambda: self._extended.control.collectives.barrier("fit"))
         finally:
             model._initial_epoch = None
             if former is not None:
                 signal.signal(signal.SIGTERM, former)
-            del model.make_train_function
-            function = getattr(model.train_function, "of_regrouping", None)
-            model.train_function = function or model.train_function
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM: this worker leaves after the next sync. A second one ends it at once."""
@@ -484,7 +476,7 @@ class Regrouping:
             # It traces its step alone, while the others train.
             self._of_one = self._of_plan()
             with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
-                model.train_function.of_regrouping(self._of_one)  # type: ignore[union-attr]
+                model.train_function.inner(self._of_one)  # type: ignore[union-attr]
             (synchronizer,) = self._extended.synchronizers
             synchronizer.finish_block()
         model._initial_epoch = self.join()
@@ -510,9 +502,12 @@ class Regrouping:
             if not self._agreed and self.rank == 0 and self._extended.synchronizers:
                 self._agreed = True
                 self.line.agreed(self._terms())
+            trained = False
             while True:
                 try:
-                    self._logs = function(self._iterator or iterator)
+                    self._repeat()
+                    if not trained:
+                        self._logs = function(self._iterator or iterator)
                     return self._logs
                 except (tf.errors.OutOfRangeError, StopIteration):
                     if self._close_epoch():
@@ -520,10 +515,18 @@ class Regrouping:
                 except LOST as error:
                     _log.info("tfpara: a sync has failed: %s", _short(error))
                     self.meet(failed=True)
-                    if self._logs is not None:
-                        return self._logs
+                    trained = self._logs is not None
         finally:
             self._in_step = False
+
+    def _repeat(self) -> None:
+        """Runs the sync that is due where members have met because it had failed."""
+        due, self._may_be_due = self._may_be_due, False
+        if due and self._extended.synchronizers:
+            (synchronizer,) = self._extended.synchronizers
+            block = synchronizer.graph.block
+            if int(block.steps) >= int(block.period):
+                synchronizer.graph.sync(tf.constant(True))
 
     def _look(self) -> None:
         """Meets the others where all have agreed on it in a sync."""
@@ -574,7 +577,8 @@ class Regrouping:
         """
         if self._inside:
             return operation()
-        number = self._operations
+        number, place = self._operations, self._extended.place
+        met = place.met
         while True:
             try:
                 self._inside = True
@@ -583,11 +587,12 @@ class Regrouping:
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", _short(error))
                 self._inside = False
+                place.met = met  # part of it may have gone well, on some
                 self.meet(failed=True)
                 if self._others["operations"] <= number:
                     continue
                 result, self.completed_in = self._others["result"], self._others["completed_in"]
-                self._extended.place.met = self._others["met"]
+                place.met = self._others["met"]
             finally:
                 self._inside = False
             self._operations, self._result = number + 1, result

@@ -33,6 +33,7 @@ class Site(NamedTuple):
     make: creates a plain variable, `make(initial_value, name)`.
     members: of a group that changes, else None; num_replicas and first_replica are then those with
         which the run began.
+    present: N, where it changes and the local replicas stay: those beyond it are idle. Else None.
     """
 
     name: str
@@ -44,9 +45,12 @@ class Site(NamedTuple):
     place: Place
     make: Callable[[Array, str], tf.Variable]
     members: Members | None = None
+    present: tf.Variable | None = None
 
     def replicas_now(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:
         """N and the number of this worker's first replica, as graphs read them."""
+        if self.present is not None:
+            return self.present.read_value(), self.first_replica
         if self.members is None:
             return self.num_replicas, self.first_replica
         size, rank = self.members.size_and_rank()

@@ -252,7 +252,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def num_replicas(self) -> int:
         """N, the replicas of all workers."""
-        return self.extended._num_replicas_in_sync
+        return 1 if self.extended.as_one_replica else self.extended._num_replicas_in_sync
 
     @property
     def num_workers(self) -> int:
@@ -267,7 +267,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def local_replica_ids(self) -> list[int]:
         """The numbers, among 0 … N − 1, of this worker's replicas."""
-        count = len(self.extended.worker_devices)
+        count = 1 if self.extended.as_one_replica else len(self.extended.worker_devices)
         return list(range(self.worker_index * count, (self.worker_index + 1) * count))
 
     @property

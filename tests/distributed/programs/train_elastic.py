@@ -7,10 +7,11 @@ be; `["epoch", number, log, workers]`, and at the end `["end", hash of the weigh
 
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
-checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), and
-faults: by the rank at the start, [place, n, what]: at the n-th time that it comes to one of
-`PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a lost
-connection does.
+checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
+weights (a file for them), replay (a record and the number of replicas: it is trained again, in
+this process), and faults: by the rank at the start, [place, n, what]: at the n-th time that it
+comes to one of `PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error
+as a lost connection does.
 """
 
 import hashlib
@@ -126,7 +127,8 @@ def install(faults, log):
 
     def given_up():
         # What a worker trains alone, before it joins, is in nobody's model.
-        return "dropped" if strategy.extended.elastic.joining else "synced"
+        elastic = strategy.extended.elastic
+        return "dropped" if elastic is not None and elastic.joining else "synced"
 
     together = regrouping.Regrouping.together
 
@@ -246,6 +248,9 @@ def main():
         "step_seconds": 0.0,
         "width": 4,
         "callbacks": [],
+        "follows": True,
+        "weights": None,
+        "replay": None,
         "faults": {},
     } | json.loads(sys.argv[1])
     log = Log(options["log"].format(pid=os.getpid()))
@@ -253,20 +258,27 @@ def main():
     tf.config.threading.set_inter_op_parallelism_threads(2)
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     devices = options["devices"]
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * devices,
-    )
+    if not options["replay"]:
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0],
+            [tf.config.LogicalDeviceConfiguration()] * devices,
+        )
     limits = ("min_workers", "max_workers", "grace_seconds", "silence_seconds")
-    strategy = tfpara.PeriodicSyncStrategy(
-        eval(options["rule"]),
-        sync_period=TAU,
-        averages={"ema": tfpara.EMA(0.9)},
-        devices=[f"CPU:{k}" for k in range(devices)],
-        elastic=tfpara.Elastic(**{name: options[name] for name in limits}),
-    )
-    joins = strategy.extended.elastic.joining
-    rank = "joins" if joins else str(strategy.worker_index)
+    limits = {name: options[name] for name in limits}
+    settings = {
+        "sync_period": TAU,
+        "averages": {"ema": tfpara.EMA(0.9)},
+        "elastic": tfpara.Elastic(**limits, rule_follows=options["follows"]),
+    }
+    rule = eval(options["rule"])
+    if options["replay"]:
+        record, number = options["replay"]
+        strategy = tfpara.simulate(number, rule, record=record, **settings)
+        rank = "replays"
+    else:
+        devices = [f"CPU:{k}" for k in range(devices)]
+        strategy = tfpara.PeriodicSyncStrategy(rule, devices=devices, **settings)
+        rank = "joins" if strategy.extended.elastic.joining else str(strategy.worker_index)
     log("rank", rank)
     faults = Faults(options["faults"].get(rank))
     install(faults, log)
@@ -315,6 +327,10 @@ def main():
     for which in ("global", "ema"):
         with strategy.weights(model, which):
             values += [np.asarray(w) for w in model.get_weights()]
+    if options["weights"]:
+        np.savez(options["weights"].format(pid=os.getpid()), *values)
+    if options["replay"]:
+        return
     digest = hashlib.md5(b"".join(v.tobytes() for v in values)).hexdigest()
     elastic = strategy.extended.elastic
     seen = np.asarray(model.seen.seen).tolist()

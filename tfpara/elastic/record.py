@@ -1,0 +1,191 @@
+"""The record of an elastic run's generations, and what each worker trained by it, row by row.
+
+The chief of an elastic run adds a line to `generations.jsonl` for each generation: its members,
+how many syncs were done, and the plan of the data from there on. All that a run has trained follows
+from these lines, so that a simulation can train the same. Pure arithmetic on what was read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfpara.elastic.plan import Plan, begin
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A generation, as the record has it.
+
+    Attributes:
+        number: counts from 1.
+        syncs: done before it.
+        plan: who trains what from there on.
+        devices: of each worker.
+        source: the task whose state others took over where it began; None: nobody did.
+        took_over: the tasks that did: those that came, and those that had missed a sync.
+    """
+
+    number: int
+    syncs: int
+    plan: Plan
+    devices: int
+    source: int | None
+    took_over: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One step of all places; a place stands for a worker, and for another once that is lost.
+
+    Attributes:
+        units: what each place trains; None: nothing.
+        workers: their number from here on; None: as before.
+        restarted: places that begin, before the step, at the point that the rule has broadcast.
+        taken_over: pairs of places, in order: the first takes the second's optimizer and statistics
+            before the step.
+    """
+
+    units: tuple[int | None, ...]
+    workers: int | None = None
+    restarted: tuple[int, ...] = ()
+    taken_over: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a replay is, where an epoch begins.
+
+    Attributes:
+        syncs: done so far.
+        following: index of the next generation.
+        members: tasks by rank.
+        places: the place of each task.
+        pending: as `Row.taken_over`, for the next row.
+    """
+
+    syncs: int = 0
+    following: int = 0
+    members: tuple[int, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+    pending: tuple[tuple[int, int], ...] = ()
+
+
+def read(path: Path) -> list[Generation]:
+    """Reads a record.
+
+    Raises:
+        ValueError: it is no record, or one of which the beginning is in another run's checkpoint.
+    """
+    found: list[Generation] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            told = json.loads(line)
+            plan, source = Plan.of(told["plan"]), told["source"]
+            counts = told["generation"], told["syncs"], told["devices"]
+            own = Generation(*counts[:2], plan, counts[2], source, tuple(told["took_over"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: {error!r}: this is no record of generations. Give the "
+                "file generations.jsonl of an elastic run's checkpoints."
+            ) from None
+        if found and own.number <= found[-1].number:
+            raise ValueError(
+                f"{path}, line {number}: the run was resumed here from a checkpoint, whose state a "
+                "replay does not have. Give it a file with the lines before this one."
+            )
+        found.append(own)
+    if not found or found[0].syncs or found[0].took_over:
+        raise ValueError(f"{path} does not begin with the first generation of a run.")
+    return found
+
+
+def places_needed(generations: Sequence[Generation]) -> int:
+    """The largest number of workers at a time."""
+    return max(len(each.plan.tasks) for each in generations)
+
+
+def rows(
+    generations: Sequence[Generation],
+    position: Position,
+    epoch: int,
+    sync_period: int,
+    units: int,
+) -> tuple[list[Row], Position]:
+    """What is trained in an epoch, a step of all places at a time.
+
+    A sync follows each `sync_period` rows, and the last one.
+
+    Args:
+        generations: of the run.
+        position: where the epoch begins.
+        epoch: its number.
+        sync_period: τ.
+        units: number of those that the epoch has.
+
+    Returns:
+        The rows, and where the next epoch begins.
+    """
+    found: list[Row] = []
+    places, members = dict(position.places), position.members
+    syncs, following = position.syncs, position.following
+    count = places_needed(generations)
+    plan, steps = begin(epoch, members), [0] * len(members)
+    pending = list(position.pending)
+    while True:
+        workers, restarted = None, []
+        first_rows = [0] * len(members)  # of each rank, at which it begins
+        moves: list[tuple[int, tuple[int, int]]] = [(0, pair) for pair in pending]
+        while following < len(generations):
+            own = generations[following]
+            if (own.plan.epoch, own.syncs) > (epoch, syncs):
+                break
+            following += 1
+            began = dict(zip(members, first_rows, strict=True))
+            members, workers = own.plan.tasks, len(own.plan.tasks)
+            places = _places(places, members)
+            plan = own.plan if own.plan.epoch == epoch else begin(epoch, members)
+            steps = [0] * len(members)
+            trained = dict(zip(members, map(len, own.plan.carried), strict=True))
+            for task in own.took_over:
+                assert own.source is not None
+                began[task] = min(max(trained.values()), sync_period)
+                at = began.get(own.source, 0) + trained[own.source]
+                moves.append((at, (places[task], places[own.source])))
+                restarted.append(places[task])
+            first_rows = [began.get(task, 0) for task in members]
+        number = 0
+        while number < sync_period:
+            own_units: dict[int, int] = {}
+            for rank, task in enumerate(members):
+                unit = plan.unit(rank, steps[rank])
+                if number >= first_rows[rank] and unit < units:
+                    own_units[places[task]] = unit
+                    steps[rank] += 1
+            if not own_units:
+                break
+            row = Row(
+                tuple(own_units.get(place) for place in range(count)),
+                workers if number == 0 else None,
+                tuple(restarted) if number == 0 else (),
+                tuple(pair for at, pair in moves if at == number),
+            )
+            found.append(row)
+            number += 1
+        # What is taken over after the last row is the same after the sync.
+        pending = [pair for at, pair in moves if at >= number]
+        if not number:
+            break
+        syncs += 1
+    return found, Position(syncs, following, members, tuple(places.items()), tuple(pending))
+
+
+def _places(places: dict[int, int], tasks: Sequence[int]) -> dict[int, int]:
+    """Gives tasks that are new the lowest places that are free."""
+    kept = {task: place for task, place in places.items() if task in tasks}
+    for task in tasks:
+        if task not in kept:
+            kept[task] = min(set(range(len(tasks))) - set(kept.values()))
+    return kept

@@ -1,0 +1,38 @@
+"""A function of ours in place of Keras' training step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+
+@contextlib.contextmanager
+def stepping(
+    model: keras.Model, step: Callable[[Callable[..., Any], Iterator[Any]], Any]
+) -> Iterator[None]:
+    """Has `fit` call `step(function, iterator)`, with Keras' function for a step, inside.
+
+    Keras makes that function in `fit`, unless it is there from before.
+    """
+    make = model.make_train_function
+
+    def making(force: bool = False) -> None:
+        make(force)
+        function = model.train_function
+        if not hasattr(function, "inner"):
+
+            def ours(iterator: Iterator[Any]) -> Any:
+                return step(function, iterator)
+
+            ours.inner = function  # type: ignore[attr-defined]
+            model.train_function = ours
+
+    model.make_train_function = making
+    try:
+        yield
+    finally:
+        del model.make_train_function
+        model.train_function = getattr(model.train_function, "inner", model.train_function)
