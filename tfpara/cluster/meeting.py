@@ -303,6 +303,7 @@ class Line:
         self.wanted = False
         self.generation = 0
         self._on_abort: Callable[[int, str], None] = lambda generation, why: None
+        self._on_silence: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._heard: queue.SimpleQueue[dict[str, Json]] = queue.SimpleQueue()
         self._secret, self._timeout = secret, timeout_seconds
@@ -324,7 +325,7 @@ class Line:
             raise MeetingError(f"the meeting point at {address} did not answer.")
         self.task, self.founding = int(answer["enrolled"]), bool(answer["founding"])
         self.founders = int(answer["founders"])
-        self._beat_seconds = float(settings["silence_seconds"]) / 5.0
+        self._silence = float(settings["silence_seconds"])
         self._open = True
         self._thread = threading.Thread(target=self._listen, name="tfpara-line", daemon=True)
         self._thread.start()
@@ -332,6 +333,10 @@ class Line:
     def on_abort(self, act: Callable[[int, str], None]) -> None:
         """Has `act(generation, why)` called, on the line's thread, where a member is lost."""
         self._on_abort = act
+
+    def on_silence(self, act: Callable[[], None]) -> None:
+        """Has `act()` called, on the line's thread, again and again while nobody answers."""
+        self._on_silence = act
 
     def register(self, terms: Mapping[str, Json]) -> None:
         """Asks to take part; `formed` waits for the answer."""
@@ -458,19 +463,26 @@ class Line:
                 said = self._channel.receive()
                 now = time.monotonic()
                 if now >= beat_at:
-                    beat_at = now + self._beat_seconds
+                    beat_at = now + self._silence / 5.0
                     self._channel.send()
+                # It tells of itself as often as this worker does.
+                if now - self._channel.heard > self._silence:
+                    self._channel.close()
                 closed = self._channel.closed
             for message in said:
                 self._hear(message)
             if closed and (self._over or not self._found_again()):
                 self._heard.put({"closed": True})
-                return
+                break
+        while self._open and not self._over:
+            self._on_silence()
+            time.sleep(_RETRY_SECONDS)
 
     def _found_again(self) -> bool:
         """Waits for a meeting point to be there again, and tells it where the run is."""
         deadline = time.monotonic() + self._timeout
         while self._open and time.monotonic() < deadline:
+            self._on_silence()
             try:
                 channel = messages.connect(self.address, self._secret, _PURPOSE, _ANSWER_SECONDS)
             except (OSError, UnicodeError, ValueError):

@@ -69,3 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
     meeting.close()
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -163,7 +163,7 @@ class Regrouping:
         size, rank = len(self.form.tasks), self.rank
         host = f"{extended._worker_device}/device:CPU:0"
         self.members = Members(host, size, rank, self.form.number)
-        self.line.on_abort(self._abort)
+        self._listen()
         if not self.joining and not self.line.ready(self.form.number):
             raise RuntimeError("a worker was lost while the run began. Start all workers again.")
 
@@ -183,6 +183,18 @@ class Regrouping:
         for synchronizer in self._extended.synchronizers:
             replicas = len(form.tasks) * len(self._extended.worker_devices)
             synchronizer.graph.global_state.rule.change(replicas)
+
+    def _listen(self) -> None:
+        self.line.on_abort(self._abort)
+        self.line.on_silence(self._look_around)
+
+    def _look_around(self) -> None:
+        """Ends a wait for others, of whom nothing can be heard, on the line's thread."""
+        began = self._extended._waiting_since()
+        if began and time.monotonic() - began > self._extended.settings.timeout_seconds:
+            self._extended.end_collectives(
+                "tfpara: neither the others nor the meeting point answer"
+            )
 
     def _abort(self, generation: int, why: str) -> None:
         """Ends the collectives of a generation, on the line's thread."""
@@ -265,7 +277,7 @@ class Regrouping:
         if self.line.task != task or self.line.founding:
             # TensorFlow's server keeps its number, and what this worker has trained is of no use.
             self._end("the run that this worker belongs to is over.")
-        self.line.on_abort(self._abort)
+        self._listen()
         self.joining = self._returns = True
         self._iterator, self._logs = None, None
         self._become(self._alone(_ALONE + self.form.number))

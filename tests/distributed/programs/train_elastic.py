@@ -8,10 +8,10 @@ be; `["epoch", number, log, workers]`, and at the end `["end", hash of the weigh
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
 checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
-weights (a file for them), replay (a record and the number of replicas: it is trained again, in
-this process), and faults: by the rank at the start, [place, n, what]: at the n-th time that it
-comes to one of `PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error
-as a lost connection does.
+timeouts (of the strategy), weights (a file for them), replay (a record and the number of replicas:
+it is trained again, in this process), and faults: by the rank at the start, [place, n, what]: at
+the n-th time that it comes to one of `PLACES` it sends itself the signal `what`, or, if that is
+"FAIL", raises an error as a lost connection does.
 """
 
 import hashlib
@@ -249,6 +249,7 @@ def main():
         "width": 4,
         "callbacks": [],
         "follows": True,
+        "timeouts": {},
         "weights": None,
         "replay": None,
         "faults": {},
@@ -277,6 +278,7 @@ def main():
         rank = "replays"
     else:
         devices = [f"CPU:{k}" for k in range(devices)]
+        settings |= options["timeouts"]
         strategy = tfpara.PeriodicSyncStrategy(rule, devices=devices, **settings)
         rank = "joins" if strategy.extended.elastic.joining else str(strategy.worker_index)
     log("rank", rank)
