@@ -46,12 +46,14 @@ class Row:
         restarted: places that begin, before the step, at the point that the rule has broadcast.
         taken_over: pairs of places, in order: the first takes the second's optimizer and statistics
             before the step.
+        skipped: steps before this one that count in the block, and that nobody has taken.
     """
 
     units: tuple[int | None, ...]
     workers: int | None = None
     restarted: tuple[int, ...] = ()
     taken_over: tuple[tuple[int, int], ...] = ()
+    skipped: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +65,16 @@ class Position:
         following: index of the next generation.
         members: tasks by rank.
         places: the place of each task.
-        pending: as `Row.taken_over`, for the next row.
+        workers: as in `Row`, for the next row; likewise the others.
     """
 
     syncs: int = 0
     following: int = 0
     members: tuple[int, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
-    pending: tuple[tuple[int, int], ...] = ()
+    workers: int | None = None
+    restarted: tuple[int, ...] = ()
+    taken_over: tuple[tuple[int, int], ...] = ()
 
 
 def read(path: Path) -> list[Generation]:
@@ -133,9 +137,9 @@ def rows(
     syncs, following = position.syncs, position.following
     count = places_needed(generations)
     plan, steps = begin(epoch, members), [0] * len(members)
-    pending = list(position.pending)
+    workers, restarted = position.workers, list(position.restarted)
+    pending = list(position.taken_over)
     while True:
-        workers, restarted = None, []
         first_rows = [0] * len(members)  # of each rank, at which it begins
         moves: list[tuple[int, tuple[int, int]]] = [(0, pair) for pair in pending]
         while following < len(generations):
@@ -156,7 +160,8 @@ def rows(
                 moves.append((at, (places[task], places[own.source])))
                 restarted.append(places[task])
             first_rows = [began.get(task, 0) for task in members]
-        number = 0
+        number = skipped = 0
+        block: list[Row] = []
         while number < sync_period:
             own_units: dict[int, int] = {}
             for rank, task in enumerate(members):
@@ -164,22 +169,32 @@ def rows(
                 if number >= first_rows[rank] and unit < units:
                     own_units[places[task]] = unit
                     steps[rank] += 1
-            if not own_units:
+            if own_units:
+                row = Row(
+                    tuple(own_units.get(place) for place in range(count)),
+                    workers,
+                    tuple(restarted),
+                    tuple(pair for at, pair in moves if number - skipped <= at <= number),
+                    skipped,
+                )
+                block.append(row)
+                workers, restarted, skipped = None, [], 0
+            elif max(first_rows) > number:
+                skipped += 1  # those who trained the block's beginning are lost
+            else:
                 break
-            row = Row(
-                tuple(own_units.get(place) for place in range(count)),
-                workers if number == 0 else None,
-                tuple(restarted) if number == 0 else (),
-                tuple(pair for at, pair in moves if at == number),
-            )
-            found.append(row)
             number += 1
         # What is taken over after the last row is the same after the sync.
-        pending = [pair for at, pair in moves if at >= number]
-        if not number:
+        last = number - skipped if block else 0
+        pending = [pair for at, pair in moves if at >= last]
+        found += block
+        if block:
+            syncs += 1
+        elif max(first_rows) == 0:
             break
-        syncs += 1
-    return found, Position(syncs, following, members, tuple(places.items()), tuple(pending))
+    placed = tuple(places.items())
+    changes = workers, tuple(restarted), tuple(pending)
+    return found, Position(syncs, following, members, placed, *changes)
 
 
 def _places(places: dict[int, int], tasks: Sequence[int]) -> dict[int, int]:

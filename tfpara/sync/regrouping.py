@@ -192,9 +192,7 @@ class Regrouping:
         """Ends a wait for others, of whom nothing can be heard, on the line's thread."""
         began = self._extended._waiting_since()
         if began and time.monotonic() - began > self._extended.settings.timeout_seconds:
-            self._extended.end_collectives(
-                "tfpara: neither the others nor the meeting point answer"
-            )
+            self._extended.end_collectives("tfpara: no worker and no meeting point answers")
 
     def _abort(self, generation: int, why: str) -> None:
         """Ends the collectives of a generation, on the line's thread."""

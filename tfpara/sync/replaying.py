@@ -135,6 +135,8 @@ class Replay:
             point = synchronizer.broadcast_point()
             for replica in self._of_places(row.restarted):
                 synchronizer.set_replica(replica, point)
+        if row.skipped:
+            synchronizer.graph.block.steps.assign_add(row.skipped)
         for taker, source in row.taken_over:
             replicas = zip(self._of_places([taker]), self._of_places([source]), strict=True)
             for to, since in replicas:
