@@ -40,7 +40,7 @@ def apart(*marks):
     reports = np.zeros((len(marks), SAMPLES + 2))
     for row, (running, values) in zip(reports, marks, strict=True):
         row[RUNNING], row[[MET, PURPOSE, EPOCH]] = running, values
-    return bool(are_apart(reports)), bool(are_apart(reports[::-1]))
+    return are_apart(reports), are_apart(reports[::-1])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpara.sync.averaging import phase
 from tfpara.sync.flight import FLYING, LANDED, NONE, Flight
 from tfpara.sync.replicas import Site
-from tfpara.sync.reports import is_bad, stop_if
+from tfpara.sync.reports import asked, is_bad, stop_if
 from tfpara.sync.sync_graph import SyncGraph, not_inlined, now, where
 
 
@@ -87,13 +87,13 @@ class Overlap:
 
     def _fly_step(self) -> tf.Tensor:
         """Exchanges reports and, if they allow it, weights, from the flight's copies."""
-        graph, flight = self._graph, self.flight
+        graph, flight, columns = self._graph, self.flight, self._graph.columns
         reports = graph.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
             flight.table.assign(reports)
             flight.apart.assign(graph.apart(reports))
         committed = tf.cond(
-            is_bad(reports, graph.columns),
+            asked(lambda table: is_bad(table, columns), reports),
             lambda: tf.constant(0, tf.int64),  # `_touch_down` tells the training why
             lambda: graph.of_fragment(
                 flight.fragment,

@@ -26,6 +26,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfpara.typing import Array
+
 # The first columns of a report. The samples begin at column SAMPLES; `Columns` has all that follow.
 RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 
@@ -83,7 +85,7 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(bits * factors) % (1 << 40), tf.float64)
 
 
-def are_apart(reports: tf.Tensor) -> tf.Tensor:
+def are_apart(reports: Array) -> bool:
     """Returns whether the workers have come to different exchanges.
 
     Collectives pair the workers' exchanges by their order alone. They belong together if
@@ -96,59 +98,108 @@ def are_apart(reports: tf.Tensor) -> tf.Tensor:
     """
     running = reports[:, RUNNING] > 0.0
     met, purpose, epoch = reports[:, MET], reports[:, PURPOSE], reports[:, EPOCH]
-    same = running | (purpose == tf.reduce_max(purpose))
-    infinity = tf.fill(tf.shape(epoch), tf.constant(np.inf, tf.float64))
-    last = tf.reduce_max(tf.where(running, epoch, -infinity))
-    awaited = tf.reduce_min(tf.where(running, infinity, epoch))
-    outside = tf.reduce_any(running & (epoch == 0.0)) & tf.reduce_any(~running & (epoch > 0.0))
-    return ~tf.reduce_all((met == met[0]) & same) | (last > awaited) | outside
+    same = running | (purpose == purpose.max())
+    last = epoch[running].max(initial=-np.inf)
+    awaited = epoch[~running].min(initial=np.inf)
+    outside = (running & (epoch == 0.0)).any() and (~running & (epoch > 0.0)).any()
+    return bool(not ((met == met[0]) & same).all() or last > awaited or outside)
 
 
-def is_bad(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
+def is_bad(reports: Array, columns: Columns) -> bool:
     """Returns whether the reports forbid a sync; `problem_of` says why."""
-    good = (
-        tf.reduce_all(reports[:, NONFINITE] < 0.0)
-        & tf.reduce_all(_have_equal_signatures(reports))
-        & tf.reduce_all(_can_be_counted(reports[:, columns.samples]))
-        & ~tf.reduce_any(_differing_rates(reports, columns))
-        & ~are_apart(reports)
-    )
-    return ~good
+    return are_apart(reports) or problem_of(reports, columns) != ""
 
 
-def _have_equal_signatures(reports: tf.Tensor) -> tf.Tensor:
+def problem_of(
+    reports: Array,
+    columns: Columns,
+    weight_names: Sequence[str] | None = None,
+    replicas_per_worker: int = 1,
+) -> str:
+    """Returns the sentence that says why the reports forbid a sync, or "".
+
+    It is the same on every worker. Workers that have come to different exchanges have a sentence
+    of their own: see `tfpara.cluster.place.sentence`.
+
+    Args:
+        reports: the table of all replicas' reports, NumPy.
+        columns: the columns that depend on the model.
+        weight_names: names of the weights, by the index that a report gives; None: the index.
+        replicas_per_worker: number of devices of a worker.
+    """
+
+    def owner(replica: int) -> str:
+        return f"replica {replica} (worker {replica // replicas_per_worker})"
+
+    bad = reports[:, NONFINITE]
+    if not (bad < 0.0).all():
+        replica = int(bad.argmax())
+        index = int(max(bad[replica], 0.0))
+        name = index if weight_names is None else weight_names[index]
+        return (
+            f'{owner(replica)} has NaN or Inf in weight "{name}"; nothing was averaged and the '
+            "other replicas keep their weights. Lower the learning rate or clip the gradients, and "
+            "look at that replica's data."
+        )
     signatures = reports[:, SIGNATURE]
-    return (signatures == signatures[0]) | tf.math.is_nan(signatures)
+    if not ((signatures == signatures[0]) | np.isnan(signatures)).all():
+        other = int(np.abs(signatures - signatures[0]).argmax())
+        return (
+            f"{owner(other)} starts from other weights than replica 0. Load the same weights on "
+            "every worker before training."
+        )
+    samples = reports[:, columns.samples]
+    counted = (np.isfinite(samples) & (samples >= 0.0)).all(1)
+    if not counted.all():
+        return (
+            f"{owner(int(counted.argmin()))} counts minibatches by a negative number, NaN or Inf "
+            "in the mean of the replicas. Look at the sample weights, or at the function given to "
+            "strategy.weigh_minibatches."
+        )
+    differing = np.argwhere(_differing_rates(reports, columns))
+    if len(differing):
+        *pair, optimizer = map(int, differing[0])  # the first one in row-major order
+        rates = reports[:, columns.rates]
+        first, second = (f"{owner(replica)} {rates[replica, optimizer]:.6g}" for replica in pair)
+        return (
+            "the replicas train with different learning rates after the same minibatches: "
+            f"{first}, {second}. Set the rate on every worker alike, for example by a callback "
+            "that all of them have."
+        )
+    return ""
 
 
-def _can_be_counted(samples: tf.Tensor) -> tf.Tensor:
-    """Returns for each replica whether its samples are finite and not negative, shape [N]."""
-    return tf.reduce_all(tf.math.is_finite(samples) & (samples >= 0.0), 1)
-
-
-def _differing_rates(reports: tf.Tensor, columns: Columns) -> tf.Tensor:
+def _differing_rates(reports: Array, columns: Columns) -> Array:
     """Returns which pairs of replicas wrongly differ in an optimizer's learning rate, [N, N, K].
 
     Two replicas must have the same rate if both have taken as many minibatches, in the open block
     and in all: a callback may set the rate before every minibatch.
     """
-    taken = tf.concat([reports[:, columns.steps], reports[:, columns.taken]], 1)
-    alike = tf.reduce_all(taken[:, tf.newaxis] == taken, 2, keepdims=True)
+    taken = np.concatenate([reports[:, columns.steps], reports[:, columns.taken]], 1)
+    alike = (taken[:, np.newaxis] == taken).all(2, keepdims=True)
     rates = reports[:, columns.rates]
-    larger = tf.maximum(tf.abs(rates[:, tf.newaxis]), tf.abs(rates))
-    return alike & (tf.abs(rates[:, tf.newaxis] - rates) > _ROUNDING * larger)
+    larger = np.maximum(np.abs(rates[:, np.newaxis]), np.abs(rates))
+    with np.errstate(invalid="ignore"):  # two rates may be infinite
+        return alike & (np.abs(rates[:, np.newaxis] - rates) > _ROUNDING * larger)
 
 
-def problem_of(
+def asked(question: Callable[[Array], bool], reports: tf.Tensor) -> tf.Tensor:
+    """Returns the answer of a Python function of the table of reports, within a graph."""
+    answer = tf.numpy_function(lambda table: np.bool_(question(table)), [reports], tf.bool)
+    return tf.ensure_shape(answer, [])
+
+
+def problem_in_graph(
     reports: tf.Tensor,
     columns: Columns,
     weight_names: Sequence[str],
     replicas_per_worker: int,
     apart: tf.Tensor,
 ) -> tf.Tensor:
-    """Returns the sentence that says why the reports forbid a sync, or "".
+    """Returns `problem_of` within a graph, after a wait if there is a problem.
 
-    It is the same on every worker.
+    It runs as Python: as operations it would be a third of those of a sync, all of which have to be
+    made and optimised before the first step.
 
     Args:
         reports: the table of all replicas' reports.
@@ -157,68 +208,15 @@ def problem_of(
         replicas_per_worker: number of devices of a worker.
         apart: the sentence for workers that have come to different exchanges, else "".
     """
-
-    def owner(replica: tf.Tensor) -> tf.Tensor:
-        worker = replica // replicas_per_worker
-        return tf.strings.format("replica {} (worker {})", (replica, worker))
-
-    bad = reports[:, NONFINITE]
-    replica = tf.argmax(bad, output_type=tf.int32)
-    index = tf.cast(tf.maximum(bad[replica], 0.0), tf.int32)
-    nonfinite = tf.strings.format(
-        "replica {} (worker {}) has NaN or Inf in weight {}; nothing was averaged and the other "
-        "replicas keep their weights. Lower the learning rate or clip the gradients, and look at "
-        "that replica's data.",
-        (replica, replica // replicas_per_worker, tf.gather(tf.constant(weight_names), index)),
-    )
-    signatures = reports[:, SIGNATURE]
-    other = tf.argmax(tf.abs(signatures - signatures[0]), output_type=tf.int32)
-    unequal = tf.strings.join(
-        [
-            owner(other),
-            " starts from other weights than replica 0. Load the same weights on every worker "
-            "before training.",
-        ]
-    )
-    counted = _can_be_counted(reports[:, columns.samples])
-    uncounted = tf.strings.join(
-        [
-            owner(tf.argmin(tf.cast(counted, tf.int32), output_type=tf.int32)),
-            " counts minibatches by a negative number, NaN or Inf in the mean of the replicas. "
-            "Look at the sample weights, or at the function given to strategy.weigh_minibatches.",
-        ]
-    )
     several = reports.shape[0] is None or reports.shape[0] > replicas_per_worker
-    with tf.control_dependencies([_wait_if(is_bad(reports, columns))] if several else []):
-        problem = _rates_problem(reports, columns, owner)
-        problem = tf.where(tf.reduce_all(counted), problem, uncounted)
-        problem = tf.where(tf.reduce_all(_have_equal_signatures(reports)), problem, unequal)
-        problem = tf.where(tf.reduce_all(bad < 0.0), problem, nonfinite)
-        return tf.where(apart == "", problem, apart)
 
+    def problem(table: Array, apart: bytes) -> bytes:
+        text = apart or problem_of(table, columns, weight_names, replicas_per_worker).encode()
+        if text and several:
+            time.sleep(_GRACE_SECONDS)
+        return text
 
-def _rates_problem(
-    reports: tf.Tensor, columns: Columns, owner: Callable[[tf.Tensor], tf.Tensor]
-) -> tf.Tensor:
-    differing = _differing_rates(reports, columns)
-    count, optimizers = tf.shape(differing)[0], differing.shape[2]
-    if not optimizers:
-        return tf.constant("")
-    # The first one in row-major order.
-    first = tf.argmax(tf.reshape(tf.cast(differing, tf.int32), [-1]), output_type=tf.int32)
-    pair, optimizer = first // optimizers, first % optimizers
-    parts: list[tf.Tensor | str] = []
-    for replica in (pair // count, pair % count):
-        rate = reports[replica, columns.rates.start + optimizer]
-        parts += [owner(replica), " ", tf.strings.as_string(rate, precision=6, shortest=True)]
-    text = [
-        "the replicas train with different learning rates after the same minibatches: ",
-        *parts[:3],
-        ", ",
-        *parts[3:],
-        ". Set the rate on every worker alike, for example by a callback that all of them have.",
-    ]
-    return tf.where(tf.reduce_any(differing), tf.strings.join(text), "")
+    return tf.ensure_shape(tf.numpy_function(problem, [reports, apart], tf.string), [])
 
 
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:
@@ -230,13 +228,3 @@ def stop_if(problem: tf.Tensor) -> tf.Operation | None:
     """
     with tf.device("CPU:0"):
         return tf.raw_ops.Assert(condition=tf.equal(problem, ""), data=[problem])
-
-
-def _wait_if(condition: tf.Tensor) -> tf.Tensor:
-    def wait() -> bool:
-        time.sleep(_GRACE_SECONDS)
-        return True
-
-    return tf.cond(
-        condition, lambda: tf.numpy_function(wait, [], tf.bool), lambda: tf.constant(True)
-    )

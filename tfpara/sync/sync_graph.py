@@ -32,7 +32,8 @@ from tfpara.sync.reports import (
     Columns,
     Request,
     are_apart,
-    problem_of,
+    asked,
+    problem_in_graph,
     signature_of,
     stop_if,
 )
@@ -284,12 +285,12 @@ class SyncGraph:
             table = site.reports.all_gather(mine, f"{self._site.name}/places")
             return tf.numpy_function(lambda rows: sentence(rows).encode(), [table], tf.string)
 
-        return tf.cond(are_apart(reports), told, lambda: tf.constant(""))
+        return tf.cond(asked(are_apart, reports), told, lambda: tf.constant(""))
 
     def problem(self, reports: tf.Tensor, apart: tf.Tensor) -> tf.Tensor:
         """Returns what forbids the sync, the same on every worker; "" if nothing does."""
         names, own = self.replicas.averaged_names, len(self._site.devices)
-        return problem_of(reports, self.columns, names, own, apart)
+        return problem_in_graph(reports, self.columns, names, own, apart)
 
     def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
         """Returns `function` of the fragment with this number, a tensor."""
