@@ -84,15 +84,106 @@ def _own_iterators() -> Iterator[None]:
 
     TensorFlow makes a dataset for each device, and no public name reaches its options. When such an
     iterator is deleted, every device in turn waits for its tuner's thread; see `without_tuner`.
+    For the functions of these datasets see `_Shared`.
     """
-    make, iterator = _multi_device._create_device_dataset, _multi_device.OwnedMultiDeviceIterator
-    _multi_device._create_device_dataset = lambda *args: without_tuner(make(*args))
-    _multi_device.OwnedMultiDeviceIterator = _OwningIterator
+    replaced = {
+        "_create_device_dataset": lambda *args: without_tuner(_make_device_dataset(*args)),
+        "_PerDeviceGenerator": _shared,
+        "_ReincarnatedPerDeviceGenerator": _once_more,
+        "OwnedMultiDeviceIterator": _OwningIterator,
+    }
+    former = {name: getattr(_multi_device, name) for name in replaced}
+    vars(_multi_device).update(replaced)
     try:
         yield
     finally:
-        _multi_device._create_device_dataset = make
-        _multi_device.OwnedMultiDeviceIterator = iterator
+        vars(_multi_device).update(former)
+
+
+_make_device_dataset = _multi_device._create_device_dataset
+_Generator = _multi_device._PerDeviceGenerator
+_Reincarnated = _multi_device._ReincarnatedPerDeviceGenerator
+_PARTS = ("init", "next", "finalize")  # of what such a dataset does
+# The functions of a device's dataset, and for each the names of the tensors that it captures.
+_Traced = dict[str, tuple[Any, list[str | None]]]
+_traced: dict[tuple[object, ...], _Traced] = {}
+
+
+class _Shared(tf.data.Dataset):
+    """The dataset of one device, with functions that were traced for an earlier one.
+
+    TensorFlow traces seven functions for each device whenever a pass over data begins, which takes
+    longer than the steps of a small epoch. They differ in the tensors that they capture alone.
+    """
+
+    def __init__(self, traced: _Traced, spec: Nest, tensors: Mapping[str | None, tf.Tensor]):
+        self._spec = spec
+        given: dict[str, Any] = {}
+        for part, (function, names) in traced.items():
+            given[f"{part}_func"] = function
+            given[f"{part}_func_other_args"] = [tensors[name] for name in names]
+        super().__init__(tf.raw_ops.GeneratorDataset(**given, **self._flat_structure))
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return []
+
+    @property
+    def element_spec(self) -> Nest:
+        return self._spec
+
+
+def _shared(
+    shard_num: int,
+    resource: tf.Tensor,
+    incarnation_id: tf.Tensor,
+    source_device: tf.Tensor,
+    element_spec: Nest,
+    iterator_is_anonymous: bool,
+) -> tf.data.Dataset:
+    """Returns the dataset of one device; it stands for `_PerDeviceGenerator`."""
+
+    def make() -> Any:
+        _multi_device._PerDeviceGenerator = _Generator  # whose constructor looks for that name
+        try:
+            return _Generator(
+                shard_num,
+                resource,
+                incarnation_id,
+                source_device,
+                element_spec,
+                iterator_is_anonymous=iterator_is_anonymous,
+            )
+        finally:
+            _multi_device._PerDeviceGenerator = _shared
+
+    if not tf.executing_eagerly():
+        return make()
+    tensors: dict[str | None, tf.Tensor] = {
+        "resource": resource,
+        "incarnation": incarnation_id,
+        "source": source_device,
+    }
+    specs = tuple(tf.nest.flatten(element_spec))
+    host, device = tf.config.list_logical_devices("CPU")[0].name, _context.context().device_name
+    key = host, device, source_device.numpy(), shard_num, iterator_is_anonymous, specs
+    if key not in _traced:
+        made = make()
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        found: _Traced = {}
+        for part in _PARTS:
+            captured = getattr(made, f"_{part}_captured_args")
+            found[part] = getattr(made, f"_{part}_func"), [names.get(id(t)) for t in captured]
+        # The only other tensor is the resource's handle, which the first function captures.
+        if [found[part][1].count(None) for part in _PARTS] != [1, 0, 0]:
+            return made
+        _traced[key] = found
+    handle = tf.raw_ops.MultiDeviceIteratorToStringHandle(multi_device_iterator=resource)
+    return _Shared(_traced[key], element_spec, {**tensors, None: handle})
+
+
+def _once_more(dataset: tf.data.Dataset, incarnation_id: tf.Tensor) -> tf.data.Dataset:
+    """Returns a dataset that is read; it stands for `_ReincarnatedPerDeviceGenerator`."""
+    return dataset if isinstance(dataset, _Shared) else _Reincarnated(dataset, incarnation_id)
 
 
 class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
