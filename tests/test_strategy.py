@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.steps import without_tuner
+from tfpara.sync import extended
 
 DEVICES = ["CPU:0", "CPU:1"]
 STEPS, TAU, BATCH = 8, 3, 6
@@ -698,6 +699,33 @@ def test_a_pass_owns_the_dataset_that_it_reads(monkeypatch, way):
     del iterator
     gc.collect()
     assert made[0]() is None
+
+
+def test_passes_over_data_of_one_kind_share_their_functions(monkeypatch):
+    """They read each row once all the same, also where passes over two datasets take turns."""
+    made = []
+    make = extended._Generator.__init__
+
+    def noted(self, *args, **kwargs):
+        made.append(self)
+        make(self, *args, **kwargs)
+
+    monkeypatch.setattr(extended._Generator, "__init__", noted)
+    strategy = make_strategy()
+    kinds = np.arange(24.0), np.arange(24), np.arange(100.0, 124.0)
+    datasets = [
+        strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(rows).batch(4))
+        for rows in kinds
+    ]
+    for _ in range(2):
+        read = [[] for _ in kinds]
+        for elements in zip(*datasets, strict=True):
+            for rows, element in zip(read, elements, strict=True):
+                parts = strategy.experimental_local_results(element)
+                assert [len(part) for part in parts] == [2, 2]
+                rows += np.concatenate(parts).tolist()
+        assert read == [list(rows) for rows in kinds]
+        assert len(made) <= 4  # two types of numbers on two devices; other tests may have made them
 
 
 def test_datasets_go_without_the_tuner_unless_they_ask_for_it():
