@@ -15,7 +15,8 @@ pytestmark = pytest.mark.quick
 def line(number=1, syncs=0, plan=None, **others):
     plan = begin(0, [0, 1]) if plan is None else plan
     told = {"generation": number, "syncs": syncs, "plan": plan.state(), "devices": 1}
-    return json.dumps({**told, "source": 0 if number > 1 else None, "took_over": [], **others})
+    told |= {"source": 0 if number > 1 else None, "took_over": [], "late": [0] * plan.size}
+    return json.dumps(told | others)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_a_loss_and_a_join_by_hand(tmp_path):
     """Two workers of period 3, ten minibatches. Worker 1 is lost in the first block; 2 comes."""
     plan = Plan(0, (0, 2), ((0, 2, 4), ()), (1, 3, 5), 6)
     path = tmp_path / "generations.jsonl"
-    path.write_text("\n".join([line(), line(2, 0, plan, took_over=[2])]))
+    path.write_text("\n".join([line(), line(2, 0, plan, took_over=[2], late=[0, 3])]))
     rows, end = record.rows(record.read(path), record.Position(), 0, 3, 10)
     # Worker 2 takes worker 1's place, and its first sync is the one that is repeated.
     assert [row.units for row in rows] == [
@@ -58,11 +59,11 @@ def test_a_loss_and_a_join_by_hand(tmp_path):
 
 
 @given(data=st.data(), period=st.integers(1, 4), units=st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_every_unit_is_trained_once_whoever_is_lost_or_comes(data, period, units):
     """Random losses and joins at syncs; the workers' own account is the plan of each generation."""
     plan, syncs, task = begin(0, range(data.draw(st.integers(1, 3)))), 0, 3
-    generations = [record.Generation(1, 0, plan, 1, None, ())]
+    generations = [record.Generation(1, 0, plan, 1, None, (), (0,) * plan.size)]
     dealt, room = [0] * plan.size, [period] * plan.size
     while plan.first + max(0, sum(dealt)) < units and len(generations) < 6:
         # The block that each has trained where the sync fails, or nothing where all have agreed.
@@ -91,7 +92,8 @@ def test_every_unit_is_trained_once_whoever_is_lost_or_comes(data, period, units
         late = min(max(map(len, plan.carried)), period)
         room = [period - late if own in new else rooms[own] for own in plan.tasks]
         number = len(generations) + 1
-        generations.append(record.Generation(number, syncs, plan, 1, stay[0], tuple(new)))
+        lates = tuple(period - steps for steps in room)
+        generations.append(record.Generation(number, syncs, plan, 1, stay[0], tuple(new), lates))
     rows, end = record.rows(generations, record.Position(), 0, period, units)
     trained = [unit for row in rows for unit in row.units if unit is not None]
     assert sorted(trained) == list(range(units))

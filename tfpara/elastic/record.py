@@ -26,6 +26,7 @@ class Generation:
         devices: of each worker.
         source: the task whose state others took over where it began; None: nobody did.
         took_over: the tasks that did: those that came, and those that had missed a sync.
+        late: of each rank, steps of the open block that count there and that it has not taken.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Generation:
     devices: int
     source: int | None
     took_over: tuple[int, ...]
+    late: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +87,14 @@ def read(path: Path) -> list[Generation]:
     """
     found: list[Generation] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             told = json.loads(line)
             plan, source = Plan.of(told["plan"]), told["source"]
-            counts = told["generation"], told["syncs"], told["devices"]
-            own = Generation(*counts[:2], plan, counts[2], source, tuple(told["took_over"]))
+            number_and_syncs = told["generation"], told["syncs"]
+            lists = tuple(told["took_over"]), tuple(told["late"])
+            own = Generation(*number_and_syncs, plan, told["devices"], source, *lists)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}, line {number}: {error!r}: this is no record of generations. Give the "
@@ -147,19 +152,17 @@ def rows(
             if (own.plan.epoch, own.syncs) > (epoch, syncs):
                 break
             following += 1
-            began = dict(zip(members, first_rows, strict=True))
             members, workers = own.plan.tasks, len(own.plan.tasks)
             places = _places(places, members)
             plan = own.plan if own.plan.epoch == epoch else begin(epoch, members)
             steps = [0] * len(members)
-            trained = dict(zip(members, map(len, own.plan.carried), strict=True))
+            first_rows = list(own.late)
             for task in own.took_over:
                 assert own.source is not None
-                began[task] = min(max(trained.values()), sync_period)
-                at = began.get(own.source, 0) + trained[own.source]
+                rank = members.index(own.source)
+                at = own.late[rank] + len(own.plan.carried[rank])
                 moves.append((at, (places[task], places[own.source])))
                 restarted.append(places[task])
-            first_rows = [began.get(task, 0) for task in members]
         number = skipped = 0
         block: list[Row] = []
         while number < sync_period:

@@ -123,6 +123,7 @@ class Regrouping:
         self._epoch = 0  # that `fit` is in
         self._source: int | None = None  # whose state was taken over at the last meeting
         self._taken: list[int] = []  # by whom
+        self._late = [0] * len(self.form.tasks)  # steps of the open block that a rank has missed
         self._closed_epoch = -1  # the latest of which all blocks are closed
         self._in_step = False
         self._may_be_due = False  # whether a sync has failed that has not been repeated
@@ -298,6 +299,7 @@ class Regrouping:
         return {
             "syncs": sum(graph.statistics().syncs for graph in graphs),
             "open": sum(graph.block.trained for graph in graphs),
+            "counted": sum(int(graph.block.steps) for graph in graphs),
             "dealt": _dealt(graphs[0]).numpy().tolist() if graphs else [0] * len(self.form.tasks),
             "plan": self.plan.state(),
             "closed": self._closed_epoch,
@@ -322,9 +324,18 @@ class Regrouping:
         behind = [not own or own["syncs"] < furthest for own in reports]
         if any(behind):
             self._hand_over(source, behind[self.rank], ahead["agreed"])
+        # The others' blocks are partly, or all, trained: they do not wait for a whole one.
+        (synchronizer,) = self._extended.synchronizers or (None,)
+        missed = max(own["open"] for own in known if own["syncs"] == furthest)
+        if synchronizer is not None:
+            block = synchronizer.graph.block
+            missed = min(missed, int(block.period))
             if behind[self.rank]:
-                # The others' blocks are partly, or all, trained: they do not wait for a whole one.
-                self._hasten(max(own["open"] for own in known if own["syncs"] == furthest))
+                block.steps.assign(missed)
+        self._late = [
+            missed if taken else own["counted"] - own["open"]
+            for own, taken in zip(reports, behind, strict=True)
+        ]
         self._may_be_due = True
         plan = Plan.of(ahead["plan"])
         here = dict(zip(form.tasks, zip(reports, behind, strict=True), strict=True))
@@ -369,6 +380,7 @@ class Regrouping:
             "devices": len(self._extended.worker_devices),
             "source": self._source,
             "took_over": self._taken,
+            "late": self._late,
         }
         self.record.parent.mkdir(parents=True, exist_ok=True)
         with self.record.open("a") as file:
@@ -392,12 +404,6 @@ class Regrouping:
             synchronizer.graph.block.give_up()
             synchronizer.graph._agreed.assign(agreed)
             synchronizer.graph.met()
-
-    def _hasten(self, steps: int) -> None:
-        """Has this worker's open block, of which nothing is trained, end as soon as the others'."""
-        (synchronizer,) = self._extended.synchronizers
-        block = synchronizer.graph.block
-        block.steps.assign(min(steps, int(block.period)))
 
     def _slots(self) -> list[Slot]:
         """What travels to a worker that is behind, or new."""
