@@ -1,10 +1,12 @@
 """Checkpoint directories that do not serve: every worker says why, and exits with an error."""
 
 import fcntl
+import socket
 
 import pytest
 from resumable_runs import DEADLINE, Run, assert_same
 
+HOST = socket.gethostname()
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -24,6 +26,7 @@ def test_a_directory_that_is_not_shared(tmp_path):
     check_refused(
         run,
         "worker 1: ",
+        f", which the chief has made on {HOST}, is not there on {HOST}: ",
         "must be one directory that all workers share",
         directory=[str(tmp_path / "a"), str(tmp_path / "b")],
     )
@@ -35,7 +38,10 @@ def test_a_directory_of_which_only_the_chief_has_the_checkpoints(tmp_path):
     run.kill_at("sync", 2, [0])
     directories = [str(tmp_path / "run" / "checkpoints"), str(tmp_path / "b")]
     check_refused(
-        run, "they see different checkpoints", "that all workers share", directory=directories
+        run,
+        "that all workers share: "
+        f"the chief on {HOST} and worker 1 on {HOST} see different checkpoints in it, [1] and [].",
+        directory=directories,
     )
     assert run.checkpoints() == [1]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -90,14 +91,17 @@ class Checkpoints:
         self._together(self.store.lock, "lock", chief_only=True)
         # Each run has its own mark, since a worker of an earlier run may still write its part.
         self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
-        numbers = self._together(self.store.numbers, "numbers")
-        if any(theirs != numbers[0] for theirs in numbers):
-            self.store.release()
-            raise CheckpointError(
-                f"{self.store.directory} must be one directory that all workers share: they see "
-                "different checkpoints in it."
-            )
-        self._next = max(numbers[0], default=0) + 1
+        seen = self._together(lambda: [socket.gethostname(), self.store.numbers()], "numbers")
+        (chief_host, numbers), *_ = seen
+        for worker, (host, theirs) in enumerate(seen):
+            if theirs != numbers:
+                self.store.release()
+                raise CheckpointError(
+                    f"{self.store.directory} must be one directory that all workers share: the "
+                    f"chief on {chief_host} and worker {worker} on {host} see different "
+                    f"checkpoints in it, {numbers} and {theirs}."
+                )
+        self._next = max(numbers, default=0) + 1
 
     def join(self, state: Mapping[str, Json]) -> None:
         """Goes on as the other workers of an elastic run do, which tell by `state`."""
@@ -157,9 +161,11 @@ class Checkpoints:
             "states": collected(self._extended.states),
         }
         try:
-            self._together(lambda: self.store.begin(number), "begin", chief_only=True)
+            begun = self._together(lambda: self.store.begin(number), "begin", chief_only=True)
             tensors = self._tensors()
-            parts = self._together(lambda: self.store.write_part(number, rank, tensors), "write")
+            parts = self._together(
+                lambda: self.store.write_part(number, rank, tensors, begun[0]), "write"
+            )
             manifest["files"] = {name: mark for part in parts for name, mark in part.items()}
             self._together(lambda: self.store.commit(number, manifest), "commit", chief_only=True)
         except CheckpointError:

@@ -135,14 +135,23 @@ class Store:
         """Returns the directory of a checkpoint that is being written."""
         return self.directory / f"{_PARTIAL}{number:08d}-{self.mark}"
 
-    def begin(self, number: int) -> None:
-        """Makes an empty directory for a checkpoint to write."""
+    def begin(self, number: int) -> str:
+        """Makes an empty directory for a checkpoint to write; returns the name of this host."""
         partial = self.partial(number)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
+        return socket.gethostname()
 
-    def write_part(self, number: int, rank: int, tensors: Mapping[str, Array]) -> dict[str, Json]:
+    def write_part(
+        self, number: int, rank: int, tensors: Mapping[str, Array], begun_on: str = "its host"
+    ) -> dict[str, Json]:
         """Writes a worker's part of a checkpoint; returns the manifest's entries of its files.
+
+        Args:
+            number: the checkpoint.
+            rank: the worker.
+            tensors: what the part holds, by name.
+            begun_on: the host on which the chief has made the directory, for the message.
 
         Raises:
             CheckpointError: the directory is not there, or the part cannot be written.
@@ -150,8 +159,9 @@ class Store:
         partial = self.partial(number)
         if not partial.is_dir():
             raise CheckpointError(
-                f"{partial}, which the chief has made, is not there: {self.directory} must be one "
-                "directory that all workers share."
+                f"{partial}, which the chief has made on {begun_on}, is not there on "
+                f"{socket.gethostname()}: {self.directory} must be one directory that all workers "
+                "share."
             )
         prefix = partial / _part(rank)
         try:
