@@ -42,7 +42,10 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 NodeName=127.0.0.1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={first} CPUs=2
 NodeName=127.0.0.2 NodeHostname=localhost NodeAddr=127.0.0.2 Port={second} CPUs=2
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=240
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
