@@ -47,6 +47,9 @@ setup(
         ],
         "io": ["tensorflow-io"],
         "plot": ["matplotlib"],
+        # docs/engines/ray.md and spark.md. With TensorFlow 2.17 Ray also needs pyarrow<22.
+        "ray": ["ray[train]"],
+        "spark": ["pyspark", "spark-tensorflow-distributor"],
         "test": [
             "pytest",
             "pytest-timeout",

@@ -1,8 +1,5 @@
 """The script of docs/engines/ray.md under Ray itself, where that is installed."""
 
-import collections
-import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -10,12 +7,9 @@ import shutil
 import subprocess
 import sys
 
-import keras
-import numpy as np
 import pytest
 from cluster_of_processes import HERE
-
-import tfpara
+from engine_scripts import assert_close, steps, train_here, weights
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "ray[train]"')
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -24,34 +18,6 @@ SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "engines" / "ray
 MINIBATCHES, EPOCHS = 40, 4
 LEFT = 28 + 16  # steps after which the run has left: 28 are those of the fifth checkpoint
 DEADLINE = 600.0  # seconds; reached only by a hang
-
-
-def train_here(folder, replicas, monkeypatch):
-    """Trains the script in this process, on so many devices."""
-    specification = importlib.util.spec_from_file_location("train_with_ray", SCRIPT)
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
-    assert script.MINIBATCHES == MINIBATCHES
-    devices = [f"CPU:{number}" for number in range(replicas)]
-    with monkeypatch.context() as patch:
-        strategy = functools.partial(tfpara.PeriodicSyncStrategy, devices=devices)
-        patch.setattr(tfpara, "PeriodicSyncStrategy", strategy)
-        assert script.train(folder) is True
-    return weights(folder)
-
-
-def weights(folder):
-    return keras.models.load_model(folder / "model.keras").get_weights()
-
-
-def assert_close(mine, theirs):
-    for one, other in zip(mine, theirs, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
-
-
-def steps(folder, rank):
-    """How many steps each process of a worker has taken, in their order."""
-    return list(collections.Counter((folder / f"steps-{rank}").read_text().split()).values())
 
 
 def test_a_killed_worker_leaving_and_another_number_of_workers(tmp_path, monkeypatch):
@@ -83,8 +49,8 @@ def test_a_killed_worker_leaving_and_another_number_of_workers(tmp_path, monkeyp
     assert not (two / "model.keras").exists()
     (two / "leave").unlink()
     shutil.copytree(two / "checkpoints", tmp_path / "one here" / "checkpoints")
-    whole = train_here(tmp_path / "whole", 2, monkeypatch)
-    assert_close(train_here(two, 2, monkeypatch), whole)
+    whole = train_here(SCRIPT, tmp_path / "whole", 2, monkeypatch)
+    assert_close(train_here(SCRIPT, two, 2, monkeypatch), whole)
 
     assert steps(one, 0) == [EPOCHS * MINIBATCHES - 2 * LEFT]
-    assert_close(weights(one), train_here(tmp_path / "one here", 1, monkeypatch))
+    assert_close(weights(one), train_here(SCRIPT, tmp_path / "one here", 1, monkeypatch))

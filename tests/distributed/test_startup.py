@@ -53,6 +53,24 @@ def test_one_process_need_not_meet():
     startup.meet(cluster.Cluster(("127.0.0.1:1",), "worker", 0), 0.0)
 
 
+def test_a_process_that_has_trained_with_others_is_refused(monkeypatch):
+    monkeypatch.setattr(startup, "_met", set())
+    views, (other, _) = workers(2), workers(2)
+
+    def start(view):
+        with startup.guard(view, LONG):
+            return view.rank
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(start, views)) == [0, 1]
+    assert start(views[1]) == 1  # a second strategy of the same cluster
+    with pytest.raises(startup.StartupError) as caught:
+        start(other)
+    message = str(caught.value)
+    assert f"other workers before ({', '.join(views[0].addresses)})" in message
+    assert "new processes; under Spark set spark.python.worker.reuse=false." in message
+
+
 def test_all_meet_whoever_comes_first_and_free_their_ports():
     views = workers(4)
     for order in (views, views[::-1]):

@@ -62,11 +62,18 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
         timeout_seconds: longest wait for the other workers.
 
     Raises:
-        StartupError: as by `meet`.
+        StartupError: as by `meet`; or this process has met another cluster before, as a Python
+            worker of Spark may have, which serves one job after the other.
     """
     if cluster.num_workers == 1 or cluster in _met:
         yield
         return
+    for former in _met:
+        raise StartupError(
+            f"this process has trained with other workers before ({', '.join(former.addresses)}), "
+            "and TensorFlow serves one cluster in the life of a process. Start each training in "
+            "new processes; under Spark set spark.python.worker.reuse=false."
+        )
     meet(cluster, timeout_seconds)
     # Python threads do not run during TensorFlow's start. This timer is a thread in C.
     faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=sys.__stderr__ or 2)
