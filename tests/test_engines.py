@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import pathlib
 import shutil
 import socket
 import subprocess
@@ -308,6 +309,16 @@ def test_a_real_engine_starts_two_processes(starter, engine):
     met = sorted(line for line in done.stdout.splitlines() if "met: " in line)
     assert [line.partition("met: ")[2][0] for line in met] == ["0", "1"], done.stdout
     assert len({line.partition("(")[2] for line in met}) == 1 and engine in done.stdout
+
+
+@pytest.mark.parametrize("engine", ["Ray", "Spark"])
+def test_an_engine_that_is_not_installed_is_one_sentence(engine):
+    page = pathlib.Path(__file__).resolve().parents[1] / "docs" / "engines" / engine.lower()
+    without_packages = [sys.executable, "-S", str(page / "train.py"), "folder"]
+    done = subprocess.run(without_packages, capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{engine} is not installed: pip install ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_workers_that_know_their_ranks_train_together():
