@@ -10,6 +10,7 @@ and the test this is like an interpreter of its own; `test_warm.py` compares the
   environment in which they differ gets other parents or, if there are enough of those, a new
   interpreter.
 - TensorFlow has no context and no threads yet, and nothing of ours has been imported.
+- What TensorFlow says of the Python lines that made an operation is the same for all operations.
 - Parents come in pairs that take turns, each with hashes of its own, so that the workers of a run
   iterate over sets in different orders, as they do between machines.
 

@@ -13,6 +13,7 @@ import time
 import keras  # noqa: F401
 import numpy as np
 import tensorflow  # noqa: F401
+from tensorflow.python.util import tf_stack
 
 
 def program_to_run(connection: socket.socket) -> dict | None:
@@ -64,6 +65,8 @@ with socket.socket(fileno=int(sys.argv[1])) as tests:
     gc.collect()
     gc.freeze()  # so that collections do not write to, and so copy, what all forks share
     gc.set_threshold(20_000, 10, 5)  # tracing makes many objects, few of them garbage
+    stack = tf_stack.extract_stack()  # as in conftest.py
+    tf_stack.extract_stack = lambda stacklevel=1: stack
     wanted = program_to_run(tests)
 if wanted:
     run(wanted)
