@@ -227,6 +227,15 @@ def test_the_launcher_starts_workers_again_that_join(tmp_path):
 
 
 @pytest.mark.one_version
+def test_a_run_that_others_complete_ends_well(tmp_path):
+    """A worker that is killed just before the end is not started again, and not missed."""
+    options = {"log": str(tmp_path / "{pid}.jsonl"), "faults": {"1": ["step", 57, "SIGKILL"]}}
+    code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, json.dumps(options))
+    assert code == 0, errors
+    assert "restart" not in errors and "1 worker trains on" in errors
+
+
+@pytest.mark.one_version
 def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
     options = json.dumps({"log": str(tmp_path / "{pid}.jsonl"), "rule": "tfpara.NoSuchRule()"})
     code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, options)
@@ -250,6 +259,23 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
     assert code == 0, output
     assert "tfpara-launch: worker 2 has left: exit code 75" in output
     assert "restart" not in output
+
+
+@pytest.mark.one_version
+def test_arrays_are_dealt_out_anew(tmp_path):
+    """Each row of an epoch is trained once, in an order of its own, whoever is lost or comes."""
+    options = {"epochs": 5, "step_seconds": 0.1, "arrays": 3, "checkpoints": str(tmp_path / "run")}
+    with elastic_runs.Run(tmp_path, 3, {0: ["weights", 2, "SIGKILL"]}, **options) as run:
+        run.start()
+        codes, outputs = run.ends()
+        assert sorted(codes) == [KILLED, 0, 0, 0], outputs
+        ended = [number for number, code in enumerate(codes) if code == 0]
+        assert len({run.events(number)[-1][1] for number in ended}) == 1
+        counts, lost = run.synced(), run.left_open({codes.index(KILLED)})
+        for row in range(60):
+            assert counts[row] in ({4, 5} if row in lost else {5}), row
+        orders = [[e[1] for e in run.events(n) if e[0] == "trained"] for n in ended]
+        assert all(order != sorted(order) for order in orders)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tfpara
+from tfpara.sync import arrays
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,23 @@ def test_without_a_meeting_point_a_process_trains_alone(monkeypatch, capfd):
     x = np.ones((8, 2), "float32")
     model.fit(x, x[:, :1], batch_size=4, verbose=0)
     assert strategy.statistics().syncs == 1
+
+
+@pytest.mark.parametrize(
+    "given,sentence",
+    [
+        ({"validation_split": 0.1}, "validation_split=0.1 and elastic= contradict"),
+        ({"class_weight": {0: 1.0}}, "class_weight={0: 1.0} and elastic= contradict"),
+        ({"y": np.ones((3, 1))}, "the arrays have 4, 3 rows"),
+    ],
+)
+def test_what_goes_with_arrays_is_refused(given, sentence):
+    given = {"x": np.ones((4, 2)), "y": np.ones((4, 1)), **given}
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        arrays.deal_out_arrays(None, 2, given)
+
+
+def test_what_is_no_array_is_left_alone():
+    given = {"x": iter([]), "batch_size": 3}
+    arrays.deal_out_arrays(None, 2, given)
+    assert given["batch_size"] == 3

@@ -23,6 +23,7 @@ from tfpara.launch import signals as signals
 # get SIGTERM.
 SETTLE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0  # before a worker is started again while others run
+_STEADY_SECONDS = 60.0  # who has run so long does not fail again and again: its pause is the first
 _BECAUSE = b"a sync failed because "  # in `failures.explain` the names of lost workers follow
 
 
@@ -80,6 +81,8 @@ class Launcher:
         self._removed: set[int] = set()  # workers that were asked to leave the run for good
         self._workers: list[subprocess.Popen[bytes]] = []  # one for each of `_processes`
         self._starts: list[int] = []
+        self._started_at: dict[int, float] = {}
+        self._pauses: dict[int, float] = {}  # the last of each worker, in seconds
         self._readers: list[threading.Thread] = []
         self._exits: dict[int, _Exit] = {}
         # For each worker that says so in its output, the workers because of which it has failed.
@@ -168,6 +171,7 @@ class Launcher:
         end.callback(_signal_group, worker, signal.SIGKILL)
         self._workers[rank : rank + 1] = [worker]
         self._starts[rank] += 1
+        self._started_at[rank] = time.monotonic()
         tell_guardian(worker.pid)
         readers = [
             threading.Thread(target=self._pass_on, args=(rank, name, log, *arguments), daemon=True)
@@ -270,6 +274,8 @@ class Launcher:
                 received = received or event
                 deadline, at_deadline = now + self._grace, signal.SIGKILL
             over = 0 not in running and not self._processes[0].expendable
+            # All that are left have come to their end, and the others are not needed any more.
+            over |= not running and any(not each.code for each in self._exits.values())
             if failure or received or over:
                 spared.clear()
         return failure, received
@@ -333,8 +339,11 @@ class Launcher:
         return self._processes[ended.rank].expendable and (over or self._takes_in())
 
     def _pause(self, rank: int) -> float:
-        """Seconds until a worker that has failed is started again: longer after each failure."""
-        return min(SETTLE_SECONDS * 2.0 ** (self._starts[rank] - 1), _LONGEST_PAUSE_SECONDS)
+        """Seconds until a worker that has failed is started again: longer if it fails at once."""
+        steady = time.monotonic() - self._started_at[rank] > _STEADY_SECONDS
+        longer = min(2.0 * self._pauses.get(rank, 0.0), _LONGEST_PAUSE_SECONDS)
+        self._pauses[rank] = SETTLE_SECONDS if steady else max(longer, SETTLE_SECONDS)
+        return self._pauses[rank]
 
     def _may_restart(self, ended: _Exit) -> bool:
         starts = self._starts[ended.rank]

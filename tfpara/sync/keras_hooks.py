@@ -56,6 +56,7 @@ from tfpara.keras_model import (
     unbuilt_optimizers,
 )
 from tfpara.sync import chiefs_callbacks, division, reading, scope
+from tfpara.sync.arrays import deal_out_arrays
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.typing import Data, Json, Nest, Variable
@@ -216,10 +217,12 @@ def _together(fit: Method) -> Method:
             return fit(model, *args, **kwargs)
         _refuse_spent(signature.bind(model, *args, **kwargs).arguments)
         extended = strategy.extended
-        if extended.elastic is not None:
-            given = signature.bind(model, *args, **kwargs).arguments
-            extended.elastic.check(model, given.get("x"))
         changing: Any = extended.elastic or extended.replay
+        if changing is not None:
+            bound = signature.bind(model, *args, **kwargs)
+            deal_out_arrays(strategy, changing.founding_replicas, bound.arguments)
+            changing.check(model, bound.arguments)
+            args, kwargs = bound.args[1:], bound.kwargs
         elastic = changing.training(model) if changing else contextlib.nullcontext()
         with program.noting(), extended.in_fit(model), _with_data("fit", strategy), elastic:
             if extended.elastic is not None:

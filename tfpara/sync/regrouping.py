@@ -433,17 +433,28 @@ class Regrouping:
 
     # -- training ----------------------------------------------------------------------------
 
-    def check(self, model: keras.Model, data: object) -> None:
+    @property
+    def founding_replicas(self) -> int:
+        """Replicas with which the run began."""
+        return self.founders * len(self._extended.worker_devices)
+
+    def check(self, model: keras.Model, given: Mapping[str, Any]) -> None:
         """Looks at what `fit` is given.
 
         Raises:
             ValueError: it cannot be dealt out anew where workers come and go, or another model is
                 trained already.
         """
-        if not hasattr(data, "built_for"):
+        if not hasattr(given.get("x"), "built_for"):
             raise ValueError(
                 "elastic= deals the data of an epoch out anew where workers come and go. Give fit "
-                "strategy.datasets_by_epoch(...), which says what each minibatch is: docs/data.md."
+                "arrays, or strategy.datasets_by_epoch(...), which says what each minibatch is: "
+                "docs/elastic.md."
+            )
+        if given.get("steps_per_epoch") is not None:
+            raise ValueError(
+                f"steps_per_epoch={given['steps_per_epoch']} and elastic= contradict each other: "
+                "workers take as many steps as are left to them. Give data for as long an epoch."
             )
         if self._model is not None and self._model is not model:
             raise ValueError(

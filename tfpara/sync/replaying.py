@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Replay:
         path: of the record, `generations.jsonl`.
 
     Attributes:
-        founders: replicas with which the run began.
+        founding_replicas: replicas with which the run began.
         replicas: largest number at a time.
         present: N, as graphs read it.
     """
@@ -41,7 +41,7 @@ class Replay:
     def __init__(self, path: Path) -> None:
         self._generations = record.read(path)
         self._devices = self._generations[0].devices
-        self.founders = len(self._generations[0].plan.tasks) * self._devices
+        self.founding_replicas = len(self._generations[0].plan.tasks) * self._devices
         self.replicas = record.places_needed(self._generations) * self._devices
         self._positions = {0: record.Position()}  # where each epoch begins
         self._rows: dict[int, list[record.Row]] = {}  # of each epoch
@@ -51,7 +51,7 @@ class Replay:
         """Takes the strategy whose replicas these are."""
         self._extended = extended
         with tf.device("CPU:0"), tf.init_scope():
-            self.present = tf.Variable(self.founders, trainable=False, dtype=tf.int32)
+            self.present = tf.Variable(self.founding_replicas, trainable=False, dtype=tf.int32)
 
     def dealt(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Callable[..., tf.data.Dataset]:
         """Returns a function that makes the data of the replicas in turn, from those of all."""
@@ -95,18 +95,23 @@ class Replay:
         )
         return self._rows[epoch]
 
-    @contextlib.contextmanager
-    def training(self, model: keras.Model) -> Iterator[None]:
-        """A call of `fit`.
+    def check(self, model: keras.Model, given: Mapping[str, Any]) -> None:
+        """Looks at what `fit` is given.
 
         Raises:
-            ValueError: several steps are taken at once.
+            ValueError: several steps are taken at once; or the data are no `datasets_by_epoch`.
         """
         if model.steps_per_execution != 1:
             raise ValueError(
                 f"steps_per_execution={model.steps_per_execution}: a replay changes the number of "
                 "replicas between steps. Compile the model with 1."
             )
+        if not hasattr(given.get("x"), "built_for"):
+            raise ValueError("a replay needs the data of the run: strategy.datasets_by_epoch(...).")
+
+    @contextlib.contextmanager
+    def training(self, model: keras.Model) -> Iterator[None]:
+        """A call of `fit`."""
         with stepping(model, lambda function, iterator: self._step(model, function, iterator)):
             yield
 

@@ -82,9 +82,10 @@ def _replayed(
     num_replicas: int, rule: Rule, path: Path, sync_period: int, options: dict[str, Any]
 ) -> PeriodicSyncStrategy:
     replay = Replay(path)
-    if num_replicas != replay.founders:
+    founders = replay.founding_replicas
+    if num_replicas != founders:
         raise ValueError(
-            f"num_replicas={num_replicas}, and the run of {path} began with {replay.founders}. "
+            f"num_replicas={num_replicas}, and the run of {path} began with {founders}. "
             "Give that number."
         )
     elastic = options.pop("elastic", None) or Elastic()
@@ -98,7 +99,7 @@ def _replayed(
     largest = check_sizes(rule, elastic.max_workers, 1) if elastic.rule_follows else None
     strategy.extended.settings = dataclasses.replace(
         settings,
-        rule=rule.resolve(replay.founders),
+        rule=rule.resolve(founders),
         following_rule=following,
         largest_rule=largest,
     )

@@ -8,10 +8,11 @@ be; `["epoch", number, log, workers]`, and at the end `["end", hash of the weigh
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
 checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
-timeouts (of the strategy), weights (a file for them), replay (a record and the number of replicas:
-it is trained again, in this process), and faults: by the rank at the start, [place, n, what]: at
-the n-th time that it comes to one of `PLACES` it sends itself the signal `what`, or, if that is
-"FAIL", raises an error as a lost connection does.
+timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), weights (a
+file for them), replay (a record and the number of replicas: it is trained again, in this process),
+and faults: by the rank at the start, [place, n, what]: at the n-th time that it comes to one of
+`PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a lost
+connection does.
 """
 
 import hashlib
@@ -250,6 +251,7 @@ def main():
         "callbacks": [],
         "follows": True,
         "timeouts": {},
+        "arrays": None,
         "weights": None,
         "replay": None,
         "faults": {},
@@ -318,8 +320,16 @@ def main():
         )
     if faults.place == "metric":
         faults.before(keras.metrics.Mean, "result", "metric")
+    given = {"x": strategy.datasets_by_epoch(data)}
+    if options["arrays"]:
+        x = np.random.default_rng(0).normal(size=(options["minibatches"], 6)).astype("float32")
+        given = {
+            "x": {"x": x, "id": np.arange(len(x))},
+            "y": x.sum(1, keepdims=True),
+            "batch_size": options["arrays"],
+        }
     model.fit(
-        strategy.datasets_by_epoch(data),
+        **given,
         epochs=options["epochs"],
         validation_data=held_out if options["validate"] else None,
         verbose=0,
