@@ -278,7 +278,7 @@ class Regrouping:
             self._end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = self._returns = True
-        self._iterator, self._logs = None, None
+        self._iterator = None
         self._become(self._alone(_ALONE + self.form.number))
 
     def leave(self) -> None:
@@ -503,7 +503,7 @@ class Regrouping:
             # It traces its step alone, while the others train.
             self._of_one = self._of_plan()
             with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
-                model.train_function.inner(self._of_one)  # type: ignore[union-attr]
+                self._logs = model.train_function.inner(self._of_one)  # type: ignore[union-attr]
             (synchronizer,) = self._extended.synchronizers
             synchronizer.finish_block()
         model._initial_epoch = self.join()
@@ -532,7 +532,8 @@ class Regrouping:
             trained = False
             while True:
                 try:
-                    self._repeat()
+                    # Callbacks act on syncs where a step ends: on all workers after the same one.
+                    trained |= self._repeat() and self._logs is not None
                     if not trained:
                         self._logs = function(self._iterator or iterator)
                     return self._logs
@@ -546,14 +547,16 @@ class Regrouping:
         finally:
             self._in_step = False
 
-    def _repeat(self) -> None:
-        """Runs the sync that is due where members have met because it had failed."""
+    def _repeat(self) -> bool:
+        """Runs the sync that is due, where it had failed before; returns whether one was due."""
         due, self._may_be_due = self._may_be_due, False
         if due and self._extended.synchronizers:
             (synchronizer,) = self._extended.synchronizers
             block = synchronizer.graph.block
             if int(block.steps) >= int(block.period):
                 synchronizer.graph.sync(tf.constant(True))
+                return True
+        return False
 
     def _look(self) -> None:
         """Meets the others where all have agreed on it in a sync."""
