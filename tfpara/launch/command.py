@@ -51,8 +51,8 @@ any exit code but 0, or by a signal. That is for programs that go on from checkp
 With --elastic training goes on while workers are lost, for programs whose strategy has
 elastic=tfpara.Elastic(...). A worker that fails is started again by itself, after 2 s, or up to
 30 s where it fails within a minute each time, and joins the others. Workers that are started by
-hand, on other machines too, join where they are given TFPARA_MEETING=HOST:PORT. SIGUSR1 to the launcher adds a worker, and
-SIGUSR2 has the last one leave at its next sync: kill -USR1 PID.
+hand, on other machines too, join where they are given TFPARA_MEETING=HOST:PORT. SIGUSR1 to the
+launcher adds a worker, and SIGUSR2 has the last one leave at its next sync: kill -USR1 PID.
 
 With --ps=P there are P parameter servers and N workers besides the chief, for programs with
 tfpara.AsyncStrategy. The failure of a worker does not end the run as long as there is another, or
