@@ -151,6 +151,7 @@ def _logical_devices() -> None:
     # With each operation TensorFlow keeps the Python stack that made it, deep as it is in pytest.
     # That takes a seventh of a training's time. One stack does for all.
     stack = tf_stack.extract_stack()
+    assert stack[0].lineno  # looks its lines up, which threads must not do at the same time
     tf_stack.extract_stack = lambda stacklevel=1: stack
     if os.environ.get("TFPARA_TEST_GRAPPLER") == "0":
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})

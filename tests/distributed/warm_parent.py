@@ -66,6 +66,7 @@ with socket.socket(fileno=int(sys.argv[1])) as tests:
     gc.freeze()  # so that collections do not write to, and so copy, what all forks share
     gc.set_threshold(20_000, 10, 5)  # tracing makes many objects, few of them garbage
     stack = tf_stack.extract_stack()  # as in conftest.py
+    assert stack[0].lineno
     tf_stack.extract_stack = lambda stacklevel=1: stack
     wanted = program_to_run(tests)
 if wanted:
