@@ -54,7 +54,8 @@ class Launched:
             pytest.fail(f"no {wanted} in {self.seen!r}")
         chunk = os.read(self.process.stdout.fileno(), 1 << 16)
         if not chunk:
-            pytest.fail(f"no {wanted} in {self.seen!r}: {self.process.stderr.read()!r}")
+            errors = self.process.stderr.read() if self.process.stderr else b""
+            pytest.fail(f"no {wanted} in {self.seen!r}: {errors!r}")
         self.seen += chunk
 
     def finish(self):

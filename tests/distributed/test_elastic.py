@@ -61,6 +61,7 @@ def test_an_exchange_that_has_failed_on_one_alone(tmp_path):
 @pytest.mark.one_version
 def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
     options = {"minibatches": 5, "epochs": 30, "step_seconds": 0.1}
+    options["holds"] = {"20": "len(tasks) > 2 or comes"}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
         run.start()
         assert len(run.check([], epochs=30, minibatches=5)) == 3
@@ -69,7 +70,8 @@ def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
 @pytest.mark.parametrize("options", [MIXED, {"steps_per_execution": 4, "rule": "tfpara.EASGD()"}])
 def test_a_worker_joins(options, tmp_path):
     faults = {0: ["step", 3, "SIGKILL"]}
-    with elastic_runs.Run(tmp_path, 3, faults, epochs=6, step_seconds=0.1, **options) as run:
+    options = {**options, "epochs": 6, "holds": {"3": "len(tasks) > 2 or comes"}}
+    with elastic_runs.Run(tmp_path, 3, faults, step_seconds=0.02, **options) as run:
         number = run.start()
         last = run.check([KILLED], epochs=6)
         assert len(last) == 3
@@ -80,7 +82,8 @@ def test_a_worker_joins(options, tmp_path):
 @pytest.mark.one_version
 def test_faults_while_a_worker_joins(tmp_path):
     """A worker that has just come dies, then the chief, while another is coming."""
-    with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1) as run:
+    holds = {"3": "len(tasks) > 3 or comes", "6": "4 in tasks or comes"}
+    with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1, holds=holds) as run:
         dies = run.start(faults={"joins": ["step", 1, "SIGKILL"]})
         run.wait_until(dies, "rank")
         chief = run.of_rank(0)
@@ -91,21 +94,25 @@ def test_faults_while_a_worker_joins(tmp_path):
 
 
 @pytest.mark.long
-def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(tmp_path):
-    options = {"epochs": 8, "step_seconds": 0.1, "silence_seconds": 1.5, **MIXED}
+@pytest.mark.parametrize("where", ["training", "enabling"])
+def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path):
+    options = {"epochs": 8, "step_seconds": 0.1, "silence_seconds": 4.0, **MIXED}
     options["checkpoints"] = str(tmp_path / "run")  # which a stopped chief has locked
-    with elastic_runs.Run(tmp_path, 3, **options) as run:
+    options["holds"] = {"6": "len(tasks) > 1 or comes"}
+    faults = {0: ["enabling", 1, "SIGSTOP"]} if where == "enabling" else {}
+    with elastic_runs.Run(tmp_path, 3, faults, **options) as run:
         run.wait_until(run.of_rank(1), "synced", count=2)
         run.processes[run.of_rank(1)].terminate()
         assert run.processes[run.of_rank(1)].wait() == AGAIN
         stopped = run.of_rank(0)
-        run.processes[stopped].send_signal(signal.SIGSTOP)
+        if where == "training":
+            run.processes[stopped].send_signal(signal.SIGSTOP)
         run.wait_until(run.of_rank(2), "epoch", 3)
         run.processes[stopped].send_signal(signal.SIGCONT)
         assert len(run.check([AGAIN], epochs=8)) == 2
         whys = [each.why for each in run.meeting.history[1:]]
         assert re.fullmatch(r"worker \d has left", whys[0])
-        assert re.fullmatch(r"worker \d was silent for 1.5 s", whys[1])
+        assert re.fullmatch(r"worker \d was silent for 4 s", whys[1])
         assert re.fullmatch(r"worker \d has come", whys[2])
         assert len(run.meeting.history) == 4
 
@@ -153,6 +160,7 @@ def test_a_worker_is_killed_beside_the_training(place, times, tmp_path):
 
 def test_callbacks_that_decide_decide_alike(tmp_path):
     options = {"callbacks": ["newbob", "plateau", "stopping", "together", "period"]}
+    options["holds"] = {"2": "len(tasks) > 2 or comes"}
     with elastic_runs.Run(tmp_path, 2, epochs=6, step_seconds=0.1, **options) as run:
         number = run.start()
         codes, outputs = run.ends()
@@ -176,6 +184,8 @@ def json_of(logs):
 @pytest.mark.one_version
 def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "max_workers": 2}
+    killed = tmp_path / "killed"
+    options["holds"] = {"3": f"exists({str(killed)!r})"}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
         other = run.start(width=5)
         rule = run.start(rule="tfpara.EASGD()")
@@ -186,6 +196,7 @@ def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
             assert "tfpara: this worker cannot take part" in output and what in output
         run.wait_until(spare, "dropped")  # it has warmed up
         run.processes[run.of_rank(1)].kill()
+        killed.touch()
         run.check([KILLED, 1, 1], epochs=6)
         assert [len(each.members) for each in run.meeting.history] == [2, 1, 2] or [
             len(each.members) for each in run.meeting.history
@@ -194,7 +205,8 @@ def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
 
 @pytest.mark.one_version
 def test_the_meeting_point_dies_and_is_started_again(tmp_path):
-    with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1) as run:
+    holds = {"6": "len(tasks) > 2 or comes"}
+    with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1, holds=holds) as run:
         first = run.of_rank(0)
         run.wait_until(first, "synced", count=2)
         run.close_meeting()
@@ -215,6 +227,7 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
 def test_the_launcher_starts_workers_again_that_join(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
     options |= {"faults": {"1": ["step", 5, "SIGKILL"]}, "max_workers": 2}
+    options["holds"] = {"3": "len(tasks) > 1 or comes"}
     arguments = ("-n", 2, "--spares=1", "--elastic", elastic_runs.PROGRAM, json.dumps(options))
     code, output, errors = launch(*arguments)
     assert code == 0, errors
@@ -247,6 +260,7 @@ def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
 def test_the_launcher_adds_and_removes_workers(tmp_path):
     """SIGUSR1 adds one, SIGUSR2 has the last one leave; it is not started again."""
     options = {"epochs": 12, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
+    options["holds"] = {"4": "2 in tasks or comes"}
     arguments = ("-n", 2, "--elastic", elastic_runs.PROGRAM, json.dumps(options))
     with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
         while not any('"synced"' in path.read_text() for path in tmp_path.glob("*.jsonl")):
@@ -265,6 +279,7 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
 def test_arrays_are_dealt_out_anew(tmp_path):
     """Each row of an epoch is trained once, in an order of its own, whoever is lost or comes."""
     options = {"epochs": 5, "step_seconds": 0.1, "arrays": 3, "checkpoints": str(tmp_path / "run")}
+    options["holds"] = {"3": "len(tasks) > 2 or comes"}
     with elastic_runs.Run(tmp_path, 3, {0: ["weights", 2, "SIGKILL"]}, **options) as run:
         run.start()
         codes, outputs = run.ends()
@@ -294,6 +309,7 @@ def test_the_record_is_replayed_in_one_process(options, tmp_path):
     options = {"epochs": 6, **options}
     workers = {"checkpoints": str(tmp_path / "run"), "step_seconds": 0.1, "every_syncs": 100}
     workers["weights"] = str(tmp_path / "{pid}.npz")
+    workers["holds"] = {"2": "3 in tasks or comes", "4": "4 in tasks or comes"}
     faults = {0: ["weights", 2, "SIGKILL"]}
     with elastic_runs.Run(tmp_path, 3, faults, **options, **workers) as run:
         run.start()

@@ -215,15 +215,16 @@ class Regrouping:
             admits = self._in_step and not self._closed
             try:
                 form = self.line.met(self.form.number, self._report(), failed, admits)
+                self._become(form)
+                complete = self.line.ready(form.number)
             except Evicted as error:
                 if self._in_fit:
                     raise GivenUp(str(error)) from None
                 self._end(str(error))
             except (Left, Ended) as error:
                 self._end(str(error))
-            self._become(form)
             failed = True
-            if not self.line.ready(form.number):
+            if not complete:
                 continue
             try:
                 self._reconcile(form)

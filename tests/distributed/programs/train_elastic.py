@@ -10,8 +10,14 @@ min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch norm
 checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), weights (a
 file for them), replay (a record and the number of replicas: it is trained again, in this process),
-and faults: by the rank at the start, [place, n, what]: at the n-th time that it comes to one of
-`PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a lost
+holds and faults.
+
+`holds` has expressions by epoch. Before that epoch begins the worker waits until its expression is
+true, or 60 s are over. There `tasks` are the workers that train, `comes` says whether another waits
+to be let in, and `exists(path)` asks for a file.
+
+`faults` has [place, n, what] by the rank at the start: at the n-th time that the worker comes to one
+of `PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a lost
 connection does.
 """
 
@@ -44,6 +50,7 @@ PLACES = {
     "validation": "in a step of validation",
     "checkpoint": "while a part of a checkpoint is written",
     "begin": "where an epoch begins",
+    "enabling": "where a worker connects itself to the others of a new generation",
     "exchange": "after an exchange from Python that has gone well, before this worker knows it",
 }
 TAU = 3
@@ -123,6 +130,8 @@ def install(faults, log):
             faults.op("written")
 
         GlobalState.commit = committing
+    if faults.place == "enabling":
+        faults.before(regrouping.Regrouping, "_become", "enabling")
     if faults.place == "checkpoint":
         faults.before(checkpoint_store.Store, "write_part", "checkpoint")
 
@@ -205,6 +214,16 @@ class Watch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.faults.here("begin")
+        until = time.monotonic() + 60.0
+        while not self.may_begin(epoch) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def may_begin(self, epoch):
+        elastic = strategy.extended.elastic
+        names = {"exists": os.path.exists}
+        if elastic is not None:
+            names |= {"tasks": elastic.form.tasks, "comes": elastic.line.wanted}
+        return eval(self.options["holds"].get(str(epoch), "True"), names)
 
     def on_train_batch_end(self, batch, logs=None):
         self.faults.here("step")
@@ -254,6 +273,7 @@ def main():
         "arrays": None,
         "weights": None,
         "replay": None,
+        "holds": {},
         "faults": {},
     } | json.loads(sys.argv[1])
     log = Log(options["log"].format(pid=os.getpid()))
