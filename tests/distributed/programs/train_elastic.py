@@ -16,9 +16,9 @@ holds and faults.
 true, or 60 s are over. There `tasks` are the workers that train, `comes` says whether another waits
 to be let in, and `exists(path)` asks for a file.
 
-`faults` has [place, n, what] by the rank at the start: at the n-th time that the worker comes to one
-of `PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a lost
-connection does.
+`faults` has [place, n, what] by the rank at the start. At the n-th time that the worker comes to
+that one of `PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a
+lost connection does.
 """
 
 import hashlib
