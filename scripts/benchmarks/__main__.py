@@ -21,6 +21,10 @@ Suite `async`: pushes/s of one and two workers with one parameter server, of tfp
 and of TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is of the same
 round.
 
+Suite `faults`: how much of the time is progress while every --kill_every seconds a worker that trains
+is killed: with elastic=, with a spare worker, and where all workers start again from a checkpoint.
+`goodput` is the time of an epoch without faults over that with faults.
+
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmarks.beside_peers. `predictions` has what the cost model
 says. scripts.benchmarks.page puts the results into the documentation.
@@ -39,7 +43,7 @@ from absl import flags
 
 import tfpara
 from scripts import common
-from scripts.benchmarks import asynchronous, beside_peers
+from scripts.benchmarks import asynchronous, beside_peers, goodput
 from scripts.benchmarks.headlines import headlines
 from scripts.benchmarks.prediction import costs_of, predictions
 from scripts.benchmarks.processes import measure
@@ -49,7 +53,7 @@ from tfpara.planner import Link
 _SUITE = flags.DEFINE_enum(
     "suite",
     "scaling",
-    ["scaling", "averages", "memory", "input", "peers", "async"],
+    ["scaling", "averages", "memory", "input", "peers", "async", "faults"],
     "what to measure",
 )
 _OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
@@ -68,6 +72,20 @@ _REPLICAS = flags.DEFINE_list(
 _QUICK = flags.DEFINE_bool(
     "quick", False, "suite peers: one round, two sync periods, loopback only"
 )
+_WORKERS = flags.DEFINE_integer(
+    "workers", 4, "suite faults: number of workers that train", lower_bound=2
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 30, "suite faults: epochs of each run", lower_bound=2)
+_EPOCH_STEPS = flags.DEFINE_integer(
+    "epoch_steps", 200, "suite faults: minibatches of a worker in an epoch", lower_bound=1
+)
+_STEP_SECONDS = flags.DEFINE_float(
+    "step_seconds", 0.05, "suite faults: shortest time of a step, in seconds", lower_bound=0.0
+)
+_KILL_EVERY = flags.DEFINE_float(
+    "kill_every", 30.0, "suite faults: seconds from one kill to the next", lower_bound=0.1
+)
+_SEED = flags.DEFINE_integer("seed", 1, "suite faults: seed of the model and the data's order")
 _SIZES = {
     "inputs": flags.DEFINE_integer("inputs", 1320, "width of an input frame", lower_bound=1),
     "layers": flags.DEFINE_integer("layers", 6, "hidden layers", lower_bound=0),
@@ -88,6 +106,9 @@ def main() -> None:
         return
     if _SUITE.value == "async":
         _async(out)
+        return
+    if _SUITE.value == "faults":
+        _faults(out)
         return
     systems = {
         "scaling": _scaling_systems,
@@ -141,6 +162,21 @@ def _async(out: Path) -> None:
     found = asynchronous.measured(sizes, steps, _ROUNDS.value, seconds=600.0)
     results = {"sizes": sizes, "rounds": _ROUNDS.value, "steps": steps, **found}
     common.write_json(out, {**_conditions(), **results})
+
+
+def _faults(out: Path) -> None:
+    options = {
+        "step_seconds": _STEP_SECONDS.value,
+        "epoch_steps": _EPOCH_STEPS.value,
+        "width": 256,
+        "sync_period": 20,
+        "seed": _SEED.value,
+    }
+    ways = beside_peers.chosen(list(goodput.WAYS))
+    how_often = {"epochs": _EPOCHS.value, "kill_every": _KILL_EVERY.value}
+    rows = goodput.measured(ways, _WORKERS.value, **how_often, options=options)
+    common.write_json(out, {**_conditions(), "options": {**options, **how_often}, "rows": rows})
+    _print_table(rows)
 
 
 def _conditions() -> dict[str, Any]:
@@ -287,6 +323,14 @@ _COLUMNS = {  # key: (title, width, format)
     "scaling": ("scaling", 7, ".2f"),
     "bytes_per_sample": ("sent/sample", 11, ",.0f"),
     "peak_memory_bytes": ("peak bytes", 13, ",.0f"),
+    "goodput": ("goodput", 8, ".3f"),
+    "epoch_seconds": ("s/epoch", 8, ".2f"),
+    "kills": ("kills", 5, ".0f"),
+    "loss": ("loss", 7, ".4f"),
+    "changes": ("changes", 7, ".0f"),
+    "more_bytes": ("more bytes", 12, ",.0f"),
+    "more_threads": ("more threads", 12, ".0f"),
+    "more_descriptors": ("more files", 10, ".0f"),
 }
 
 

@@ -1,0 +1,130 @@
+"""A worker of the suite `faults`.
+
+    python -m scripts.benchmarks.goodput_worker JSON
+
+It trains a small network in steps that take at least `step_seconds`, as if a device of its own did
+them: on one machine many workers would otherwise share its cores. Each worker writes a line to
+PID.training for each epoch that it ends, and the chief one to epochs.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpara
+
+_BATCH, _FEATURES, _CLASSES = 32, 64, 10
+_SYNCS = 5  # from one checkpoint to the next
+
+
+class _Watch(keras.callbacks.Callback):
+    """Keeps the pace, and writes where the worker is."""
+
+    def __init__(self, strategy: tfpara.PeriodicSyncStrategy, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.strategy, self.seconds = strategy, options["step_seconds"]
+        self.out = Path(options["out"])
+        self.own = self.out / f"{os.getpid()}.training"
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.own.touch()  # a worker that waits to be let in is not yet here
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.begun = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(max(0.0, self.begun + self.seconds - time.monotonic()))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        elastic = self.strategy.extended.elastic
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        line = {
+            "changes": elastic.form.number if elastic else 0,
+            "bytes": int(status["VmRSS"].split()[0]) << 10,
+            "threads": int(status["Threads"]),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+        }
+        _add(self.own, line)
+        if self.strategy.is_chief:
+            loss = float((logs or {})["val_loss"])
+            _add(self.out / "epochs.jsonl", {"epoch": epoch, "time": time.time(), "loss": loss})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.own.rename(self.own.with_suffix(".ended"))
+
+
+def _add(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    """Trains `epochs` epochs; each worker's share of one is `epoch_steps` minibatches."""
+    options = json.loads(sys.argv[1])
+    if not options.get("grappler", True):
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    workers = options["workers"]
+    elastic = tfpara.Elastic(min_workers=1, max_workers=workers) if options["elastic"] else None
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BMUF(),
+        sync_period=options["sync_period"],
+        averages={"ema": tfpara.EMA(0.9)},
+        elastic=elastic,
+    )
+    keras.utils.set_random_seed(options["seed"])
+    with strategy.scope():
+        hidden = [keras.layers.Dense(options["width"], "relu") for _ in range(3)]
+        model = keras.Sequential(
+            [keras.Input((_FEATURES,)), *hidden, keras.layers.Dense(_CLASSES)]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.01, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    minibatches = options["epoch_steps"] * workers
+    whole = _points(minibatches * _BATCH, 1)
+
+    def data(epoch: int, first: int) -> tf.data.Dataset:
+        order = np.random.default_rng([options["seed"], epoch]).permutation(len(whole[0]))
+        order = order.reshape(minibatches, _BATCH)[first:]
+        own = order[strategy.local_replica_ids[0] :: strategy.num_replicas]
+        rows = tf.data.Dataset.from_tensor_slices(own)
+        return rows.map(lambda rows: (tf.gather(whole[0], rows), tf.gather(whole[1], rows)))
+
+    model.fit(
+        strategy.datasets_by_epoch(data),
+        epochs=options["epochs"],
+        verbose=0,
+        validation_data=_points(2000, 2),
+        validation_batch_size=2000,
+        callbacks=[
+            tfpara.callbacks.Checkpoint(f"{options['out']}/checkpoints", every_syncs=_SYNCS),
+            _Watch(strategy, options),
+        ],
+    )
+
+
+def _points(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns points and their classes, which a fixed random network gives them."""
+    fixed = np.random.default_rng(0)
+    first = fixed.normal(size=(_FEATURES, 32)) / 8.0
+    second = fixed.normal(size=(32, _CLASSES))
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(count, _FEATURES))
+    scores = np.tanh(2.0 * x @ first) @ second + 0.5 * draw.normal(size=(count, _CLASSES))
+    return x.astype(np.float32), scores.argmax(1).astype(np.int32)
+
+
+if __name__ == "__main__":
+    tfpara.run(main)
