@@ -21,9 +21,9 @@ Suite `async`: pushes/s of one and two workers with one parameter server, of tfp
 and of TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is of the same
 round.
 
-Suite `faults`: how much of the time is progress while every --kill_every seconds a worker that trains
-is killed: with elastic=, with a spare worker, and where all workers start again from a checkpoint.
-`goodput` is the time of an epoch without faults over that with faults.
+Suite `faults`: how much of the time is progress while a worker that trains is killed every
+--kill_every seconds: with elastic=, with a spare worker, and where all workers start again from a
+checkpoint. `goodput` is the time of an epoch without faults over that with faults.
 
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmarks.beside_peers. `predictions` has what the cost model
