@@ -175,5 +175,3 @@ def _growth(out: Path) -> dict[str, Any]:
         "more_threads": last["threads"] - first["threads"],
         "more_descriptors": last["descriptors"] - first["descriptors"],
     }
-
-

@@ -85,9 +85,7 @@ def main() -> None:
     keras.utils.set_random_seed(options["seed"])
     with strategy.scope():
         hidden = [keras.layers.Dense(options["width"], "relu") for _ in range(3)]
-        model = keras.Sequential(
-            [keras.Input((_FEATURES,)), *hidden, keras.layers.Dense(_CLASSES)]
-        )
+        model = keras.Sequential([keras.Input((_FEATURES,)), *hidden, keras.layers.Dense(_CLASSES)])
         model.compile(
             keras.optimizers.SGD(0.01, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
