@@ -87,24 +87,22 @@ def main() -> None:
         hidden = [keras.layers.Dense(options["width"], "relu") for _ in range(3)]
         model = keras.Sequential([keras.Input((_FEATURES,)), *hidden, keras.layers.Dense(_CLASSES)])
         model.compile(
-            keras.optimizers.SGD(0.01, momentum=0.9),
+            keras.optimizers.SGD(0.05, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-    minibatches = options["epoch_steps"] * workers
-    whole = _points(minibatches * _BATCH, 1)
+    rows = options["epoch_steps"] * workers * _BATCH
 
     def data(epoch: int, first: int) -> tf.data.Dataset:
-        order = np.random.default_rng([options["seed"], epoch]).permutation(len(whole[0]))
-        order = order.reshape(minibatches, _BATCH)[first:]
-        own = order[strategy.local_replica_ids[0] :: strategy.num_replicas]
-        rows = tf.data.Dataset.from_tensor_slices(own)
-        return rows.map(lambda rows: (tf.gather(whole[0], rows), tf.gather(whole[1], rows)))
+        own = slice(first + strategy.local_replica_ids[0], None, strategy.num_replicas)
+        x, y = _points(rows, [options["seed"], epoch])  # other points in each epoch
+        x, y = x.reshape(-1, _BATCH, _FEATURES), y.reshape(-1, _BATCH)
+        return tf.data.Dataset.from_tensor_slices((x[own], y[own]))
 
     model.fit(
         strategy.datasets_by_epoch(data),
         epochs=options["epochs"],
         verbose=0,
-        validation_data=_points(2000, 2),
+        validation_data=_points(2000, [0]),
         validation_batch_size=2000,
         callbacks=[
             tfpara.callbacks.Checkpoint(f"{options['out']}/checkpoints", every_syncs=_SYNCS),
@@ -113,7 +111,7 @@ def main() -> None:
     )
 
 
-def _points(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _points(count: int, seed: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns points and their classes, which a fixed random network gives them."""
     fixed = np.random.default_rng(0)
     first = fixed.normal(size=(_FEATURES, 32)) / 8.0

@@ -128,11 +128,12 @@ class Place:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Notes that this process waits inside, in an exchange that is no model's sync."""
-        self.began = time.monotonic()
+        former = self.began
+        self.began = former or time.monotonic()
         try:
             yield
         finally:
-            self.began = 0.0
+            self.began = former
 
     def epoch_begins(self, epoch: int) -> None:
         """Notes that epoch number `epoch`, from 0, of `fit` begins."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
@@ -26,6 +28,8 @@ class TensorFlowCollectives:
         timeout_seconds: longest wait for the other workers inside one operation; 0 waits for ever.
             Operations that run often should have none: TensorFlow keeps a sleeping thread for each
             operation with a timeout, until the timeout is over.
+        waiting: context manager in which operations run that are called eagerly. They then have no
+            timeout of TensorFlow's; who gives it ends a wait that lasts too long.
         communication: "AUTO", "RING" or "NCCL".
         group: number of the group; groups on different devices need different numbers.
         members: of a group that changes, in place of `size` and `rank`.
@@ -42,8 +46,10 @@ class TensorFlowCollectives:
         communication: str = "AUTO",
         group: int = 0,
         members: Members | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._size, self._rank, self._members = size, rank, members
+        self._waiting = waiting
         self._device = device
         self._timeout = float(timeout_seconds)
         self._communication = communication.lower()
@@ -69,7 +75,7 @@ class TensorFlowCollectives:
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sums each buffer element-wise over the workers; buffers are sent in parallel."""
-        with tf.device(self._device):
+        with self._place():
             return [
                 tf.raw_ops.CollectiveReduceV2(
                     input=buffer,
@@ -85,7 +91,7 @@ class TensorFlowCollectives:
 
         Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
         """
-        with tf.device(self._device):
+        with self._place():
             return [
                 self._reduce_scatter(buffer, f"scatter/{name}/{index}")
                 for index, buffer in enumerate(buffers)
@@ -106,7 +112,7 @@ class TensorFlowCollectives:
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         """Sends row r of this worker's rows to rank r; returns the received rows, by sender."""
-        with tf.device(self._device):
+        with self._place():
             return tf.raw_ops.CollectiveAllToAllV2(
                 input=rows,
                 **self._attributes(f"all to all/{name}", rows),
@@ -114,7 +120,7 @@ class TensorFlowCollectives:
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """Returns the workers' buffers, of equal shape, stacked by rank: shape [size, ...]."""
-        with tf.device(self._device):
+        with self._place():
             gathered = tf.raw_ops.CollectiveGatherV2(
                 input=buffer[tf.newaxis],
                 **self._attributes(f"gather/{name}", buffer),
@@ -124,7 +130,7 @@ class TensorFlowCollectives:
 
     def broadcast(self, buffer: tf.Tensor, name: str, source: int = 0) -> tf.Tensor:
         """Returns the buffer of rank `source`. Where members change, call it eagerly alone."""
-        with tf.device(self._device):
+        with self._place():
             keys = self._keys(f"broadcast/{name}", buffer)
             if self.size == 1:
                 return tf.identity(buffer)
@@ -136,6 +142,13 @@ class TensorFlowCollectives:
     def barrier(self, name: str) -> None:
         """Waits until every worker has called it."""
         self.all_gather(tf.zeros([1]), f"barrier/{name}")
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """The device, and the caller's `waiting`."""
+        called = self._waiting if tf.executing_eagerly() else None
+        with tf.device(self._device), called() if called else contextlib.nullcontext():
+            yield
 
     def _attributes(self, name: str, buffer: tf.Tensor) -> dict:
         token = self._shared_token
@@ -157,7 +170,7 @@ class TensorFlowCollectives:
             keys = self._members.keys(self._group_key, key)
         return keys | {
             "communication_hint": self._communication,
-            "timeout_seconds": self._timeout,
+            "timeout_seconds": 0.0 if self._waiting and tf.executing_eagerly() else self._timeout,
         }
 
     def _key(self, name: str) -> int:

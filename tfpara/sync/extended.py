@@ -15,6 +15,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
@@ -396,8 +397,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
         self.reports = self._collectives(1, host, "RING")
         self.control = Control(
-            # The watchdog ends a wait earlier than this timeout, and names the silent worker.
-            self._collectives(2, host, "RING", settings.timeout_seconds + _LATER_SECONDS),
+            # The watchdog, or the meeting point's line, ends a wait that Python code is in, and
+            # earlier than this timeout, and names the silent worker. In graphs the timeout does.
+            self._collectives(
+                2, host, "RING", settings.timeout_seconds + _LATER_SECONDS, self.place.waiting
+            ),
             self.place,
             self._in_turn,
             elastic.together if elastic else None,
@@ -499,7 +503,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return max(self.place.began, *(s.graph.waiting_since() for s in self.synchronizers), 0.0)
 
     def _collectives(
-        self, group: int, device: str, communication: str, timeout_seconds: float = 0.0
+        self,
+        group: int,
+        device: str,
+        communication: str,
+        timeout_seconds: float = 0.0,
+        waiting: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> Collectives:
         members = self.elastic.members if self.elastic else None
         if self._num_workers == 1 and members is None:
@@ -507,7 +516,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         place = (self._num_workers, self._id_in_cluster, device, timeout_seconds)
         if self.settings.collectives == "horovod":
             return HorovodCollectives(*place, group)
-        return TensorFlowCollectives(*place, communication, group, members)
+        return TensorFlowCollectives(*place, communication, group, members, waiting)
 
     def start(self) -> None:
         """Compares the workers' settings, and gives all workers the chief's random states."""

@@ -5,6 +5,7 @@ gives r + 1 times the numbers 1, 2, …; results are saved under operation/dtype
 """
 
 import json
+import os
 import sys
 import time
 
@@ -68,8 +69,19 @@ def main():
         began = time.monotonic()
         barrier(f"after {number}")
         results[f"waited/{number}"] = time.monotonic() - began
+    results["more_threads"] = more_threads(strategy)
     results |= gathered(strategy)
     np.savez(options["out"], **results)
+
+
+def more_threads(strategy):
+    """Returns how many threads are left by exchanges from Python."""
+    control = strategy.extended.control.collectives
+    control.barrier("warm up")
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(50):
+        control.barrier("many")
+    return len(os.listdir("/proc/self/task")) - before
 
 
 def gathered(strategy):
