@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +34,7 @@ from tfpara.elastic.plan import Plan, begin
 from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.keras_model import hyperparameters
 from tfpara.strategy import StateHolder
-from tfpara.sync.replicas import BUCKET_BYTES
+from tfpara.sync.hand_over import hand_over
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
 from tfpara.sync.train_function import stepping
@@ -392,14 +392,7 @@ class Regrouping:
         (synchronizer,) = self._extended.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
-        for number, slots in enumerate(_packed(self._slots())):
-            values = [_as_sent(slot.variable.read_value()) for slot in slots]
-            sizes = [value.shape.num_elements() for value in values]
-            flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-            got = tf.split(hosts.broadcast(flat, f"hand over/{number}", source), sizes)
-            for slot, value in zip(slots, got if receives else (), strict=receives):
-                shaped = tf.reshape(value, slot.variable.shape)
-                slot.variable.assign(tf.cast(shaped, slot.variable.dtype))
+        hand_over(self._slots(), hosts, source, receives)
         if receives:
             synchronizer.start_from(synchronizer.broadcast_point())
             synchronizer.graph.block.give_up()
@@ -724,32 +717,6 @@ class Regrouping:
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     """How far a worker is, to be compared with others."""
     return report["syncs"], report["plan"]["epoch"], report["closed"], report["operations"]
-
-
-_SENT = (tf.float32, tf.float64, tf.int32, tf.int64)
-
-
-def _as_sent(value: tf.Tensor) -> tf.Tensor:
-    """A value as collectives take it."""
-    return value if value.dtype in _SENT else tf.cast(value, tf.int32)
-
-
-def _packed(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Slots of one type together, as many as fit into a bucket; larger ones alone."""
-    packs: list[list[Slot]] = []
-    for dtype in _SENT:
-        size = BUCKET_BYTES
-        for slot in slots:
-            own = slot.variable.dtype
-            if (own if own in _SENT else tf.int32) != dtype:
-                continue
-            number = slot.variable.shape.num_elements() * dtype.size
-            if size + number > BUCKET_BYTES:
-                packs.append([])
-                size = 0
-            packs[-1].append(slot)
-            size += number
-    return packs
 
 
 def _short(error: tf.errors.OpError) -> str:

@@ -1,0 +1,57 @@
+"""Sends a worker's state to workers that are behind, or new, over the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfpara.collectives import TensorFlowCollectives
+from tfpara.sync.replicas import BUCKET_BYTES
+from tfpara.sync.state import Slot
+
+_SENT = (tf.float32, tf.float64, tf.int32, tf.int64)  # types that the collectives take
+
+
+def hand_over(
+    slots: Sequence[Slot], collectives: TensorFlowCollectives, source: int, receives: bool
+) -> None:
+    """Sends the values of slots; all workers call it, with the same slots in the same order.
+
+    Args:
+        slots: what travels, in packs of up to `BUCKET_BYTES`.
+        collectives: between the workers' hosts; Horovod's groups cannot change.
+        source: rank of the worker that sends.
+        receives: whether this worker takes the values over.
+    """
+    for number, pack in enumerate(_packed(slots)):
+        values = [_as_sent(slot.variable.read_value()) for slot in pack]
+        sizes = [value.shape.num_elements() for value in values]
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+        got = tf.split(collectives.broadcast(flat, f"hand over/{number}", source), sizes)
+        for slot, value in zip(pack, got if receives else (), strict=receives):
+            shaped = tf.reshape(value, slot.variable.shape)
+            slot.variable.assign(tf.cast(shaped, slot.variable.dtype))
+
+
+def _as_sent(value: tf.Tensor) -> tf.Tensor:
+    """A value as collectives take it."""
+    return value if value.dtype in _SENT else tf.cast(value, tf.int32)
+
+
+def _packed(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Slots of one type together, as many as fit into a bucket; larger ones alone."""
+    packs: list[list[Slot]] = []
+    for dtype in _SENT:
+        size = BUCKET_BYTES
+        for slot in slots:
+            own = slot.variable.dtype
+            if (own if own in _SENT else tf.int32) != dtype:
+                continue
+            number = slot.variable.shape.num_elements() * dtype.size
+            if size + number > BUCKET_BYTES:
+                packs.append([])
+                size = 0
+            packs[-1].append(slot)
+            size += number
+    return packs
