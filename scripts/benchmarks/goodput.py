@@ -124,7 +124,10 @@ def _run(
 def _kill_workers(
     launcher: subprocess.Popen, out: Path, every: float | None, seconds: float
 ) -> int:
-    """Kills a worker at equal intervals from the end of the first epoch; returns how often."""
+    """Kills a worker at equal intervals from the end of the first epoch; returns how often.
+
+    The only worker that trains is spared.
+    """
     begun, kills, choose = time.monotonic(), 0, random.Random(0)
     due = None
     while launcher.poll() is None:
@@ -136,7 +139,7 @@ def _kill_workers(
         if due is not None and now >= due:
             due += every or 0.0
             training = _training(out)
-            if training:
+            if len(training) > 1:  # where no other trains, nobody is left to go on
                 kills += 1
                 # It may end by itself in between.
                 with contextlib.suppress(ProcessLookupError):
