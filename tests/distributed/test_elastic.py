@@ -82,7 +82,7 @@ def test_a_worker_joins(options, tmp_path):
 @pytest.mark.one_version
 def test_faults_while_a_worker_joins(tmp_path):
     """A worker that has just come dies, then the chief, while another is coming."""
-    holds = {"3": "len(tasks) > 3 or comes", "6": "4 in tasks or comes"}
+    holds = {"3": "generation > 1 or comes", "6": "4 in tasks or comes"}
     with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1, holds=holds) as run:
         dies = run.start(faults={"joins": ["step", 1, "SIGKILL"]})
         run.wait_until(dies, "rank")
@@ -260,7 +260,7 @@ def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
 def test_the_launcher_adds_and_removes_workers(tmp_path):
     """SIGUSR1 adds one, SIGUSR2 has the last one leave; it is not started again."""
     options = {"epochs": 12, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
-    options["holds"] = {"4": "2 in tasks or comes"}
+    options["holds"] = {"4": "generation > 1 or comes"}
     arguments = ("-n", 2, "--elastic", elastic_runs.PROGRAM, json.dumps(options))
     with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
         while not any('"synced"' in path.read_text() for path in tmp_path.glob("*.jsonl")):

@@ -13,8 +13,8 @@ file for them), replay (a record and the number of replicas: it is trained again
 holds and faults.
 
 `holds` has expressions by epoch. Before that epoch begins the worker waits until its expression is
-true, or 60 s are over. There `tasks` are the workers that train, `comes` says whether another waits
-to be let in, and `exists(path)` asks for a file.
+true, or 60 s are over. There `tasks` are the workers that train in this `generation`, `comes` says
+whether another waits to be let in, and `exists(path)` asks for a file.
 
 `faults` has [place, n, what] by the rank at the start. At the n-th time that the worker comes to
 that one of `PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a
@@ -222,7 +222,8 @@ class Watch(keras.callbacks.Callback):
         elastic = strategy.extended.elastic
         names = {"exists": os.path.exists}
         if elastic is not None:
-            names |= {"tasks": elastic.form.tasks, "comes": elastic.line.wanted}
+            names |= {"tasks": elastic.form.tasks, "generation": elastic.form.number}
+            names |= {"comes": elastic.line.wanted}
         return eval(self.options["holds"].get(str(epoch), "True"), names)
 
     def on_train_batch_end(self, batch, logs=None):
