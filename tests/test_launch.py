@@ -343,6 +343,7 @@ def test_notes_of_tensorflows_import_are_shown_where_all_is_asked_for(script, mo
     notes = [
         "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
         "I0000 00:00:1795.449318   14332 cudart_stub.cc:31] Could not find cuda drivers",
+        "I0000 00:00:1795.198281   27252 port.cc:153] oneDNN custom operations are on.",
     ]
     kept = ["W0000 00:00:1795.449318   14332 cudart_stub.cc:31] a warning", "the user's"]
     path = script(f"import sys; print(*{notes + kept}, sep='\\n', file=sys.stderr)")

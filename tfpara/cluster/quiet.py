@@ -15,11 +15,12 @@ import warnings
 from collections.abc import Iterator
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Notes (not warnings) of TensorFlow's server and of its search for CUDA. They have a log of their
-# own, which ignores TF_CPP_MIN_LOG_LEVEL.
+# Notes (not warnings) of TensorFlow's server, of its search for CUDA, and of oneDNN on processors
+# that have fast instructions for it. They have a log of their own, which ignores
+# TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
-    r"|I0000 [\d:. ]+ (grpc_server_lib|coordination_service\w*|cudart_stub)\.cc:\d+\] "
+    r"|I0000 [\d:. ]+ (grpc_server_lib|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
     # An elastic run has ended a sync, since a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
 )
