@@ -33,15 +33,13 @@ def line(service, secret=b"secret", task=None, seconds=5.0, **settings):
 
 
 def found(lines):
-    """All register, and connect themselves; returns the generation as each was told."""
+    """All connect themselves; returns the first generation as each was told."""
 
     def take_part(own):
         form = own.formed()
         assert own.ready(form.number)
         return form
 
-    for own in lines:
-        own.register(TERMS)
     with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
         forms = list(pool.map(take_part, lines))
     lines[0].agreed(TERMS)
@@ -86,6 +84,43 @@ def test_a_worker_dies_and_another_comes():
             assert ready.result() and new.result() == form
         assert form.tasks == (1, 2, 3) and form.reports[2] is None
         assert [each.members for each in service.history] == [(0, 1, 2), (1, 2), (1, 2, 3)]
+
+
+def test_who_comes_while_the_last_founders_begin_joins():
+    """Each is told at once, so none takes itself for a founder when the others are complete."""
+    with meeting(4, max_workers=2) as service:
+        lines = [line(service) for _ in range(3)]
+        assert [(own.task, own.founding) for own in lines] == [(0, True), (1, True), (2, False)]
+        assert {own.founders for own in lines} == {2}
+        assert {form.tasks for form in found(lines[:2])} == {(0, 1)}
+
+
+def test_who_is_lost_before_the_run_has_begun_is_replaced():
+    with meeting(3) as service:
+        first, lost = line(service), line(service)
+        lost.close()
+        forms = found([first, line(service), line(service)])
+        assert {form.tasks for form in forms} == {(0, 2, 3)}
+
+
+def test_who_waits_for_a_run_that_turns_out_to_be_under_way_is_told():
+    """The meeting point is new, and does not know of the run when a worker comes."""
+    with meeting(2) as service:
+        lines = [line(service, seconds=60.0) for _ in range(2)]
+        found(lines)
+        port, settings = service.port, service.of_test
+        for own in lines:
+            own._found_again = lambda again=own._found_again: time.sleep(1.0) or again()
+    again = Meeting("127.0.0.1", port, 2, 60.0, b"secret")
+    try:
+        again.of_test = settings
+        early = line(again)
+        assert early.founding
+        with pytest.raises(Evicted, match="others have begun the run without it"):
+            early.formed()
+        assert not line(again).founding
+    finally:
+        again.close()
 
 
 def test_who_is_silent_is_given_up_and_may_come_again_under_its_number():

@@ -1,6 +1,7 @@
 """Elastic runs of real processes, and what must hold of every one of them, for tests."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,7 +11,8 @@ import time
 
 import warm
 
-from tfpara.cluster.meeting import ADDRESS, Meeting
+import tfpara
+from tfpara.cluster.meeting import ADDRESS, Line, Meeting
 
 PROGRAM = pathlib.Path(__file__).with_name("programs") / "train_elastic.py"
 DEADLINE = 180.0  # seconds; reached only by a hang
@@ -25,18 +27,29 @@ class Run:
         founders: number of workers with which it begins.
         options: of all workers, for `train_elastic.py`.
         faults: of founders by rank, as `train_elastic.py` has them.
+        before: how many workers come, and are lost, before the run has begun.
     """
 
-    def __init__(self, directory, founders, faults=None, **options):
+    def __init__(self, directory, founders, faults=None, before=0, **options):
         self.directory, self.founders, self.options = directory, founders, options
+        self.before = before
         self.faults = {str(rank): fault for rank, fault in (faults or {}).items()}
         self.processes = []
 
     def __enter__(self):
         self.meeting = Meeting("127.0.0.1", 0, self.founders, 120.0, SECRET.encode())
+        for _ in range(self.before):
+            self.come_and_go()
         for _ in range(self.founders):
             self.start(faults=self.faults)
         return self
+
+    def come_and_go(self):
+        """A worker comes, with the settings that `train_elastic.py` has by default, and is lost."""
+        elastic = tfpara.Elastic(min_workers=1, grace_seconds=5.0)
+        settings = dataclasses.asdict(elastic)
+        address = f"127.0.0.1:{self.meeting.port}"
+        Line(address, SECRET.encode(), 1, settings, 10.0).close()
 
     def close_meeting(self):
         """Ends the meeting point, as if its machine were gone."""

@@ -37,6 +37,17 @@ def test_a_killed_worker_is_done_without(place, times, rank, tmp_path):
         assert run.meeting.phase == "ended"
 
 
+def test_founders_without_the_first_numbers(tmp_path):
+    """Two were lost, and replaced, before the run began: numbers of tasks are not ranks."""
+    options = {"checkpoints": str(tmp_path / "run"), "epochs": 2, **MIXED}
+    with elastic_runs.Run(tmp_path, 3, before=2, **options) as run:
+        assert len(run.check([])) == 3
+        assert [each.members for each in run.meeting.history] == [(2, 3, 4)]
+        assert {run.events(run.of_rank(rank))[-2][-1] for rank in range(3)} == {3}
+    assert (tmp_path / "run" / "generations.jsonl").read_text().count("\n") == 1
+    assert list((tmp_path / "run").glob("checkpoint-*"))
+
+
 def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
     faults = {0: ["step", 8, "SIGKILL"], 2: ["step", 8, "SIGKILL"]}
     with elastic_runs.Run(tmp_path, 3, faults, **MIXED) as run:

@@ -6,11 +6,12 @@ connection, kept for the whole run: a connection that ends is a worker that is l
 that is silent for too long is given up, and told so when it speaks again.
 
 Messages are signed with the run's secret (`messages.py`). Workers send ``enrol`` (their host and
-port, with the ``settings`` of the run; the answer, ``enrolled``, has a task number), ``register``
-with ``terms``, ``agreed`` with ``terms``, ``met`` (a generation) with ``report``, ``failed`` and
-``admits``, ``ready`` (a generation), ``out`` (the worker wants to leave) and ``done`` (its program
-ends). Empty messages, from both ends, are signs of life. The meeting point sends what `Membership`
-says. Only the standard library is imported.
+port, with the ``settings`` of the run, and ``founds``: whether the worker can be one of those with
+whom the run begins; the answer, ``enrolled``, has a task number, and whether it is one),
+``register`` with ``terms`` (it wants to join), ``agreed`` with ``terms``, ``met`` (a generation)
+with ``report``, ``failed`` and ``admits``, ``ready`` (a generation), ``out`` (the worker wants to
+leave) and ``done`` (its program ends). Empty messages, from both ends, are signs of life. The
+meeting point sends what `Membership` says. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable, Mapping
 
 from tfpara.cluster import messages, ports
 from tfpara.cluster.door import Door
-from tfpara.cluster.membership import Generation, Limits, Membership, Say
+from tfpara.cluster.membership import BEGUN, Generation, Limits, Membership, Say
 from tfpara.cluster.messages import Channel
 from tfpara.typing import Json
 
@@ -207,6 +208,7 @@ class Meeting:
         if self._membership is None:
             self._settings = settings
             limits = {k: settings[k] for k in ("min_workers", "max_workers", "grace_seconds")}
+            self._founders = min(self._founders, limits["max_workers"] or self._founders)
             self._silence = float(settings["silence_seconds"])
             limits |= {"founders": self._founders, "start_seconds": self._start_seconds}
             self._membership = Membership(Limits(**limits, meeting_seconds=_MEETING_SECONDS), now)
@@ -215,7 +217,7 @@ class Meeting:
             return
         again = _membership_of(message.get("again"))
         if again is not None and isinstance(wanted, int):
-            self._membership.resume(*again, now)
+            self._tell(self._membership.resume(*again, now))
             if not self._membership.returned(wanted, again[0], name):
                 channel.send(evicted="the others have gone on without it")
                 return
@@ -224,8 +226,12 @@ class Meeting:
         task = self._membership.number() if task is None else task
         self._tasks[channel], self._channels[task], self._addresses[task] = task, channel, address
         self._names[task] = name[:_LONGEST_NAME]
-        founding = self._membership.phase == "founding"
+        founding = self._membership.phase == "founding" and message.get("founds") is True
         channel.send(enrolled=task, founding=founding, founders=self._founders)
+        if founding:
+            # At once: whoever comes when the founders are complete has to know that it joins.
+            _, said = self._membership.register(address, {}, now, task, self._names[task])
+            self._tell(said)
 
     def _tell(self, said: list[Say]) -> None:
         for task, message in said:
@@ -281,7 +287,8 @@ class Line:
 
     Attributes:
         task: this worker's number.
-        founding: whether the run had not begun when it came.
+        founding: whether this worker is one of those with whom the run begins; `formed` waits for
+            the others. Else it joins: see `register`.
         founders: workers with which the run begins.
         wanted: whether members shall meet after their next sync.
 
@@ -315,7 +322,8 @@ class Line:
         self._asked: dict[str, Json] | None = None  # what has no answer yet
         self._leaves = self._over = False
         self._channel = self._connect(secret, timeout_seconds)
-        self._channel.send(enrol=[self._channel.own_host, port], task=task, **self._enrolment)
+        own = [self._channel.own_host, port]
+        self._channel.send(enrol=own, task=task, founds=True, **self._enrolment)
         answer = self._channel.wait(time.monotonic() + _ANSWER_SECONDS)
         if self._channel.differs:
             raise MeetingError(messages.other_secret(f"the meeting point at {address}"))
@@ -338,8 +346,12 @@ class Line:
         """Has `act()` called, on the line's thread, again and again while nobody answers."""
         self._on_silence = act
 
+    @property
+    def _awaits_founding(self) -> bool:
+        return self.founding and self._form is None
+
     def register(self, terms: Mapping[str, Json]) -> None:
-        """Asks to take part; `formed` waits for the answer."""
+        """Asks to be let in; `formed` waits for the answer."""
         self._ask(register=True, terms=dict(terms))
 
     def agreed(self, terms: Mapping[str, Json]) -> None:
@@ -491,6 +503,7 @@ class Line:
             channel.send(
                 enrol=[channel.own_host, self._port],
                 task=self.task,
+                founds=self._awaits_founding,
                 again=self._form,
                 **self._enrolment,
             )
@@ -511,6 +524,8 @@ class Line:
             self.wanted = True
         elif "enrolled" in message:
             self.task = int(message["enrolled"])  # another only while the run begins
+            if self._awaits_founding and not message["founding"]:
+                self._heard.put({"evicted": BEGUN})
         elif message:
             self._over = "evicted" in message or "ended" in message or "farewell" in message
             if "form" in message:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 Phase = Literal["founding", "training", "meeting", "enabling", "ended"]
 Say = tuple[int, dict[str, Any]]
 _OVER = "the run has come to its end"
+BEGUN = "others have begun the run without it"  # told to who waited for that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Membership:
         self._next_task += 1
         return self._next_task - 1
 
-    def resume(self, generation: int, members: Mapping[int, str], now: float) -> None:
+    def resume(self, generation: int, members: Mapping[int, str], now: float) -> list[Say]:
         """Goes on with a run whose former meeting point is gone, as one of its members tells.
 
         The members are awaited as long as others are where too few are left.
@@ -161,7 +162,11 @@ class Membership:
             now: as elsewhere.
         """
         if self.phase != "founding" and not (self._awaited_until and generation > self.generation):
-            return
+            return []
+        said: list[Say] = []
+        for task in list(self._workers) if self.phase == "founding" else ():
+            del self._workers[task]
+            said.append((task, {"evicted": BEGUN}))
         for task in self._members:
             self._workers.pop(task, None)
         self.phase, self._since, self._awaited_until = "training", now, now
@@ -171,6 +176,7 @@ class Membership:
         for task, address in members.items():
             self._workers[task] = _Worker(address, {}, f"worker {task}")
         self._next_task = max(self._next_task, max(members) + 1)
+        return said
 
     def returned(self, task: int, generation: int, name: str) -> bool:
         """Returns whether a worker is a member that was awaited after `resume`: it is there."""

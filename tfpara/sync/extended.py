@@ -382,9 +382,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
         if horovod:
-            # TensorFlow sees one process. The parent divides the data by these attributes.
-            self._num_workers, self._id_in_cluster = found.num_workers, found.rank
-            self._is_chief = found.is_chief
+            self.take_place(found.num_workers, found.rank)  # TensorFlow sees one process
         if elastic is not None:
             elastic.attach(self)
         # All workers of an elastic run begin with the rule for as many as began it.
@@ -463,7 +461,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         definition.default_session_config.experimental.collective_group_leader = leader
         with quiet.regrouping():
             context.enable_collective_ops(definition)
-        self._num_workers, self._id_in_cluster = len(addresses), rank
+        self.take_place(len(addresses), rank)
+
+    def take_place(self, num_workers: int, rank: int) -> None:
+        """Sets what TensorFlow has derived from its list of workers.
+
+        Args:
+            num_workers: that take part.
+            rank: this worker's among them, by which data and seeds are divided; 0 is the chief.
+        """
+        self._num_workers, self._id_in_cluster = num_workers, rank
         self._is_chief = rank == 0
 
     def end_collectives(self, why: str) -> None:

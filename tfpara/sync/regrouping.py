@@ -98,15 +98,10 @@ class Regrouping:
             timeout_seconds,
             name=os.environ.get(NAME, ""),
         )
-        self.line = self._connect()
+        self._address = f"127.0.0.1:{port}"  # of this worker, while it is alone
+        self.line, self.form = self._begin()
         self.founders, self.max_workers = self.line.founders, settings.max_workers
         self.joining = not self.line.founding
-        self._address = f"127.0.0.1:{port}"  # of this worker, while it is alone
-        if self.joining:
-            self.form = self._alone(0)
-        else:
-            self.line.register({})
-            self.form = self.line.formed()
         self.plan = begin(0, self.form.tasks)
         self.dataset_fn: Callable[..., tf.data.Dataset] | None = None
         self._lock = threading.Lock()
@@ -133,9 +128,20 @@ class Regrouping:
         self._last = ""  # why all write a checkpoint and end; "" if they train on
         self._out = False  # whether this worker is no member any more
 
-    def _alone(self, number: int) -> Form:
+    def _begin(self) -> tuple[Line, Form]:
+        """Connects to the meeting point; returns the line and the first generation."""
+        while True:
+            line = self._connect()
+            if not line.founding:
+                return line, self._alone(0, line.task)
+            try:
+                return line, line.formed()
+            except Evicted:
+                line.close()  # the others have begun without this worker, which joins them
+
+    def _alone(self, number: int, task: int) -> Form:
         """The generation of this worker before it joins the others."""
-        return Form(number, (self.line.task,), (self._address,), (None,), "")
+        return Form(number, (task,), (self._address,), (None,), "")
 
     # -- TensorFlow's view -------------------------------------------------------------------
 
@@ -165,7 +171,14 @@ class Regrouping:
         host = f"{extended._worker_device}/device:CPU:0"
         self.members = Members(host, size, rank, self.form.number)
         self._listen()
-        if not self.joining and not self.line.ready(self.form.number):
+        if self.joining:
+            # As many as the others had when their programs were here. It has a number of its own.
+            extended.take_place(self.founders, self.line.task)
+            return
+        # TensorFlow takes task numbers for ranks, which they are not where a worker was lost, and
+        # replaced, before the run began.
+        extended.take_place(size, rank)
+        if not self.line.ready(self.form.number):
             raise RuntimeError("a worker was lost while the run began. Start all workers again.")
 
     def _jobs(self) -> list[tuple[int, str]]:
@@ -280,7 +293,7 @@ class Regrouping:
         self._listen()
         self.joining = self._returns = True
         self._iterator = None
-        self._become(self._alone(_ALONE + self.form.number))
+        self._become(self._alone(_ALONE + self.form.number, task))
 
     def leave(self) -> None:
         """Has this worker leave at the next sync; the others go on without it."""
