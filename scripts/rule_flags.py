@@ -28,6 +28,12 @@ _RULE = flags.DEFINE_enum(
     "plain Keras bit for bit",
 )
 _ETA = flags.DEFINE_float("block_momentum", None, "BMUF: in [0, 1); 1 - 1/replicas if not set")
+_WARMUP = flags.DEFINE_boolean(
+    "block_momentum_warmup",
+    None,
+    "BMUF: reach the block momentum over the first syncs, 1 - 1/(t + 1) after t of them; set if "
+    "--block_momentum and --compat are not",
+)
 _ZETA = flags.DEFINE_float(
     "block_learning_rate", 1.0, "BMUF and Downpour: positive; 1/workers for Downpour's long periods"
 )
@@ -170,7 +176,7 @@ _ALONE = (
 
 def _check() -> None:
     name = _RULE.value
-    common.only_for(name in _BMUF, (_ETA, _NESTEROV), "--rule=bmuf and bmuf_adam")
+    common.only_for(name in _BMUF, (_ETA, _WARMUP, _NESTEROV), "--rule=bmuf and bmuf_adam")
     blocks = (*_BMUF, "downpour")
     common.only_for(name in blocks, (_ZETA,), f"--rule={', '.join(blocks)}")
     common.only_for(name == "bmuf", (_COMPAT,), "--rule=bmuf")
@@ -186,11 +192,16 @@ def _check() -> None:
 
 
 def _rule() -> Any:
-    name, eta, zeta = _RULE.value, _ETA.value, _ZETA.value
-    if name == "bmuf":
-        return algorithms.BMUF(eta, zeta, nesterov=_NESTEROV.value, compat=_COMPAT.value)
-    if name == "bmuf_adam":
-        return algorithms.BMUFAdam(eta, zeta, nesterov=_NESTEROV.value)
+    name = _RULE.value
+    if name in _BMUF:
+        kind = algorithms.BMUF if name == "bmuf" else algorithms.BMUFAdam
+        return kind(
+            _ETA.value,
+            _ZETA.value,
+            nesterov=_NESTEROV.value,
+            compat=_COMPAT.value,
+            warmup=_WARMUP.value,
+        )
     if name == "easgd":
         return algorithms.EASGD(_ALPHA.value)
     if name == "diloco":

@@ -453,6 +453,29 @@ def test_an_outer_optimizer_starts_again_where_weights_are_set():
     np.testing.assert_allclose(*ends, atol=1e-6)
 
 
+@pytest.mark.one_version
+def test_block_momentum_is_as_old_as_before_where_weights_are_set():
+    """The weight that is set loses its momentum, the others keep theirs, and the warm-up is over."""
+    strategy = make(tfpara.BMUF())
+    model = network(strategy)
+    model.fit(data_of(strategy, EVEN), epochs=2, verbose=0)
+
+    def of_rule(field):
+        cells = strategy.extended.synchronizer_of(model).graph.global_state.cells()
+        (found,) = (cell.variable.numpy() for cell in cells if cell.field == f"rule/{field}")
+        return found
+
+    blocks, before = of_rule("blocks"), of_rule("delta")
+    assert blocks > 1 and np.abs(before).min() > 0
+    kernel = model.layers[0].kernel
+    kernel.assign(kernel + 0.1)
+    strategy.synchronize()
+    after = of_rule("delta")
+    lost = kernel.shape.num_elements()
+    assert (after == 0).sum() == lost and (after == before).sum() == len(before) - lost
+    assert of_rule("blocks") == blocks
+
+
 def test_devices_are_not_averaged_while_replicas_are_independent():
     strategy = make(tfpara.BSP(), device_sync_period=1)
     model = network(strategy)

@@ -54,7 +54,7 @@ def test_four_blocks_step_by_step(rule, ahead):
 
 def test_published_coefficients():
     """Far from the start: [(1−β^(τ+ηρ)) m̄ − (β^τ − β^(τ+ηρ)) m] / (1−β^τ), ρ ← ηρ + τ."""
-    rule, tau, eta, far = BMUFAdam(), 5, 0.75, 10**6
+    rule, tau, eta, far = BMUFAdam(warmup=False), 5, 0.75, 10**6
     state, rho = rule.init_moments(0.3, 0.2), 0.0
     for m_mean, square in [(0.5, 0.3), (-0.2, 0.01), (0.1, 0.4)]:
         v_mean = adam_steps(0.999, state.velocity, square, tau)
@@ -96,10 +96,11 @@ def test_moments_of_a_constant_gradient_stay_unbiased(gradient, eta, zeta, neste
         np.testing.assert_allclose(state.velocity / (1 - 0.999**done), gradient**2, atol=1e-7)
 
 
-@given(st.floats(0.0, 0.95), st.floats(0.5, 2.0), st.booleans())
-def test_the_moments_go_on_as_far_as_the_weights(eta, zeta, nesterov):
+@given(st.floats(0.0, 0.95), st.floats(0.5, 2.0), st.booleans(), st.booleans())
+def test_the_moments_go_on_as_far_as_the_weights(eta, zeta, nesterov, warmup):
     """Replicas that move by 1 in each step: Δ is ρ, and B − w̄ the steps from w̄ to B."""
-    rule, tau, beta = BMUFAdam(eta, zeta, nesterov, beta_1=0.9), 10, 0.9
+    rule = BMUFAdam(eta, zeta, nesterov, beta_1=0.9, warmup=warmup)
+    tau, beta = 10, 0.9
     weights, moments = rule.init(0.0), rule.init_moments(0.3, 0.0)
     for steps in (10, 4, 10, 1):
         average = rule.broadcast(None, weights) + steps
@@ -140,10 +141,10 @@ def test_second_moment_is_never_negative(v, v_mean, tau, eta, zeta, nesterov):
 def test_parts_are_parts_of_the_whole_and_tensors_work_in_a_graph():
     rng = np.random.default_rng(0)
     start, end = rng.uniform(size=(2, 2, 7)).astype("f")
-    rule = BMUFAdam(0.75)
+    rule = BMUFAdam(0.75, warmup=True)
 
     def update(part, steps, iterations):
-        state = rule.init_moments(*start[:, part])._replace(equivalent_steps=12.0)
+        state = rule.init_moments(*start[:, part])._replace(equivalent_steps=12.0, blocks=9.0)
         return rule.update_moments(
             state, *end[:, part], steps=steps, iterations=iterations, num_replicas=4
         )

@@ -81,6 +81,44 @@ def test_half_a_block_by_hand():
         assert average.value(average.update(state, 4.0, 0.5)) == pytest.approx(wanted)
 
 
+def test_bmuf_with_a_warmup_by_hand():
+    # η: 0, 1/2, 2/3, 3/4, and 3/4 from there on. B0 = 0; Δ = 1, W = 1, B = 1 + ½. G = 3/2,
+    # Δ = ½ + 3/2, W = 3, B = 3 + 4/3. G = 5/3, Δ = 4/3 + 5/3, W = 6, B = 6 + 9/4. G = 0, Δ = 9/4,
+    # W = 8.25, B = 8.25 + 27/16.
+    got = follow(BMUF(), 0.0, [1.0, 3.0, 6.0, 8.25], num_replicas=4)
+    assert got == [
+        (1.0, 1.5),
+        (3.0, pytest.approx(13 / 3)),
+        (pytest.approx(6.0), 8.25),
+        (8.25, 8.25 + 27 / 16),
+    ]
+    # Classical: Δ = 1, W = 1; Δ = ½ + 2, W = 3.5; Δ = 5/3 + 1, W = 3.5 + 8/3.
+    got = follow(BMUF(nesterov=False), 0.0, [1.0, 3.0, 4.5], num_replicas=8)
+    assert [w for w, _ in got] == pytest.approx([1.0, 3.5, 3.5 + 8 / 3])
+    # Half a block: G = ½, so 1 at its pace: Δ = ½ + 1 and half of the way there, 1.25; W = 1.75.
+    # η = 1 − 1/2.5: B = 1.75 + ¾. Then G = 1: Δ = ¾ + 1, W = 3.5, η = 1 − 1/3.5.
+    got = follow(BMUF(), 0.0, [1.0, 2.0, 3.5], num_replicas=4, parts=[1.0, 0.5, 1.0])
+    assert got == [(1.0, 1.5), (1.75, 2.5), (3.5, pytest.approx(3.5 + 1.75 * 5 / 7))]
+
+
+@given(models, st.integers(2, 40), st.booleans())
+def test_the_gain_of_a_warmup_grows_with_the_blocks(update, n, nesterov):
+    """Blocks that all bring G: Δ = (t + 1)/2 G after t of them, up to the one before η's."""
+    rule = BMUF(nesterov=nesterov).resolve(n)
+    state = rule.init(np.zeros(5))
+    for t in range(1, n + 1):
+        state = rule.update(state, rule.broadcast(None, state) + update, n)
+        np.testing.assert_allclose(state.delta, (t + 1) / 2 * update, atol=1e-9)
+
+
+@given(models, trajectories, st.booleans())
+def test_two_replicas_need_no_warmup(start, averages, nesterov):
+    got = follow(BMUF(nesterov=nesterov), start, averages, 2)
+    wanted = follow(BMUF(warmup=False, nesterov=nesterov), start, averages, 2)
+    np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+    assert BMUF(warmup=False).resolve(2) == BMUF(0.5).resolve(2)
+
+
 @given(models, trajectories, etas, st.floats(0.1, 2.0), shares, st.booleans())
 def test_however_blocks_are_cut_what_was_learned_counts_alike(
     start, updates, eta, zeta, parts, nesterov
@@ -258,6 +296,7 @@ def test_averages_of_a_start_without_syncs():
         (lambda: BMUF(float("nan")), "block_momentum=nan"),
         (lambda: BMUF(0.5, 0.0), "block_learning_rate=0.0 must be positive"),
         (lambda: BMUF(compat="CNTK"), "compat='CNTK' is not one of"),
+        (lambda: BMUF(compat="cntk", warmup=True), "warmup=True and compat='cntk' contradict"),
         (lambda: EASGD(-0.1), "elasticity=-0.1"),
         (lambda: EASGD(1.0), "elasticity=1.0"),
         (lambda: EASGD(0.7).resolve(2), "unstable with 2 replicas"),

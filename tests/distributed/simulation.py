@@ -78,7 +78,8 @@ class Global:
         self.w, self.delta = (
             old + part * (new - old) for old, new in zip(before, (self.w, self.delta), strict=True)
         )
-        ahead = self.settings["eta"] * self.delta if self.kind == "nesterov" else 0.0
+        done = sum(self.parts) + part
+        ahead = self.momentum(done) * self.delta if self.kind == "nesterov" else 0.0
         self.anchor = self.w + ahead
         return [self.anchor.copy() for _ in local]
 
@@ -91,10 +92,16 @@ class Global:
         self.w = self.w + self.delta
         return [self.w.copy() for _ in local]
 
-    def nesterov(self, local, mean, eta, zeta=1.0):
-        self.delta = eta * self.delta + zeta * (mean - self.anchor)
+    def momentum(self, blocks):
+        """The block momentum after so many blocks; with a warm-up it is that of an average."""
+        eta = self.settings["eta"]
+        return min(eta, blocks / (blocks + 1.0)) if self.settings.get("warmup") else eta
+
+    def nesterov(self, local, mean, eta, zeta=1.0, warmup=False):
+        done = sum(self.parts)
+        self.delta = self.momentum(done) * self.delta + zeta * (mean - self.anchor)
         self.w = self.w + self.delta
-        self.anchor = self.w + eta * self.delta
+        self.anchor = self.w + self.momentum(done + 1.0) * self.delta
         return [self.anchor.copy() for _ in local]
 
     def lookahead_anchor(self, local, mean, eta, gain):

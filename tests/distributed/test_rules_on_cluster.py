@@ -35,7 +35,7 @@ class Training(NamedTuple):
     stepwise: dict | None = None
 
 
-BMUF = ("tfpara.BMUF()", "nesterov", {"eta": 0.75})
+BMUF = ("tfpara.BMUF()", "nesterov", {"eta": 0.75, "warmup": True})
 BLOCK = ("tfpara.BMUF(0.6)", "nesterov", {"eta": 0.6})
 EASGD = ("tfpara.EASGD(0.2)", "elastic", {"alpha": 0.2})
 SHARDED = {"aggregation": "sharded", "averages": AVERAGES, "minibatches": UNEVEN, "epochs": 2}

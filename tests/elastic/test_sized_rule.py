@@ -27,19 +27,21 @@ def following(rule, number):
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     zeta=st.sampled_from([0.5, 1.0]),
     nesterov=st.booleans(),
+    warmup=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
-def test_block_momentum_that_follows_the_replicas(sizes, zeta, nesterov):
+@settings(max_examples=60, deadline=None)
+def test_block_momentum_that_follows_the_replicas(sizes, zeta, nesterov, warmup):
     """Against the equations of block momentum, with each block's own eta.
 
     A block begins at the point B that was broadcast; what it gives is measured from there.
     """
     draws = np.random.default_rng(1)
-    rule = following(tfpara.BMUF(block_learning_rate=zeta, nesterov=nesterov), sizes[0])
+    asked = tfpara.BMUF(block_learning_rate=zeta, nesterov=nesterov, warmup=warmup)
+    rule = following(asked, sizes[0])
     weights = np.float32([0.5, -1.0])
     state = rule.last().init(tf.constant(weights))
     model, delta, began = weights.astype(float), np.zeros(2), weights.astype(float)
-    for size in sizes:
+    for blocks, size in enumerate(sizes):
         average = np.float32(began + draws.normal(size=2))
         rule.change(size)
         (before,) = rule.carried([state])
@@ -48,13 +50,16 @@ def test_block_momentum_that_follows_the_replicas(sizes, zeta, nesterov):
         sent = present.broadcast(before, state)
         rule.commit()
 
-        eta = 1.0 - 1.0 / size
+        eta = following_eta = 1.0 - 1.0 / size
+        if warmup:
+            eta = min(eta, 1.0 - 1.0 / (blocks + 1))
+            following_eta = min(following_eta, 1.0 - 1.0 / (blocks + 2))
         learned = average - began
         former, delta = delta, eta * delta + zeta * learned
         if nesterov:
             # W is B less the momentum that the broadcast has taken ahead.
             model = began - eta * former + delta
-            began = model + eta * delta
+            began = model + following_eta * delta
         else:
             began = model = model + delta
         np.testing.assert_allclose(state.global_model, model, rtol=1e-4, atol=1e-4)

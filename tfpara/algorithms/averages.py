@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from tfpara.algorithms.arithmetic import minimum
 from tfpara.algorithms.rule import Average
 from tfpara.typing import Array, Scalar
-
-
-def _minimum(a: Scalar, b: Scalar) -> Scalar:
-    """Returns min(a, b) in plain arithmetic, for NumPy and TensorFlow scalars alike."""
-    return 0.5 * (a + b - abs(a - b))
 
 
 class AverageState(NamedTuple):
@@ -86,13 +82,13 @@ class EMA(Average):
         """Returns β_t, with t = `count`."""
         if not self.num_updates:
             return self.decay
-        return _minimum(self.decay, (1.0 + count) / (10.0 + count))
+        return minimum(self.decay, (1.0 + count) / (10.0 + count))
 
     def value(self, state: AverageState) -> Array:
         """Returns the averaged model, a flat vector (with `zero_debias` zeros before any sync)."""
         if not self.zero_debias:
             return state.average
-        return state.average / -_minimum(state.bias - 1.0, -1e-30)
+        return state.average / -minimum(state.bias - 1.0, -1e-30)
 
 
 @dataclasses.dataclass(frozen=True)

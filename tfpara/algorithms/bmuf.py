@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
+from tfpara.algorithms.arithmetic import minimum
 from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar
 
@@ -12,10 +14,17 @@ _COMPAT = (None, "cntk", "fairseq")
 
 
 class BMUFState(NamedTuple):
-    """State of BMUF. `global_model`: W. `delta`: the update Δ of W, zero before the first sync."""
+    """State of BMUF.
+
+    Attributes:
+        global_model: W.
+        delta: the update Δ of W, zero before the first sync.
+        blocks: t, the blocks so far, a float: a share f of a block counts f.
+    """
 
     global_model: Array
     delta: Array
+    blocks: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +56,26 @@ class BMUF(Rule):
 
     so every G moves the model by ζG/(1−η) in the end, as in a whole block, and η = 0, ζ = 1 is BSP.
 
+    The filter's steady gain, 1/(1−η), is that of 1/(1−η) blocks, and a young run has not seen so
+    many. With `warmup`, the momentum is therefore, after t blocks (a share f counts f),
+
+        η_t = min(η, 1 − 1/(t + 1)),   a gain of t + 1
+
+    and the equations above have η_t of the last sync for the η that is in B and that multiplies
+    the former Δ, and the next one in the point from which every replica goes on. For two replicas
+    it is 1/2 from the first sync on, as without.
+
     Args:
         block_momentum: η, 0 ≤ η < 1. None: 1 − 1/N for N replicas (with ζ = 1 that is C = 1 in
-            ζ / (N(1−η)) = C).
+            ζ / (N(1−η)) = C), with `warmup`.
         block_learning_rate: ζ > 0.
         nesterov: the form; see above.
         compat: None, "cntk" or "fairseq".
+        warmup: whether η is reached over the first blocks. None: where `block_momentum` is None
+            and `compat` is, too. False: η from the first sync on, as published.
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: a value outside its range, or `warmup` with `compat`.
 
     Source: Li et al. (2017), eqs. 3-6; Chen & Huo, "Scalable training of deep learning machines
     by incremental block training with intra-block parallel optimization and blockwise
@@ -66,13 +86,19 @@ class BMUF(Rule):
         >>> state = rule.update(rule.init(0.0), average=1.0, num_replicas=2)
         >>> state = rule.update(state, average=2.0, num_replicas=2)
         >>> state
-        BMUFState(global_model=2.5, delta=1.5)
+        BMUFState(global_model=2.5, delta=1.5, blocks=2.0)
     """
 
     block_momentum: float | None = None
     block_learning_rate: float = 1.0
     nesterov: bool = True
     compat: str | None = None
+    warmup: bool | None = None
+
+    # Checkpoints of versions without a warm-up are of runs without one.
+    absent: ClassVar[Mapping[str, float]] = {"blocks": 1e9}
+    # Weights that are set lose their momentum; the run does not become a young one.
+    lasting: ClassVar[tuple[str, ...]] = ("blocks",)
 
     def __post_init__(self) -> None:
         eta, zeta = self.block_momentum, self.block_learning_rate
@@ -87,22 +113,28 @@ class BMUF(Rule):
             )
         if self.compat not in _COMPAT:
             raise ValueError(f"compat={self.compat!r} is not one of {_COMPAT}.")
+        if self.warmup and self.compat:
+            raise ValueError(
+                f"warmup=True and compat={self.compat!r} contradict each other: that toolkit has "
+                "no warm-up. Leave one of them out."
+            )
 
     def resolve(self, num_replicas: int) -> BMUF:
-        """Returns this rule with the default η = 1 − 1/N filled in."""
-        return dataclasses.replace(self, block_momentum=self._momentum(num_replicas))
+        """Returns this rule with the default η = 1 − 1/N, and that of `warmup`, filled in."""
+        eta = 1.0 - 1.0 / num_replicas if self.block_momentum is None else self.block_momentum
+        return dataclasses.replace(self, block_momentum=eta, warmup=self._warms_up)
 
     def init(self, weights: Array) -> BMUFState:
         """Returns the state of a run that starts at the flat vector `weights`."""
-        return BMUFState(global_model=weights, delta=weights * 0.0)
+        return BMUFState(global_model=weights, delta=weights * 0.0, blocks=0.0)
 
     def update(
         self, state: BMUFState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> BMUFState:
         """Returns the state after a sync; `average` is w̄, and `share` is f, 0 < f ≤ 1."""
-        eta = self._momentum(num_replicas)
+        eta = self._momentum(num_replicas, state.blocks)
         update = average - self._anchor(state, eta)
-        gain = self.block_learning_rate
+        gain: Scalar = self.block_learning_rate
         if self.compat == "cntk":
             gain *= (1.0 - eta) * num_replicas
         rest = 1.0 - share
@@ -111,14 +143,14 @@ class BMUF(Rule):
         global_model = state.global_model + step
         if self.compat and self.nesterov:
             global_model = global_model + eta * step
-        return BMUFState(global_model=global_model, delta=delta)
+        return BMUFState(global_model=global_model, delta=delta, blocks=state.blocks + share)
 
     def broadcast(self, before: BMUFState | None, after: BMUFState) -> Array:
         """Returns the point from which the replicas go on: W or W + ηΔ."""
         del before
         if self.block_momentum is None:
             raise ValueError("Call resolve(num_replicas) first: block_momentum is still None.")
-        return self._anchor(after, self.block_momentum)
+        return self._anchor(after, self._momentum(1, after.blocks))
 
     def carry(self, state: BMUFState, former: Rule) -> BMUFState:
         """Returns the state after a change of η, with the point that was broadcast as it was.
@@ -126,22 +158,29 @@ class BMUF(Rule):
         W ← W + (η' − η)Δ,  with η' of `former`: so W + ηΔ is what W + η'Δ was.
         """
         assert isinstance(former, BMUF)
-        assert self.block_momentum is not None and former.block_momentum is not None
         if not self.nesterov or self.compat:
             return state
-        moved = (former.block_momentum - self.block_momentum) * state.delta
-        return BMUFState(global_model=state.global_model + moved, delta=state.delta)
+        change = former._momentum(1, state.blocks) - self._momentum(1, state.blocks)
+        return state._replace(global_model=state.global_model + change * state.delta)
 
     def resets_momentum(self) -> bool:
         """Returns whether η > 1/2 in Nesterov's form, or η > 0 in the classical one; see `Rule`."""
         eta = self.block_momentum or 0.0
         return eta > 0.5 or (eta > 0.0 and not self.nesterov)
 
-    def _momentum(self, num_replicas: int) -> float:
-        eta = self.block_momentum
-        return 1.0 - 1.0 / num_replicas if eta is None else eta
+    @property
+    def _warms_up(self) -> bool:
+        if self.warmup is None:
+            return self.block_momentum is None and self.compat is None
+        return self.warmup
 
-    def _anchor(self, state: BMUFState, eta: float) -> Array:
+    def _momentum(self, num_replicas: int, blocks: Scalar) -> Scalar:
+        """Returns η_t, with t = `blocks`."""
+        given = self.block_momentum
+        eta = 1.0 - 1.0 / num_replicas if given is None else given
+        return minimum(eta, 1.0 - 1.0 / (blocks + 1.0)) if self._warms_up else eta
+
+    def _anchor(self, state: BMUFState, eta: Scalar) -> Array:
         if self.nesterov and not self.compat:
             return state.global_model + eta * state.delta
         return state.global_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from tfpara.algorithms.arithmetic import positive_part
 from tfpara.algorithms.bmuf import BMUF
 from tfpara.typing import Array, Scalar
 
@@ -16,12 +17,13 @@ class MomentState(NamedTuple):
     """The moments that every replica starts a block with, and the length of the filter in steps.
 
     momentum, velocity: Adam's m and v at the start of the block. equivalent_steps: ρ, the local
-    steps that the last global-model update Δ is worth.
+    steps that the last global-model update Δ is worth. blocks: t, the blocks so far.
     """
 
     momentum: Array
     velocity: Array
     equivalent_steps: Scalar
+    blocks: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +51,15 @@ class BMUFAdam(BMUF):
 
     With η = 0 and ζ = 1 the moments are simply averaged. In a block that is a share f of a whole
     one, ρ follows Δ of `tfpara.BMUF`, ρ' = (1 − f(1−η))ρ + ζτ, and so do the steps from w̄ to the
-    broadcast point, a = ηρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ − (1−f)ρ (classical).
+    broadcast point, a = η'ρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ − (1−f)ρ (classical). Where η
+    is reached over the first blocks, η is the one before the block, and η' the one after it.
 
     Args:
         block_momentum: η, as in `tfpara.BMUF`.
         block_learning_rate: ζ, as in `tfpara.BMUF`.
         nesterov: the form of block momentum; the default, True, is the authors'.
         compat: None; the other toolkits' forms have no filtered moments.
+        warmup: as in `tfpara.BMUF`.
         beta_1: β₁ of the local optimizer.
         beta_2: β₂ of the local optimizer.
 
@@ -128,7 +132,7 @@ class BMUFAdam(BMUF):
 
     def init_moments(self, momentum: Array, velocity: Array) -> MomentState:
         """Returns the state of a run whose replicas start with these moments, flat vectors."""
-        return MomentState(momentum=momentum, velocity=velocity, equivalent_steps=0.0)
+        return MomentState(momentum, velocity, equivalent_steps=0.0, blocks=0.0)
 
     def update_moments(
         self,
@@ -158,20 +162,22 @@ class BMUFAdam(BMUF):
             The new state, whose `momentum` and `velocity` all replicas go on with. The second
             moment is never negative.
         """
-        eta, zeta = self._momentum(num_replicas), self.block_learning_rate
+        eta, zeta = self._momentum(num_replicas, state.blocks), self.block_learning_rate
+        blocks = state.blocks + share
         rest = (1.0 - share) * state.equivalent_steps
         equivalent = eta * state.equivalent_steps + (1.0 - eta) * rest + zeta * steps
         # The steps from w̄ to B = W + ηΔ (Nesterov), or from w̄ to W (classical).
         if self.nesterov:
-            ahead = eta * (equivalent - rest) + (zeta - 1.0) * steps
+            ahead = self._momentum(num_replicas, blocks) * equivalent
+            ahead += (zeta - 1.0) * steps - eta * rest
         else:
             ahead = equivalent - rest - steps
         gradient = _block_mean(self.beta_1, state.momentum, momentum, steps)
         next_momentum = _go_on(self.beta_1, momentum, gradient, ahead, iterations)
         # The mean is negative only by rounding, since v̄ is at least β^τ v.
-        square = _positive_part(_block_mean(self.beta_2, state.velocity, velocity, steps))
+        square = positive_part(_block_mean(self.beta_2, state.velocity, velocity, steps))
         next_velocity = _go_on(self.beta_2, velocity, square, ahead, iterations)
-        return MomentState(next_momentum, _positive_part(next_velocity), equivalent)
+        return MomentState(next_momentum, positive_part(next_velocity), equivalent, blocks)
 
 
 def _block_mean(beta: float, start: Array, end: Array, steps: Scalar) -> Array:
@@ -188,8 +194,3 @@ def _go_on(beta: float, moment: Array, gradient: Array, ahead: Scalar, iteration
     kept = beta**ahead
     bias = (1.0 - beta**iterations) / (1.0 - beta ** (iterations + ahead))
     return bias * (kept * moment + (1.0 - kept) * gradient)
-
-
-def _positive_part(x: Scalar) -> Scalar:
-    """Returns max(x, 0) in plain arithmetic, for NumPy and TensorFlow alike."""
-    return 0.5 * (x + abs(x))

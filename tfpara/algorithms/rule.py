@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,15 @@ class Rule:
         >>> rule = Part(0.5)
         >>> rule.update(rule.init(0.0), average=2.0, num_replicas=4)
         State(global_model=1.0)
+
+    Attributes:
+        absent: values of fields that checkpoints of earlier versions of the rule lack, by name.
+        lasting: fields, numbers, that stay where a script sets some of the weights. A rule with
+            other numbers starts anew in all weights then, from the point that it would broadcast.
     """
+
+    absent: ClassVar[Mapping[str, float]] = {}
+    lasting: ClassVar[tuple[str, ...]] = ()
 
     def resolve(self, num_replicas: int) -> Rule:
         """Returns the rule for N replicas, checked, with defaults that depend on N filled in.

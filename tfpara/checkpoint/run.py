@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import warnings
@@ -411,8 +412,10 @@ class Parts:
             for name, reader in self._reader_of.items()
             if name.rsplit("/", 1)[0] == field
         }
-        if not parts:
+        if not parts and slot.absent is None:
             raise _lacks(slot.name)
+        if not parts:
+            return np.full(slot.variable.shape, slot.absent, slot.variable.dtype.as_numpy_dtype)
         shape, begin, size = slot.variable.shape, int(start), self._sizes[int(field.split("/")[-1])]
         if not shape.rank:  # a scalar, which is the same in all parts
             name, reader = parts[min(parts)]
@@ -449,6 +452,9 @@ def check_run(
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
     if mine.get("local_state") == "auto" and theirs.get("local_state") == "keep":
         theirs["local_state"] = "auto"  # what was the default before there was "auto"
+    if "rule" in theirs and "warmup=" not in theirs["rule"]:
+        # A run of a version without a warm-up of η goes on with the η that it had.
+        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", r"\1, warmup=None", theirs["rule"])
     differing = differences({"the checkpoint": theirs, "this run": mine})
     if differing:
         raise CheckpointError(

@@ -66,6 +66,7 @@ class GlobalState:
         rule: Any = settings.rule  # BMUFAdam has methods for moments, too
         self.rule = SizedRule(rule, settings.following_rule, replicas.site.make)
         averages, make = settings.averages, replicas.site.make
+        self._absent = rule.absent
         self.aggregation = aggregation
         self._averages = dict(averages)
         self._devices = replicas.devices
@@ -89,8 +90,10 @@ class GlobalState:
                 for label, of_parts in states.items():
                     kept = [_variables(s, f"{label}_{k}", make) for k, s in enumerate(of_parts)]
                     self._states.setdefault(label, []).append(kept)
+        lasting = {f"rule/{name}" for name in rule.lasting}
         self._counts = any(
-            cell.is_scalar and not cell.field.startswith("averages/") for cell in self.cells()
+            cell.is_scalar and cell.field not in lasting and not cell.field.startswith("averages/")
+            for cell in self.cells()
         )
         with tf.device("CPU:0"):
             self.is_new = make(tf.constant(True), "is_new")
@@ -237,8 +240,8 @@ class GlobalState:
         """Sets elements `at` … of a bucket: they lose their momentum, and averages restart there.
 
         Some rules count: an outer optimizer its steps, BMUFAdam the steps that Δ is worth. Such a
-        rule cannot restart in some elements alone. It restarts in all elements, from the weights
-        that it would broadcast.
+        rule cannot restart in some elements alone, unless the count is `Rule.lasting`. It restarts
+        in all elements, from the weights that it would broadcast.
         """
         if self._counts and not bool(self.is_new):
             self._start_anew()
@@ -285,7 +288,9 @@ class GlobalState:
         """Yields all cells, and `is_new`."""
         for cell in self.cells():
             name = f"global/{cell.field}/{cell.part.bucket}/{cell.part.start}"
-            yield Slot(name, Kind.HOLDER, cell.variable)
+            owner, _, field = cell.field.rpartition("/")
+            absent = None if owner.startswith("averages") else self._absent.get(field)
+            yield Slot(name, Kind.HOLDER, cell.variable, absent=absent)
         yield Slot("counter/is_new", Kind.SHARED, self.is_new, absent=False)
 
     def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
