@@ -455,7 +455,7 @@ def test_an_outer_optimizer_starts_again_where_weights_are_set():
 
 @pytest.mark.one_version
 def test_block_momentum_is_as_old_as_before_where_weights_are_set():
-    """The weight that is set loses its momentum, the others keep theirs, and the warm-up is over."""
+    """A weight that is set loses its momentum, others keep theirs, and the warm-up is over."""
     strategy = make(tfpara.BMUF())
     model = network(strategy)
     model.fit(data_of(strategy, EVEN), epochs=2, verbose=0)
