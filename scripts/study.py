@@ -2,6 +2,11 @@
 
 python -m scripts.study --out=runs/study                   models, optimizers, starts, averages
 python -m scripts.study --out=runs/async --suite=async     asynchronous rules, by sync period
+python -m scripts.study --out=runs/grid --suite=replicas   numbers of replicas, rules and periods
+
+The last one is described in `scripts/study_grid.py`; it leaves page.md and pictures in --out.
+
+The others:
 
 Trains what the suite lists on synthetic speech, --jobs runs at a time with a thread each, then
 scores each of their models on the test split: frame error rate, and phone error rate of the decoded
@@ -13,11 +18,13 @@ was interrupted goes on. The table's minutes are those of training, start includ
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import os
 import platform
 import re
 import time
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +33,10 @@ from scripts import common  # isort: skip  # before TensorFlow
 
 from absl import flags
 
-_SUITE = flags.DEFINE_enum("suite", "models", ["models", "async"], "what is compared")
+from scripts import study_grid
+
+flags.adopt_module_key_flags(study_grid)
+_SUITE = flags.DEFINE_enum("suite", "models", ["models", "async", "replicas"], "what is compared")
 _OUT = flags.DEFINE_string("out", "runs/study", "directory for corpus, runs and results")
 _TRAIN = flags.DEFINE_float("train_minutes", 20.0, "speech to train on, in minutes", 0.1)
 _HELD_OUT = flags.DEFINE_float(
@@ -182,6 +192,9 @@ _RUNS = {"models": _MODELS, "async": _ASYNC}
 def main() -> None:
     started = time.monotonic()
     out = Path(_OUT.value)
+    if _SUITE.value == "replicas":
+        _grid(out)
+        return
     with common.bad_input():
         chosen = _chosen()
         out.mkdir(parents=True, exist_ok=True)
@@ -190,9 +203,8 @@ def main() -> None:
         _pretrain(out)
     if any(run.start == _FIRST for run in chosen):
         _first_epoch(out)
-    jobs = _JOBS.value or os.cpu_count() or 1
-    print(f"{len(chosen)} runs, {jobs} at a time ...", flush=True)
-    rows = _all(out, chosen, jobs)
+    print(f"{len(chosen)} runs, {_jobs()} at a time ...", flush=True)
+    rows = _all(out, chosen)
     content = {"setting": _setting(out), "seconds": time.monotonic() - started, "rows": rows}
     common.write_json(out / "results.json", content)
     table = _table(rows)
@@ -200,22 +212,45 @@ def main() -> None:
     print(f"\n{table}\n{out}/results.json, {out}/table.md; {content['seconds']:.0f} s in all")
 
 
-def _all(out: Path, chosen: list[_Run], jobs: int) -> list[dict[str, Any]]:
+def _grid(out: Path) -> None:
+    with common.bad_input():
+        tasks = study_grid.tasks()
+        out.mkdir(parents=True, exist_ok=True)
+    if "speech" in tasks:
+        _prepare(out)
+    results = study_grid.train(out, _side_by_side)
+    common.write_text(out / "page.md", study_grid.page(results))
+    study_grid.draw(results, out)
+    print(f"\n{study_grid.page(results)}\n{out}/page.md and the pictures beside it")
+
+
+def _all(out: Path, chosen: list[_Run]) -> list[dict[str, Any]]:
     """Carries out the runs, and returns their rows in the same order."""
+    # The longest runs come first, so that none of them runs alone at the end.
+    order = sorted(chosen, key=lambda run: run.model == "DNN")
+    found = _side_by_side([functools.partial(_train_and_score, out, run) for run in order])
+    rows = dict(zip((run.name for run in order), found, strict=True))
+    return [row for run in chosen for row in rows[run.name]]
+
+
+def _side_by_side(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Calls functions, --jobs at a time; returns their results in order."""
     # With this, running trainings end with the study; they can be resumed.
     common.exit_on_sigterm()
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        # The longest runs come first, so that none of them runs alone at the end.
-        order = sorted(chosen, key=lambda run: run.model == "DNN")
-        futures = {run.name: pool.submit(_train_and_score, out, run) for run in order}
+    with concurrent.futures.ThreadPoolExecutor(_jobs()) as pool:
+        futures = [pool.submit(call) for call in calls]
         try:
-            for future in concurrent.futures.as_completed(futures.values()):
+            for future in concurrent.futures.as_completed(futures):
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             common.end_calls()
             raise
-    return [row for run in chosen for row in futures[run.name].result()]
+    return [future.result() for future in futures]
+
+
+def _jobs() -> int:
+    return _JOBS.value or os.cpu_count() or 1
 
 
 def _chosen() -> list[_Run]:

@@ -1,0 +1,316 @@
+"""The suite `replicas` of `scripts.study`: rules over numbers of replicas and sync periods.
+
+For each task the learning rate is chosen for one replica, by its validation error, and kept. Then
+every rule trains with every number of replicas, sync period and seed. The validation error is that
+of the model at the end, of as many samples for all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from scripts import common  # isort: skip  # before TensorFlow
+
+from absl import flags
+
+_RULES = {
+    "bmuf": ("BMUF", ("--rule=bmuf",)),
+    "bmuf-constant": ("BMUF, no warm-up", ("--rule=bmuf", "--noblock_momentum_warmup")),
+    "bmuf-adam": ("BMUFAdam", ("--rule=bmuf_adam",)),
+    "bsp": ("BSP", ("--rule=bsp",)),
+    "easgd": ("EASGD", ("--rule=easgd",)),
+    "diloco": ("DiLoCo", ("--rule=diloco",)),
+    "slowmo": ("SlowMo", ("--rule=slowmo",)),
+}
+_RATES = {
+    "speech": (0.02, 0.05, 0.1),
+    "characters": (0.001, 0.002, 0.004),
+    "digits": (0.02, 0.05, 0.1),
+}
+_UNITS = {
+    "speech": "frame error %",
+    "characters": "bits per character",
+    "digits": "error %",
+}
+_TASKS = flags.DEFINE_list("tasks", list(_UNITS), "replicas: what is learned; see study_task")
+_COUNTS = flags.DEFINE_list("counts", ["2", "4", "8", "16"], "replicas: their numbers, above 1")
+_PERIODS = flags.DEFINE_list("periods", ["5", "20", "80"], "replicas: sync periods in minibatches")
+_CHOSEN = flags.DEFINE_list(
+    "rules",
+    ["bmuf", "bsp", "easgd"],
+    f"replicas: of {', '.join(_RULES)}; bmuf-adam for characters alone, which train with AdamW",
+)
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "replicas: of weights and data order")
+_PASSES = flags.DEFINE_float("passes", 1.0, "replicas: factor of the tasks' epochs", 0.0)
+
+_DECAY = "0.8"
+_WEIGHTS = {"global": "", f"ema-{_DECAY}": f", EMA({_DECAY})"}
+# By how much more than one replica's error the default rule may have, by number of replicas.
+_AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
+
+
+class Cell(NamedTuple):
+    """A training: of one replica if `rule` is empty, and then with no period."""
+
+    task: str
+    rule: str
+    replicas: int
+    period: int
+    seed: int
+    rate: float
+
+    @property
+    def name(self) -> str:
+        if not self.rule:
+            return f"{self.task}-1-rate-{self.rate:g}-seed-{self.seed}"
+        return f"{self.task}-{self.rule}-{self.replicas}-{self.period}-seed-{self.seed}"
+
+    def command(self, out: Path) -> list[str]:
+        rule = ["--rule=none"]
+        if self.rule:
+            averaged = [f"--simulate_replicas={self.replicas}", f"--ema_decay={_DECAY}"]
+            rule = [*_RULES[self.rule][1], f"--sync_period={self.period}", *averaged]
+        return [
+            "scripts.study_task",
+            f"--task={self.task}",
+            *([f"--corpus={out / 'corpus'}"] if self.task == "speech" else []),
+            f"--out={self.file(out)}",
+            f"--rate={self.rate}",
+            f"--seed={self.seed}",
+            f"--epochs={_PASSES.value}",
+            *rule,
+        ]
+
+    def file(self, out: Path) -> Path:
+        """The result; there once the training has ended."""
+        return out / "runs" / f"{self.name}.json"
+
+
+Results = dict[Cell, dict[str, Any]]
+
+
+def tasks() -> list[str]:
+    """Returns what --tasks says.
+
+    Raises:
+        ValueError: it, or another flag of the grid, has a value that there is not.
+    """
+    _checked("tasks", _TASKS.value, _UNITS)
+    _checked("rules", _CHOSEN.value, _RULES)
+    _numbers("counts", _COUNTS.value, 2)
+    _numbers("periods", _PERIODS.value, 1)
+    _numbers("seeds", _SEEDS.value, 0)
+    if "bmuf-adam" in _CHOSEN.value and _TASKS.value != ["characters"]:
+        raise ValueError("--rules=bmuf-adam is for --tasks=characters; the others have no Adam.")
+    if not _PASSES.value > 0.0:
+        raise ValueError(f"--passes={_PASSES.value} must be positive.")
+    return list(_TASKS.value)
+
+
+def train(out: Path, each: Callable[[Iterable[Callable[[], Any]]], list[Any]]) -> Results:
+    """Trains what has not been trained before.
+
+    Args:
+        out: directory of the runs.
+        each: calls functions, some at a time, and returns their results in order.
+    """
+    seeds = _numbers("seeds", _SEEDS.value, 0)
+    rates = [Cell(task, "", 1, 0, seeds[0], rate) for task in tasks() for rate in _RATES[task]]
+    results = _results(out, rates, each)
+    chosen = {}
+    for task in tasks():
+        errors = {cell.rate: _error(results[cell]) for cell in rates if cell.task == task}
+        chosen[task] = min(errors, key=errors.__getitem__)
+        print(f"  {task}: learning rate {chosen[task]:g}, the best for one replica", flush=True)
+    cells = [Cell(task, "", 1, 0, seed, chosen[task]) for task in tasks() for seed in seeds] + [
+        Cell(task, rule, count, period, seed, chosen[task])
+        for seed in seeds
+        for task in tasks()
+        for count in _numbers("counts", _COUNTS.value, 2)
+        for period in _numbers("periods", _PERIODS.value, 1)
+        for rule in _CHOSEN.value
+    ]
+    return _results(out, cells, each)
+
+
+def _results(
+    out: Path, cells: list[Cell], each: Callable[[Iterable[Callable[[], Any]]], list[Any]]
+) -> Results:
+    (out / "runs").mkdir(parents=True, exist_ok=True)
+    left = sum(not cell.file(out).is_file() for cell in cells)
+    if left:
+        print(f"{left} runs of {len(cells)} ...", flush=True)
+
+    def of(cell: Cell) -> Callable[[], dict[str, Any]]:
+        def run() -> dict[str, Any]:
+            if not cell.file(out).is_file():
+                line = common.call(out / "runs", cell.name, cell.command(out))[-1]
+                print(f"  {cell.name}: {line.rpartition(': ')[2]}", flush=True)
+            return json.loads(cell.file(out).read_text())
+
+        return run
+
+    return dict(zip(cells, each(map(of, cells)), strict=True))
+
+
+def _error(result: dict[str, Any], weights: str = "global") -> float:
+    """The validation error at the end; infinite where the training has diverged."""
+    error = result["errors"].get(weights)
+    return math.inf if error is None else error
+
+
+def page(results: Results) -> str:
+    """Returns the tables, in Markdown, and what is beyond the aims."""
+    parts = []
+    for task in dict.fromkeys(cell.task for cell in results):
+        single = [_error(found) for cell, found in results.items() if _is_single(cell, task)]
+        rate = next(cell.rate for cell in results if cell.task == task)
+        parts.append(
+            f"## {task}\n\nValidation {_UNITS[task]}, mean and deviation over {len(single)} "
+            f"seeds; one replica: {_spread(single)} (learning rate {rate:g}). In brackets: EMA "
+            f"({_DECAY}) of the global model."
+        )
+        parts.append(_table(task, results))
+        beyond = _beyond(task, results)
+        parts.append(f"Beyond the aims ({_aims()}): {'; '.join(beyond) or 'none'}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(task: str, results: Results) -> str:
+    counts = sorted({cell.replicas for cell in results if cell.rule})
+    lines = [
+        f"| period | rule | {' | '.join(f'N = {count}' for count in counts)} |",
+        "|---" * (2 + len(counts)) + "|",
+    ]
+    for period, rule in dict.fromkeys((c.period, c.rule) for c in results if c.rule):
+        shown = []
+        for count in counts:
+            key = (task, rule, count, period)
+            errors, averaged = (_errors(results, key, weights) for weights in _WEIGHTS)
+            shown.append(f"{_spread(errors)} ({_spread(averaged)})" if errors else "")
+        lines.append(f"| {period} | {_RULES[rule][0]} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _beyond(task: str, results: Results) -> list[str]:
+    """Where the rule that is taken by default is further from one replica than the aims allow."""
+    single = mean(_error(found) for cell, found in results.items() if _is_single(cell, task))
+    found = []
+    for key in dict.fromkeys(cell[:4] for cell in results if cell.rule == "bmuf"):
+        _, _, count, period = key
+        if key[0] != task or count not in _AIMS:
+            continue
+        more = mean(_errors(results, key, "global")) / single - 1.0
+        if more > _AIMS[count]:
+            found.append(f"N = {count}, period {period}: {100 * more:+.1f} %")
+    return found
+
+
+def _aims() -> str:
+    return ", ".join(f"N = {count}: {100 * part:g} %" for count, part in _AIMS.items())
+
+
+def _is_single(cell: Cell, task: str) -> bool:
+    return cell.task == task and not cell.rule
+
+
+def _errors(results: Results, key: tuple[str, str, int, int], weights: str) -> list[float]:
+    """The errors of all seeds."""
+    return [_error(found, weights) for cell, found in results.items() if cell[:4] == key]
+
+
+def _spread(errors: Sequence[float]) -> str:
+    if not all(map(math.isfinite, errors)):
+        return "diverged"
+    deviation = f" ± {stdev(errors):.2g}" if len(errors) > 1 else ""
+    return f"{mean(errors):.4g}{deviation}"
+
+
+def draw(results: Results, out: Path) -> None:
+    """Draws error against N, and the learning curves of the largest N, for each task."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise common.Failure(
+            "the plot needs matplotlib. pip install matplotlib installs it."
+        ) from error
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # with this, equal results give equal files
+    from matplotlib import pyplot
+
+    for task in dict.fromkeys(cell.task for cell in results):
+        mine = {cell: found for cell, found in results.items() if cell.task == task}
+        periods = sorted({cell.period for cell in mine if cell.rule})
+        for name, plot in (("error", _plot_errors), ("curves", _plot_curves)):
+            figure, panels = pyplot.subplots(
+                1, len(periods), sharey=True, squeeze=False, figsize=(4 * len(periods), 3.6)
+            )
+            for panel, period in zip(panels[0], periods, strict=True):
+                plot(panel, period, mine)
+                panel.set_title(f"sync period {period}")
+                panel.grid(alpha=0.3)
+            panels[0][0].set_ylabel(f"validation {_UNITS[task]}")
+            panels[0][0].legend(fontsize="small")
+            figure.suptitle(task)
+            figure.tight_layout()
+            figure.savefig(out / f"{task}-{name}.svg", metadata={"Date": None})
+            pyplot.close(figure)
+
+
+def _plot_errors(panel: Any, period: int, results: Results) -> None:
+    single = [_error(found) for cell, found in results.items() if not cell.rule]
+    panel.axhline(mean(single), color="grey", linestyle="--", label="one replica")
+    for rule in dict.fromkeys(cell.rule for cell in results if cell.rule):
+        by_count: dict[int, list[float]] = {}
+        for cell, found in results.items():
+            if (cell.rule, cell.period) == (rule, period) and math.isfinite(_error(found)):
+                by_count.setdefault(cell.replicas, []).append(_error(found))
+        counts = sorted(by_count)
+        panel.errorbar(
+            counts,
+            [mean(by_count[count]) for count in counts],
+            [stdev(by_count[count]) if len(by_count[count]) > 1 else 0.0 for count in counts],
+            marker="o",
+            capsize=3,
+            label=_RULES[rule][0],
+        )
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("replicas")
+
+
+def _plot_curves(panel: Any, period: int, results: Results) -> None:
+    most = max(cell.replicas for cell in results)
+    for rule in dict.fromkeys(cell.rule for cell in results):
+        curves = [
+            found["curves"]["global"]
+            for cell, found in results.items()
+            if cell.rule == rule and (not rule or (cell.replicas, cell.period) == (most, period))
+        ]
+        shortest = min(map(len, curves), default=0)
+        means = [mean(values) for values in zip(*(c[:shortest] for c in curves), strict=True)]
+        label = f"{_RULES[rule][0]}, N = {most}" if rule else "one replica"
+        panel.plot(range(1, shortest + 1), means, marker="o", markersize=3, label=label)
+    panel.set_xlabel("epoch")
+
+
+def _checked(flag: str, values: Sequence[str], known: Iterable[str]) -> None:
+    unknown = [value for value in values if value not in known]
+    if unknown or not values:
+        raise ValueError(
+            f"--{flag}={','.join(values)}: there is no {''.join(unknown[:1])!r}. There are: "
+            f"{', '.join(known)}."
+        )
+
+
+def _numbers(flag: str, values: Sequence[str], least: int) -> list[int]:
+    wrong = [value for value in values if not value.isdigit() or int(value) < least]
+    if wrong or not values:
+        raise ValueError(
+            f"--{flag}={','.join(values)} must be whole numbers of at least {least}, with commas."
+        )
+    return [int(value) for value in values]

@@ -1,0 +1,238 @@
+"""Trains a small task under a rule, for the study of many replicas; `scripts.study` calls it.
+
+python -m scripts.study_task --task=digits --rate=0.05 --out=run.json --simulate_replicas=8
+
+speech: a deep network that names the phone state of a frame of a prepared corpus. characters: a
+small transformer that predicts the next character of the text that synthetic speech is read from.
+digits: a convolutional network with batch normalisation on scikit-learn's handwritten digits. The
+same number of samples is trained on, however many replicas there are. Writes the validation error
+of the global model, and of its averages, after each epoch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts import common  # isort: skip  # before TensorFlow
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import flags
+
+import tfpara
+from input import index, text
+from scripts import async_flags, rule_flags
+
+_TASK = flags.DEFINE_enum(
+    "task", None, ["speech", "characters", "digits"], "what is learned", required=True
+)
+_CORPUS = flags.DEFINE_string("corpus", None, "of speech: directory of a prepared corpus")
+_OUT = flags.DEFINE_string("out", None, "file for the result, JSON", required=True)
+_RATE = flags.DEFINE_float("rate", None, "highest learning rate, positive", 0.0, required=True)
+_EPOCHS = flags.DEFINE_float("epochs", 1.0, "factor of the task's epochs, positive", 0.0)
+_PERIOD = flags.DEFINE_integer("sync_period", 20, "minibatches of a replica between syncs", 1)
+_SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
+
+for _module in (common, rule_flags, async_flags):
+    flags.adopt_module_key_flags(_module)
+
+_LOWEST = 0.04  # of the highest learning rate, at the end of the cosine
+_CONTEXT = 5  # frames of speech on each side
+_WINDOW = 64  # characters
+_Arrays = tuple[np.ndarray, np.ndarray]
+
+
+class _Task(NamedTuple):
+    """What is learned, from (x, y) by minibatches of that size."""
+
+    train: _Arrays
+    validation: _Arrays
+    minibatch: int
+    epochs: int
+    model: Callable[[], keras.Model]
+    optimizer: Callable[[Any], keras.optimizers.Optimizer]
+
+
+def _sgd(rate: Any) -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(rate, momentum=0.9)
+
+
+def _speech() -> _Task:
+    if _CORPUS.value is None:
+        raise ValueError("--task=speech needs --corpus, a directory that prepare_speech has made.")
+    corpus = index.read(_CORPUS.value)
+    train, validation = (_frames(corpus, split) for split in ("train", "validation"))
+
+    def model() -> keras.Model:
+        layers: list[Any] = [keras.Input(train[0].shape[1:])]
+        for _ in range(3):
+            layers.append(keras.layers.Dense(256, "relu", kernel_initializer="he_normal"))
+        return keras.Sequential([*layers, keras.layers.Dense(len(corpus.class_names))])
+
+    return _Task(train, validation, 128, 5, model, _sgd)
+
+
+def _frames(corpus: Any, split: str) -> _Arrays:
+    """The frames of a split, each with its neighbours, and their classes."""
+    utterances = corpus.split(split)
+    frames, labels = [], []
+    with index.open_shards(utterances) as files:
+        for number in range(len(utterances)):
+            own, classes = index.read_utterance(corpus, utterances, files, number)
+            own = (own - corpus.mean) / corpus.stddev
+            own = np.pad(own, ((_CONTEXT, _CONTEXT), (0, 0)), "edge")
+            shifted = [own[k : k + len(classes)] for k in range(2 * _CONTEXT + 1)]
+            frames.append(np.concatenate(shifted, 1).astype(np.float32))
+            labels.append(classes)
+    return np.concatenate(frames), np.concatenate(labels)
+
+
+def _characters() -> _Task:
+    alphabet, codes = np.unique(list(text.default()), return_inverse=True)
+    codes = codes.astype(np.int32)
+    held_out = len(codes) // 20
+    train, validation = (_windows(part) for part in (codes[:-held_out], codes[-held_out:]))
+    return _Task(
+        train,
+        validation,
+        8,
+        2,
+        lambda: _transformer(len(alphabet)),
+        lambda rate: keras.optimizers.AdamW(rate, weight_decay=0.01),
+    )
+
+
+def _windows(codes: np.ndarray) -> _Arrays:
+    """Pieces of text, and the characters that follow each of theirs."""
+    count = (len(codes) - 1) // _WINDOW
+    x, y = codes[: count * _WINDOW], codes[1 : count * _WINDOW + 1]
+    return x.reshape(count, _WINDOW), y.reshape(count, _WINDOW)
+
+
+class _Places(keras.layers.Layer):
+    """Adds a learned vector for each place."""
+
+    def build(self, shape: Any) -> None:
+        self.places = self.add_weight(shape=shape[1:], initializer="normal")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs + self.places
+
+
+def _transformer(alphabet: int, width: int = 64, blocks: int = 2) -> keras.Model:
+    layers = keras.layers
+    inputs = keras.Input((_WINDOW,), dtype="int32")
+    x = _Places()(layers.Embedding(alphabet, width)(inputs))
+    for _ in range(blocks):
+        own = layers.LayerNormalization()(x)
+        x += layers.MultiHeadAttention(4, width // 4)(own, own, use_causal_mask=True)
+        own = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
+        x += layers.Dense(width)(own)
+    return keras.Model(inputs, layers.Dense(alphabet)(layers.LayerNormalization()(x)))
+
+
+def _digits() -> _Task:
+    """1797 images of 8 × 8, of which every fourth is held out."""
+    place = importlib.util.find_spec("sklearn")
+    if place is None or place.origin is None:
+        raise ValueError("--task=digits needs scikit-learn's data. Run: pip install scikit-learn")
+    path = Path(place.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(path, "rt") as file:
+        table = np.loadtxt(file, delimiter=",", dtype=np.float32)
+    table = np.random.default_rng(0).permutation(table)
+    x, y = table[:, :64].reshape(-1, 8, 8, 1) / 16.0, table[:, 64].astype(np.int32)
+    held_out = np.arange(len(x)) % 4 == 0
+
+    def model() -> keras.Model:
+        layers = keras.layers
+        parts: list[Any] = [keras.Input((8, 8, 1))]
+        for filters in (16, 32):
+            parts += [
+                layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                layers.BatchNormalization(momentum=0.9),
+                layers.ReLU(),
+                layers.MaxPooling2D(),
+            ]
+        return keras.Sequential([*parts, layers.Flatten(), layers.Dense(10)])
+
+    train, validation = (x[~held_out], y[~held_out]), (x[held_out], y[held_out])
+    return _Task(train, validation, 4, 20, model, _sgd)
+
+
+_MAKE = {"speech": _speech, "characters": _characters, "digits": _digits}
+
+
+def main() -> None:
+    began = time.monotonic()
+    out = Path(_OUT.value)
+    with common.bad_input():
+        if not _RATE.value > 0.0 or not _EPOCHS.value > 0.0:
+            raise ValueError(f"--rate={_RATE.value} and --epochs={_EPOCHS.value} must be positive.")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        strategy = rule_flags.strategy(_PERIOD.value, {"task": _TASK.value, "seed": _SEED.value})
+        task = _MAKE[_TASK.value]()
+        batch = task.minibatch * strategy.num_replicas
+        steps = len(task.train[0]) // batch
+        if not steps:
+            raise ValueError(
+                f"{len(task.train[0])} samples are no minibatch of {task.minibatch} for each of "
+                f"{strategy.num_replicas} replicas. Give more data, or fewer replicas."
+            )
+    keras.utils.set_random_seed(_SEED.value)
+    epochs = max(1, round(task.epochs * _EPOCHS.value))
+    with strategy.scope():
+        model = task.model()
+        rate = keras.optimizers.schedules.CosineDecay(_RATE.value, steps * epochs, _LOWEST)
+        model.compile(
+            task.optimizer(rate),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    which = [name for name in strategy.weight_names if name != "local"]
+    scores, history = tfpara.callbacks.HeldOut(task.validation, which), keras.callbacks.History()
+    # The last part of a minibatch is left out, so that all replicas take as many steps.
+    x, y = (array[: steps * batch] for array in task.train)
+    diverged = False
+    try:
+        model.fit(x, y, batch_size=batch, epochs=epochs, verbose=2, callbacks=[scores, history])
+    except tf.errors.InvalidArgumentError as error:
+        if "NaN or Inf" not in str(error):
+            raise
+        diverged = True
+    curves = {name: _errors(history.history, name) for name in which}
+    statistics = strategy.statistics()
+    result = {
+        "task": _TASK.value,
+        "rule": str(strategy.rule),
+        "replicas": strategy.num_replicas,
+        "sync_period": _PERIOD.value,
+        "rate": _RATE.value,
+        "seed": _SEED.value,
+        "curves": curves,
+        "errors": {name: None if diverged else curve[-1] for name, curve in curves.items()},
+        "syncs": statistics.syncs if statistics else 0,
+        "parameters": model.count_params(),
+        "seconds": time.monotonic() - began,
+    }
+    common.write_json(out, result)
+    shown = "diverged" if diverged else f"{curves['global'][-1]:.4g}"
+    print(f"{out}: validation error {shown}")
+
+
+def _errors(history: Mapping[str, Sequence[float]], which: str) -> list[float]:
+    """The validation error of these weights after each epoch: per cent, or bits per character."""
+    name = "validation" if which == "global" else f"validation_{which}"
+    if _TASK.value == "characters":
+        return [loss / math.log(2.0) for loss in history.get(f"{name}_loss", ())]
+    return [100.0 * (1.0 - accuracy) for accuracy in history.get(f"{name}_accuracy", ())]
+
+
+if __name__ == "__main__":
+    common.run(main)
