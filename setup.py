@@ -47,6 +47,8 @@ setup(
         ],
         "io": ["tensorflow-io"],
         "plot": ["matplotlib"],
+        # The digits of scripts.study --suite=replicas.
+        "study": ["matplotlib", "scikit-learn"],
         # docs/engines/ray.md and spark.md. With TensorFlow 2.17 Ray also needs pyarrow<22.
         "ray": ["ray[train]"],
         "spark": ["pyspark", "spark-tensorflow-distributor"],

@@ -28,9 +28,9 @@ _RULES = {
     "slowmo": ("SlowMo", ("--rule=slowmo",)),
 }
 _RATES = {
-    "speech": (0.02, 0.05, 0.1),
-    "characters": (0.001, 0.002, 0.004),
-    "digits": (0.02, 0.05, 0.1),
+    "speech": (0.01, 0.02, 0.05),
+    "characters": (0.002, 0.004, 0.008),
+    "digits": (0.01, 0.02, 0.05),
 }
 _UNITS = {
     "speech": "frame error %",
@@ -66,9 +66,8 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        if not self.rule:
-            return f"{self.task}-1-rate-{self.rate:g}-seed-{self.seed}"
-        return f"{self.task}-{self.rule}-{self.replicas}-{self.period}-seed-{self.seed}"
+        rule = f"-{self.rule}-{self.replicas}-{self.period}" if self.rule else "-1"
+        return f"{self.task}{rule}-rate-{self.rate:g}-seed-{self.seed}"
 
     def command(self, out: Path) -> list[str]:
         rule = ["--rule=none"]
@@ -207,7 +206,8 @@ def _beyond(task: str, results: Results) -> list[str]:
             continue
         more = mean(_errors(results, key, "global")) / single - 1.0
         if more > _AIMS[count]:
-            found.append(f"N = {count}, period {period}: {100 * more:+.1f} %")
+            shown = f"{100 * more:+.1f} %" if math.isfinite(more) else "diverged"
+            found.append(f"N = {count}, period {period}: {shown}")
     return found
 
 

@@ -36,7 +36,12 @@ _TASK = flags.DEFINE_enum(
 _CORPUS = flags.DEFINE_string("corpus", None, "of speech: directory of a prepared corpus")
 _OUT = flags.DEFINE_string("out", None, "file for the result, JSON", required=True)
 _RATE = flags.DEFINE_float("rate", None, "highest learning rate, positive", 0.0, required=True)
-_EPOCHS = flags.DEFINE_float("epochs", 1.0, "factor of the task's epochs, positive", 0.0)
+_EPOCHS = flags.DEFINE_float(
+    "epochs",
+    1.0,
+    "factor of the task's epochs, positive; with fewer than one, a part of the data is used",
+    0.0,
+)
 _PERIOD = flags.DEFINE_integer("sync_period", 20, "minibatches of a replica between syncs", 1)
 _SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
 
@@ -178,15 +183,17 @@ def main() -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         strategy = rule_flags.strategy(_PERIOD.value, {"task": _TASK.value, "seed": _SEED.value})
         task = _MAKE[_TASK.value]()
+        passes = task.epochs * _EPOCHS.value
+        epochs = max(1, round(passes))
         batch = task.minibatch * strategy.num_replicas
-        steps = len(task.train[0]) // batch
+        samples = int(len(task.train[0]) * min(1.0, passes))
+        steps = samples // batch
         if not steps:
             raise ValueError(
-                f"{len(task.train[0])} samples are no minibatch of {task.minibatch} for each of "
+                f"{samples} samples are no minibatch of {task.minibatch} for each of "
                 f"{strategy.num_replicas} replicas. Give more data, or fewer replicas."
             )
     keras.utils.set_random_seed(_SEED.value)
-    epochs = max(1, round(task.epochs * _EPOCHS.value))
     with strategy.scope():
         model = task.model()
         rate = keras.optimizers.schedules.CosineDecay(_RATE.value, steps * epochs, _LOWEST)

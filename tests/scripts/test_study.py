@@ -1,6 +1,16 @@
-"""The study at its smallest: a run with averages, scored and tabulated."""
+"""The studies at their smallest: runs with averages, scored and tabulated."""
 
 import json
+import re
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from scripts import study_grid
+
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
 
 
 def test_the_table_has_a_row_for_each_model(run_well, tmp_path):
@@ -37,3 +47,80 @@ def test_unknown_runs_are_refused(run, tmp_path):
     ended = run("study", f"--out={tmp_path / 'study'}", "--only=gmm")
     assert ended.returncode == 1
     assert "there is no run 'gmm'. There are: dnn-sgd-rbm-1," in ended.err
+
+
+GRID = ("--suite=replicas", "--tasks=speech", "--seeds=0", "--counts=2", "--periods=3")
+
+
+def test_a_grid_goes_on_and_its_page_has_what_was_measured(run_well, tmp_path):
+    out = tmp_path / "grid"
+    small = ("--train_minutes=0.5", "--held_out_minutes=0.4", "--passes=0.3", f"--out={out}")
+    run_well("study", *GRID, *small, "--rules=bmuf")
+    page = (out / "page.md").read_text()
+    results = {path.stem: json.loads(path.read_text()) for path in (out / "runs").glob("*.json")}
+    assert len(results) == 3 + 1
+    single = [r for name, r in results.items() if "speech-1-rate" in name]
+    best = min(single, key=lambda r: r["errors"]["global"])
+    (trained,) = (r for name, r in results.items() if name.startswith("speech-bmuf-2-3-"))
+    assert trained["rate"] == best["rate"] and trained["replicas"] == 2 and trained["syncs"] > 1
+    assert len(trained["curves"]["global"]) == len(trained["curves"]["ema-0.8"])
+    assert f"one replica: {best['errors']['global']:.4g} " in page
+    errors = trained["errors"]
+    assert f"| 3 | BMUF | {errors['global']:.4g} ({errors['ema-0.8']:.4g}) |" in page
+    assert 0 < errors["global"] < 100
+    for name in ("speech-error.svg", "speech-curves.svg"):
+        assert "<svg" in (out / name).read_text()
+
+    before = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.json")}
+    ended = run_well("study", *GRID, *small, "--rules=bmuf")
+    assert "runs of" not in ended.out and page in ended.out
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_the_page_of_a_grid_averages_seeds_and_names_what_is_beyond_the_aims(tmp_path):
+    def found(error):
+        wrong = None if error is None else error + 0.5
+        curve = [2.0 * error, error] if error else []
+        return {"errors": {"global": error, "ema-0.8": wrong}, "curves": {"global": curve}}
+
+    results = {}
+    trained = {1: (2.0, 4.0), 4: (3.0, 3.04), 8: (3.0, 3.2), 16: (1.0, None)}
+    for count, errors in trained.items():
+        rule, period = ("", 0) if count == 1 else ("bmuf", 5)
+        for seed, error in enumerate(errors):
+            results[study_grid.Cell("digits", rule, count, period, seed, 0.05)] = found(error)
+    text = study_grid.page(results)
+    assert "one replica: 3 ± 1.4 (learning rate 0.05)" in text
+    cells = "3.02 ± 0.028 (3.52 ± 0.028) | 3.1 ± 0.14 (3.6 ± 0.14) | diverged (diverged)"
+    assert f"| 5 | BMUF | {cells} |" in text
+    # 0.7 % at N = 4 is within the aim of 1 %; of 16 replicas one run has no error to average.
+    assert "N = 8, period 5: +3.3 %; N = 16, period 5: diverged." in text
+    study_grid.draw(results, tmp_path)
+    for name in ("error", "curves"):
+        drawn = (tmp_path / f"digits-{name}.svg").read_text()
+        assert len(re.findall("<svg", drawn)) == 1
+
+
+@pytest.mark.parametrize(
+    "given,said",
+    [
+        ({"tasks": ["chess"]}, "there is no 'chess'. There are: speech, characters, digits"),
+        ({"rules": ["sgd"]}, "there is no 'sgd'. There are: bmuf, "),
+        ({"counts": ["1"]}, "--counts=1 must be whole numbers of at least 2"),
+        ({"periods": []}, "--periods= must be whole numbers of at least 1"),
+        ({"passes": 0.0}, "--passes=0.0 must be positive"),
+        ({"rules": ["bmuf-adam"]}, "--rules=bmuf-adam is for --tasks=characters"),
+    ],
+)
+def test_a_grid_of_what_there_is_not_is_refused(given, said):
+    with flagsaver.flagsaver(**given), pytest.raises(ValueError, match=re.escape(said)):
+        study_grid.tasks()
+
+
+@pytest.mark.one_version
+def test_a_transformer_learns_characters(run_well, tmp_path):
+    out = tmp_path / "run.json"
+    options = ("--rate=0.003", "--rule=bsp", "--simulate_replicas=2", "--epochs=0.05")
+    run_well("study_task", "--task=characters", f"--out={out}", *options)
+    found = json.loads(out.read_text())
+    assert 1.0 < found["errors"]["global"] < 5.0  # the bits of a uniform guess: log2(97) = 6.6
