@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
+from scripts.benchmarks.peers.process import resident_bytes, threads
 
 _BATCH, _FEATURES, _CLASSES = 32, 64, 10
 _SYNCS = 5  # from one checkpoint to the next
@@ -46,13 +47,10 @@ class _Watch(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         elastic = self.strategy.extended.elastic
-        status = dict(
-            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-        )
         line = {
             "changes": elastic.form.number if elastic else 0,
-            "bytes": int(status["VmRSS"].split()[0]) << 10,
-            "threads": int(status["Threads"]),
+            "bytes": resident_bytes(),
+            "threads": threads(),
             "descriptors": len(os.listdir("/proc/self/fd")),
         }
         _add(self.own, line)

@@ -146,9 +146,14 @@ class TensorFlowCollectives:
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
         """The device, and the caller's `waiting`."""
-        called = self._waiting if tf.executing_eagerly() else None
-        with tf.device(self._device), called() if called else contextlib.nullcontext():
+        watched = self._watched
+        with tf.device(self._device), watched() if watched else contextlib.nullcontext():
             yield
+
+    @property
+    def _watched(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """The caller's `waiting`, where an operation runs in it, else None."""
+        return self._waiting if tf.executing_eagerly() else None
 
     def _attributes(self, name: str, buffer: tf.Tensor) -> dict:
         token = self._shared_token
@@ -170,7 +175,7 @@ class TensorFlowCollectives:
             keys = self._members.keys(self._group_key, key)
         return keys | {
             "communication_hint": self._communication,
-            "timeout_seconds": 0.0 if self._waiting and tf.executing_eagerly() else self._timeout,
+            "timeout_seconds": 0.0 if self._watched else self._timeout,
         }
 
     def _key(self, name: str) -> int:
