@@ -21,6 +21,7 @@ from absl import flags
 _RULES = {
     "bmuf": ("BMUF", ("--rule=bmuf",)),
     "bmuf-constant": ("BMUF, no warm-up", ("--rule=bmuf", "--noblock_momentum_warmup")),
+    "bmuf-plain": ("BMUF, no local momentum", ("--rule=bmuf", "--nolocal_momentum")),
     "bmuf-adam": ("BMUFAdam", ("--rule=bmuf_adam",)),
     "bsp": ("BSP", ("--rule=bsp",)),
     "easgd": ("EASGD", ("--rule=easgd",)),
@@ -43,7 +44,8 @@ _PERIODS = flags.DEFINE_list("periods", ["5", "20", "80"], "replicas: sync perio
 _CHOSEN = flags.DEFINE_list(
     "rules",
     ["bmuf", "bsp", "easgd"],
-    f"replicas: of {', '.join(_RULES)}; bmuf-adam for characters alone, which train with AdamW",
+    f"replicas: of {', '.join(_RULES)}; bmuf-adam for characters, which train with AdamW, and "
+    "bmuf-plain for the others",
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "replicas: of weights and data order")
 _PASSES = flags.DEFINE_float("passes", 1.0, "replicas: factor of the tasks' epochs", 0.0)
@@ -104,8 +106,13 @@ def tasks() -> list[str]:
     _numbers("counts", _COUNTS.value, 2)
     _numbers("periods", _PERIODS.value, 1)
     _numbers("seeds", _SEEDS.value, 0)
-    if "bmuf-adam" in _CHOSEN.value and _TASKS.value != ["characters"]:
-        raise ValueError("--rules=bmuf-adam is for --tasks=characters; the others have no Adam.")
+    for rule, of_adam in (("bmuf-adam", True), ("bmuf-plain", False)):
+        if rule in _CHOSEN.value and any((t == "characters") != of_adam for t in _TASKS.value):
+            known = [task for task in _UNITS if (task == "characters") == of_adam]
+            raise ValueError(
+                f"--rules={rule} is for --tasks={','.join(known)}: characters train with AdamW, "
+                "the others with SGD."
+            )
     if not _PASSES.value > 0.0:
         raise ValueError(f"--passes={_PASSES.value} must be positive.")
     return list(_TASKS.value)

@@ -30,6 +30,7 @@ import tfpara
 from input import index, text
 from scripts import async_flags, rule_flags
 
+_LOCAL_MOMENTUM = 0.9
 _TASK = flags.DEFINE_enum(
     "task", None, ["speech", "characters", "digits"], "what is learned", required=True
 )
@@ -44,6 +45,13 @@ _EPOCHS = flags.DEFINE_float(
 )
 _PERIOD = flags.DEFINE_integer("sync_period", 20, "minibatches of a replica between syncs", 1)
 _SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
+
+_MOMENTUM = flags.DEFINE_boolean(
+    "local_momentum",
+    True,
+    f"speech and digits: SGD has momentum {_LOCAL_MOMENTUM}; without, its rate is divided by "
+    f"{1.0 - _LOCAL_MOMENTUM:.1f}, so that steps are as long",
+)
 
 for _module in (common, rule_flags, async_flags):
     flags.adopt_module_key_flags(_module)
@@ -66,7 +74,7 @@ class _Task(NamedTuple):
 
 
 def _sgd(rate: Any) -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(rate, momentum=0.9)
+    return keras.optimizers.SGD(rate, momentum=_LOCAL_MOMENTUM if _MOMENTUM.value else 0.0)
 
 
 def _speech() -> _Task:
@@ -180,6 +188,8 @@ def main() -> None:
     with common.bad_input():
         if not _RATE.value > 0.0 or not _EPOCHS.value > 0.0:
             raise ValueError(f"--rate={_RATE.value} and --epochs={_EPOCHS.value} must be positive.")
+        sgd = _TASK.value != "characters"
+        common.only_for(sgd, [_MOMENTUM], "--task=speech and digits, which train with SGD")
         out.parent.mkdir(parents=True, exist_ok=True)
         strategy = rule_flags.strategy(_PERIOD.value, {"task": _TASK.value, "seed": _SEED.value})
         task = _MAKE[_TASK.value]()
@@ -196,7 +206,8 @@ def main() -> None:
     keras.utils.set_random_seed(_SEED.value)
     with strategy.scope():
         model = task.model()
-        rate = keras.optimizers.schedules.CosineDecay(_RATE.value, steps * epochs, _LOWEST)
+        highest = _RATE.value / (1.0 if _MOMENTUM.value else 1.0 - _LOCAL_MOMENTUM)
+        rate = keras.optimizers.schedules.CosineDecay(highest, steps * epochs, _LOWEST)
         model.compile(
             task.optimizer(rate),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

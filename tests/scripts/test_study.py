@@ -109,7 +109,8 @@ def test_the_page_of_a_grid_averages_seeds_and_names_what_is_beyond_the_aims(tmp
         ({"counts": ["1"]}, "--counts=1 must be whole numbers of at least 2"),
         ({"periods": []}, "--periods= must be whole numbers of at least 1"),
         ({"passes": 0.0}, "--passes=0.0 must be positive"),
-        ({"rules": ["bmuf-adam"]}, "--rules=bmuf-adam is for --tasks=characters"),
+        ({"rules": ["bmuf-adam"]}, "--rules=bmuf-adam is for --tasks=characters: "),
+        ({"rules": ["bmuf-plain"]}, "--rules=bmuf-plain is for --tasks=speech,digits: "),
     ],
 )
 def test_a_grid_of_what_there_is_not_is_refused(given, said):
