@@ -216,6 +216,8 @@ def _grid(out: Path) -> None:
     with common.bad_input():
         tasks = study_grid.tasks()
         out.mkdir(parents=True, exist_ok=True)
+        shared = {each.name: each.value for each in (_TRAIN, _HELD_OUT)}
+        study_grid.check_setting(out, shared)
     if "speech" in tasks:
         _prepare(out)
     results = study_grid.train(out, _side_by_side)

@@ -118,6 +118,26 @@ def tasks() -> list[str]:
     return list(_TASKS.value)
 
 
+def check_setting(out: Path, setting: dict[str, Any]) -> None:
+    """Notes what all runs of a directory have alike, of which their names say nothing.
+
+    Args:
+        out: the directory.
+        setting: values by flag, besides those of this module.
+
+    Raises:
+        ValueError: the runs that are there have been made with others.
+    """
+    setting = {**setting, _PASSES.name: _PASSES.value}
+    file = out / "setting.json"
+    if not file.exists():
+        common.write_json(file, setting)
+    former = json.loads(file.read_text())
+    if former != setting:
+        shown = " ".join(f"--{name}={value}" for name, value in former.items())
+        raise ValueError(f"the runs in --out={out} were made with {shown}. Give these, or another.")
+
+
 def train(out: Path, each: Callable[[Iterable[Callable[[], Any]]], list[Any]]) -> Results:
     """Trains what has not been trained before.
 
@@ -132,6 +152,8 @@ def train(out: Path, each: Callable[[Iterable[Callable[[], Any]]], list[Any]]) -
     for task in tasks():
         errors = {cell.rate: _error(results[cell]) for cell in rates if cell.task == task}
         chosen[task] = min(errors, key=errors.__getitem__)
+        if math.isinf(errors[chosen[task]]):
+            raise common.Failure(f"{task}: one replica diverges with every learning rate.")
         print(f"  {task}: learning rate {chosen[task]:g}, the best for one replica", flush=True)
     cells = [Cell(task, "", 1, 0, seed, chosen[task]) for task in tasks() for seed in seeds] + [
         Cell(task, rule, count, period, seed, chosen[task])

@@ -71,6 +71,12 @@ def test_a_grid_goes_on_and_its_page_has_what_was_measured(run_well, tmp_path):
     for name in ("speech-error.svg", "speech-curves.svg"):
         assert "<svg" in (out / name).read_text()
 
+    with flagsaver.flagsaver(passes=0.3):
+        shared = {"train_minutes": 0.5, "held_out_minutes": 0.4}
+        study_grid.check_setting(out, shared)
+        with pytest.raises(ValueError, match="were made with --train_minutes=0.5 --held_out_min"):
+            study_grid.check_setting(out, shared | {"train_minutes": 1.0})
+
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.json")}
     ended = run_well("study", *GRID, *small, "--rules=bmuf")
     assert "runs of" not in ended.out and page in ended.out
