@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import socket
+import threading
 import time
 
 import pytest
@@ -109,16 +110,36 @@ def test_who_waits_for_a_run_that_turns_out_to_be_under_way_is_told():
         lines = [line(service, seconds=60.0) for _ in range(2)]
         found(lines)
         port, settings = service.port, service.of_test
+        early_is_there = threading.Event()
         for own in lines:
-            own._found_again = lambda again=own._found_again: time.sleep(1.0) or again()
+            own._found_again = lambda again=own._found_again: early_is_there.wait(60.0) and again()
     again = Meeting("127.0.0.1", port, 2, 60.0, b"secret")
     try:
         again.of_test = settings
         early = line(again)
         assert early.founding
+        early_is_there.set()
         with pytest.raises(Evicted, match="others have begun the run without it"):
             early.formed()
         assert not line(again).founding
+    finally:
+        again.close()
+
+
+def test_who_wants_to_join_where_no_member_is_begins_nothing():
+    """The meeting point is new, and a worker that joins is there before the members are."""
+    with meeting(1) as service:
+        first, joins = line(service), line(service, seconds=60.0)
+        found([first])
+        port, settings = service.port, service.of_test
+    first.close()  # with which the run is over
+    again = Meeting("127.0.0.1", port, 1, 60.0, b"secret")
+    try:
+        again.of_test = settings
+        joins.register(TERMS)
+        with pytest.raises(Evicted, match="no member of its run is here"):
+            joins.formed()
+        assert not again.history
     finally:
         again.close()
 

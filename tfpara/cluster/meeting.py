@@ -173,6 +173,9 @@ class Meeting:
         if self._membership is None or task not in self._channels:
             return
         match message:
+            case {"register": _, "terms": dict()} if self._membership.phase == "founding":
+                # It wants to join a run of which nobody has told this meeting point yet.
+                channel.send(evicted="no member of its run is here")
             case {"register": _, "terms": dict() as terms}:
                 address = self._addresses[task]
                 registered, said = self._membership.register(
