@@ -182,6 +182,27 @@ def end_calls() -> None:
         process.terminate()
 
 
+def pyplot(backend: str, what: str = "the plot") -> Any:
+    """Returns matplotlib's pyplot, which draws without a window.
+
+    Args:
+        backend: matplotlib's name of what it writes, such as "svg".
+        what: subject of the message where matplotlib is missing.
+
+    Raises:
+        Failure: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise Failure(f"{what} needs matplotlib. pip install matplotlib installs it.") from error
+    matplotlib.use(backend)
+    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # with this, equal results give equal files
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file that appears whole or not at all."""
     with files.whole(path) as place:

@@ -285,11 +285,7 @@ def _print_table(results: list[dict[str, Any]]) -> None:
 
 
 def _plot(out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = common.pyplot("agg")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     start = _errors(_history(out, "initial"))[-1:]
     for run, weights, title in _rows():

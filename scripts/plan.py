@@ -180,15 +180,7 @@ def _content(
 
 
 def _draw(table: dict[int, dict[int, float]], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise common.Failure(
-            "--plot needs matplotlib. pip install matplotlib installs it."
-        ) from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = common.pyplot("agg", "--plot")
     figure, panel = pyplot.subplots()
     for period in next(iter(table.values())):
         speedups = [row[period] for row in table.values()]

@@ -221,9 +221,10 @@ def _grid(out: Path) -> None:
     if "speech" in tasks:
         _prepare(out)
     results = study_grid.train(out, _side_by_side)
-    common.write_text(out / "page.md", study_grid.page(results))
+    page = study_grid.page(results)
+    common.write_text(out / "page.md", page)
     study_grid.draw(results, out)
-    print(f"\n{study_grid.page(results)}\n{out}/page.md and the pictures beside it")
+    print(f"\n{page}\n{out}/page.md and the pictures beside it")
 
 
 def _all(out: Path, chosen: list[_Run]) -> list[dict[str, Any]]:

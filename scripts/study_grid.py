@@ -146,6 +146,7 @@ def train(out: Path, each: Callable[[Iterable[Callable[[], Any]]], list[Any]]) -
         each: calls functions, some at a time, and returns their results in order.
     """
     seeds = _numbers("seeds", _SEEDS.value, 0)
+    counts, periods = _numbers("counts", _COUNTS.value, 2), _numbers("periods", _PERIODS.value, 1)
     rates = [Cell(task, "", 1, 0, seeds[0], rate) for task in tasks() for rate in _RATES[task]]
     results = _results(out, rates, each)
     chosen = {}
@@ -159,8 +160,8 @@ def train(out: Path, each: Callable[[Iterable[Callable[[], Any]]], list[Any]]) -
         Cell(task, rule, count, period, seed, chosen[task])
         for seed in seeds
         for task in tasks()
-        for count in _numbers("counts", _COUNTS.value, 2)
-        for period in _numbers("periods", _PERIODS.value, 1)
+        for count in counts
+        for period in periods
         for rule in _CHOSEN.value
     ]
     return _results(out, cells, each)
@@ -262,16 +263,7 @@ def _spread(errors: Sequence[float]) -> str:
 
 def draw(results: Results, out: Path) -> None:
     """Draws error against N, and the learning curves of the largest N, for each task."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise common.Failure(
-            "the plot needs matplotlib. pip install matplotlib installs it."
-        ) from error
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # with this, equal results give equal files
-    from matplotlib import pyplot
-
+    pyplot = common.pyplot("svg")
     for task in dict.fromkeys(cell.task for cell in results):
         mine = {cell: found for cell, found in results.items() if cell.task == task}
         periods = sorted({cell.period for cell in mine if cell.rule})

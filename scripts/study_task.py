@@ -27,7 +27,7 @@ import tensorflow as tf
 from absl import flags
 
 import tfpara
-from input import index, text
+from input import features, index, text
 from scripts import async_flags, rule_flags
 
 _LOCAL_MOMENTUM = 0.9
@@ -99,10 +99,8 @@ def _frames(corpus: Any, split: str) -> _Arrays:
     with index.open_shards(utterances) as files:
         for number in range(len(utterances)):
             own, classes = index.read_utterance(corpus, utterances, files, number)
-            own = (own - corpus.mean) / corpus.stddev
-            own = np.pad(own, ((_CONTEXT, _CONTEXT), (0, 0)), "edge")
-            shifted = [own[k : k + len(classes)] for k in range(2 * _CONTEXT + 1)]
-            frames.append(np.concatenate(shifted, 1).astype(np.float32))
+            own = features.normalise(own, corpus.mean, corpus.stddev)
+            frames.append(features.splice(own, _CONTEXT, _CONTEXT).numpy())
             labels.append(classes)
     return np.concatenate(frames), np.concatenate(labels)
 

@@ -149,16 +149,7 @@ def _ranged(row: dict[str, Any], key: str, form: str) -> str:
 
 def draw(content: dict[str, Any], path: Path) -> None:
     """Draws bars of the speed of two workers, with one panel for each link."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise common.Failure(
-            "the plot needs matplotlib. pip install matplotlib installs it."
-        ) from error
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # with this, equal results give equal files
-    from matplotlib import pyplot
-
+    pyplot = common.pyplot("svg")
     rows = [r for r in content["rows"] if r["workers"] == 2 and _SPEED in r]
     links = list(dict.fromkeys(r["link"] for r in rows))
     names = list(dict.fromkeys(r["system"] for r in rows))
