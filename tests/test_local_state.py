@@ -218,6 +218,29 @@ def test_momentum_of_replicas_and_of_blocks_in_a_row(local_state, grows, capfd):
     assert capfd.readouterr().err.count("momentum of local SGD starts anew") == (not grows)
 
 
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "devices", "told"),
+    [
+        (tfpara.BMUF, keras.optimizers.AdamW, 4, True),
+        (tfpara.BMUF, keras.optimizers.AdamW, 2, False),  # a gain of two
+        (lambda: tfpara.BMUF(0.75), keras.optimizers.Adam, 4, False),  # the user's own
+        (tfpara.BMUF, keras.optimizers.SGD, 4, False),
+        (tfpara.BSP, keras.optimizers.Adam, 4, False),
+        (tfpara.BMUFAdam, keras.optimizers.Adam, 4, False),
+    ],
+)
+def test_who_trains_with_adam_is_told_of_bsp_once(rule, optimizer, devices, told, capfd):
+    strategy = tfpara.PeriodicSyncStrategy(
+        rule(), sync_period=2, devices=[f"CPU:{number}" for number in range(devices)]
+    )
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(optimizer(0.01), "mse")
+    for _ in range(2):  # a second training
+        strategy.track(model)
+    assert capfd.readouterr().err.count("BSP() learned faster") == told
+
+
 @pytest.mark.filterwarnings("ignore:the local optimizer's momentum")
 def test_of_two_optimizers_the_one_with_momentum_is_reset():
     strategy = make(tfpara.BMUF(ETA), sync_period=2)

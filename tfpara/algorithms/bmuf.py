@@ -163,10 +163,9 @@ class BMUF(Rule):
         change = former._momentum(1, state.blocks) - self._momentum(1, state.blocks)
         return state._replace(global_model=state.global_model + change * state.delta)
 
-    def resets_momentum(self) -> bool:
-        """Returns whether η > 1/2 in Nesterov's form, or η > 0 in the classical one; see `Rule`."""
-        eta = self.block_momentum or 0.0
-        return eta > 0.5 or (eta > 0.0 and not self.nesterov)
+    def has_momentum(self) -> bool:
+        """Returns whether η > 0; see `Rule`."""
+        return bool(self.block_momentum)
 
     @property
     def _warms_up(self) -> bool:

@@ -109,11 +109,10 @@ class Outer(Rule):
         self._check_element_by_element()
         return self
 
-    def resets_momentum(self) -> bool:
-        """Returns for an outer SGD what BMUF with the same momentum returns; see `Rule`."""
+    def has_momentum(self) -> bool:
+        """Returns whether the outer optimizer is SGD with momentum; see `Rule`."""
         outer = self._optimizer
-        momentum = outer.momentum if isinstance(outer, keras.optimizers.SGD) else 0.0
-        return momentum > 0.5 or (momentum > 0.0 and not outer.nesterov)
+        return isinstance(outer, keras.optimizers.SGD) and outer.momentum > 0.0
 
     def init(self, weights: Array) -> State:
         """Returns the state of a run that starts at the flat vector `weights`, a NamedTuple.

@@ -102,11 +102,11 @@ class Rule:
         del former
         return state
 
-    def resets_momentum(self) -> bool:
-        """Returns whether `local_state="auto"` resets the momentum of local SGD at each sync.
+    def has_momentum(self) -> bool:
+        """Returns whether the global step has a momentum of its own.
 
-        A rule says so where its global step has a momentum of its own: the two in a row are stable
-        only at far smaller learning rates than either (docs/rules.md).
+        With `local_state="auto"` the momentum of local SGD is fitted to the block then: the two in
+        a row are stable only at far smaller learning rates than either (docs/rules.md).
         """
         return False
 

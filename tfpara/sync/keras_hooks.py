@@ -70,6 +70,9 @@ _replaced: set[tuple[int, str, Method]] = set()
 # Optimizers without slots, by id, while `build_optimizers` traces a step: the weights that each
 # trains, once its `apply` was called.
 _unbuilt: dict[int, keras.optimizers.Optimizer] = {}
+# During a step of local SGD whose momentum is fitted to the block, by its id: that momentum and the
+# factor of the learning rate.
+_fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 _element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
 
 
@@ -91,6 +94,7 @@ def install() -> None:
     # A custom loop does not say which optimizers it has, so each step of an optimizer is noted.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _replace(kind, "apply", _step_noted)
+    _replace(keras.optimizers.SGD, "update_step", _fitted_to_the_block)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
     for hook, make in _HOOKS.items():
         _replace(_CALLBACKS.CallbackList, hook, make)
@@ -391,12 +395,47 @@ def _step_noted(apply: Method) -> Method:
         if id(optimizer) in _unbuilt:
             _unbuilt[id(optimizer)] = trainable_variables
             return None
-        strategy = tf.distribute.get_strategy()
-        if isinstance(strategy.extended, PeriodicSyncExtended) and in_replica():
-            strategy.extended.note_step(optimizer)
-        return apply(optimizer, grads, trainable_variables)
+        extended = tf.distribute.get_strategy().extended
+        if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
+            return apply(optimizer, grads, trainable_variables)
+        extended.note_step(optimizer)
+        fitted = extended.fit_momentum(optimizer)
+        if fitted is not None:
+            _fitted[id(optimizer)] = fitted
+        try:
+            return apply(optimizer, grads, trainable_variables)
+        finally:
+            _fitted.pop(id(optimizer), None)
 
     return applying
+
+
+def _fitted_to_the_block(update_step: Method) -> Method:
+    """Replaces the step of SGD: m ← m'm − rate'·g, with what `local_momentum` gives for a block."""
+
+    @functools.wraps(update_step)
+    def updating(
+        optimizer: keras.optimizers.SGD,
+        gradient: tf.Tensor,
+        variable: Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
+        if id(optimizer) not in _fitted:
+            update_step(optimizer, gradient, variable, learning_rate)
+            return
+        # Keras asks whether its momentum is 0, which no value of a graph can answer. Its operations
+        # take gradients of some rows, too.
+        ops = keras.ops
+        momentum, factor = (ops.cast(each, variable.dtype) for each in _fitted[id(optimizer)])
+        rate = ops.cast(learning_rate, variable.dtype) * factor
+        step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
+        velocity = optimizer.momentums[optimizer._get_variable_index(variable)]
+        optimizer.assign(velocity, ops.subtract(ops.multiply(velocity, momentum), step))
+        if optimizer.nesterov:
+            velocity = ops.subtract(ops.multiply(velocity, momentum), step)
+        optimizer.assign_add(variable, velocity)
+
+    return updating
 
 
 def build_optimizers(model: keras.Model) -> None:

@@ -24,7 +24,7 @@ def replica_variables(
         model: a built model, whose optimizer, if it has one, is built too.
         components_of: returns a distributed variable's component on each local device.
         settings: the strategy's. A rule with a method `check_optimizer` filters the optimizer's
-            moments. `local_state_of` an optimizer is what a sync does to its slots.
+            moments.
 
     Raises:
         ValueError: the rule, or the choice of `local_state`, does not work with the model's
@@ -41,9 +41,8 @@ def replica_variables(
         # A frozen weight (trainable to TensorFlow, not to Keras) does not move: it is not state.
         if v.value.dtype.is_floating and not v.value.trainable
     ]
-    states = {settings.local_state_of(optimizer) for optimizer in optimizers(model)} - {"keep"}
-    local_state = states.pop() if states else "keep"  # "auto" makes "reset" of some, or none
-    written = [o for o in optimizers(model) if settings.local_state_of(o) != "keep"]
+    local_state = settings.slots_at_sync
+    written = [] if local_state == "keep" else optimizers(model)
     slots = [slot for optimizer in written for slot in _slots(optimizer)]
     moments: list[keras.Variable] = []
     counting = _counting(written, local_state)

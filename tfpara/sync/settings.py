@@ -216,34 +216,39 @@ class Settings:
             )
 
     @property
-    def resets_momentum(self) -> bool:
+    def has_momentum(self) -> bool:
         """Whether the rule has, for some number of replicas that may come, a momentum of its own.
 
-        See `Rule.resets_momentum`.
+        See `Rule.has_momentum`.
         """
-        return any(each.resets_momentum() for each in (self.rule, self.largest_rule) if each)
+        return any(each.has_momentum() for each in (self.rule, self.largest_rule) if each)
 
-    def local_state_of(self, optimizer: keras.optimizers.Optimizer) -> str:
-        """What a sync makes of an optimizer's slots: "keep", "reset" or "average".
+    @property
+    def slots_at_sync(self) -> str:
+        """What a sync makes of the optimizers' slots: "keep", "reset" or "average"."""
+        return "keep" if self.local_state == "auto" else self.local_state
 
-        "auto" is "reset" for SGD with momentum, and its kin, where the rule has a momentum of its
-        own that makes theirs unstable (`Rule.resets_momentum`), and "keep" for all others. Adam's
-        first moment is an average of gradients, and its steps are bounded by the learning rate.
+    def fits_momentum(self, optimizer: keras.optimizers.Optimizer) -> bool:
+        """Whether an optimizer's momentum is fitted to the block: see `local_momentum`.
+
+        That is so with local_state="auto", where the rule has a momentum of its own, of SGD with
+        momentum and of optimizers that take its step. Adam's first moment is an average of
+        gradients, and its steps are bounded by the learning rate.
         """
-        if self.local_state != "auto":
-            return self.local_state
-        resets = self.resets_momentum and _momentum(optimizer) > 0.0
-        return "reset" if resets and not self._trains_on else "keep"
+        fits = self.local_state == "auto" and self.has_momentum and momentum_of(optimizer) > 0.0
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        return fits and type(inner).update_step is keras.optimizers.SGD.update_step
 
 
 def warn_of_outlasting_momentum(settings: Settings, optimizer: keras.optimizers.Optimizer) -> None:
     """Warns where local momentum outlasts a block, and the rule's own momentum repeats it."""
-    momentum, rule = _momentum(optimizer), settings.rule
-    if not settings.resets_momentum or settings.local_state_of(optimizer) == "reset":
+    momentum, rule = momentum_of(optimizer), settings.rule
+    reset = settings.local_state == "reset"
+    if not settings.has_momentum or reset or settings.fits_momentum(optimizer):
         return
     memory = 1.0 / (1.0 - momentum)
     if momentum and memory > settings.sync_period:
-        fix = "momentum 0" if settings._trains_on else 'local_state="reset"'
+        fix = "momentum 0" if settings.local_state == "auto" else 'local_state="auto"'
         warnings.warn(
             f"the local optimizer's momentum {momentum:g} remembers about {memory:.0f} "
             f"minibatches, longer than a block of sync_period={settings.sync_period}; kept across "
@@ -253,8 +258,20 @@ def warn_of_outlasting_momentum(settings: Settings, optimizer: keras.optimizers.
         )
 
 
-def _momentum(optimizer: keras.optimizers.Optimizer) -> float:
-    """Of SGD and its kin, 0 ≤ m < 1; 0 for other optimizers, and where it is no number."""
+def is_slow_with_adam(settings: Settings, optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the rule is BMUF with its default gain N > 2, and the local optimizer Adam or AdamW.
+
+    See "Rules compared" in docs/rules.md.
+    """
+    rule = settings.rule
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if type(rule) is not algorithms.BMUF or not isinstance(inner, keras.optimizers.Adam):
+        return False
+    return bool(rule.warmup) and (rule.block_momentum or 0.0) > 0.5
+
+
+def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """The momentum of SGD and its kin, 0 ≤ m < 1; 0 for others, and where it is no number."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     given = inner.momentum if isinstance(inner, keras.optimizers.SGD) else 0.0
     return float(given) if isinstance(given, int | float) and 0.0 <= given < 1.0 else 0.0

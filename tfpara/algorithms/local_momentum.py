@@ -1,0 +1,34 @@
+"""The momentum of local SGD within a block, where the rule has a momentum of its own."""
+
+from __future__ import annotations
+
+from tfpara.algorithms.arithmetic import minimum, positive_part
+from tfpara.typing import Scalar
+
+_MEMORIES = 5.0  # of the local momentum in a block
+
+
+def in_a_block(momentum: float, steps: Scalar) -> tuple[Scalar, Scalar]:
+    """Returns the momentum for blocks of so many steps, and the factor of the learning rate.
+
+    Momentum m moves the weights on for about 1/(1 − m) steps, its memory. Where a block is not
+    much longer, its update contains what earlier blocks began, and the momentum of blocks repeats
+    that again: the two in a row are stable only at far smaller learning rates than either. So the
+    memory is shortened, to a fifth of the block, and steps become longer in return:
+
+        m' = min(m, max(0, 1 − 5/τ));  rate' = max(1, ½ (1 − m') / (1 − m)) · rate
+
+    A gradient moves the weights by rate/(1 − m) in the end. The factor restores half of that: with
+    all of it, training diverged at learning rates that one replica takes. Blocks of 5/(1 − m) steps
+    and more change nothing.
+
+    Args:
+        momentum: m of the optimizer, 0 ≤ m < 1.
+        steps: τ > 0, the optimizer's steps in a block.
+
+    Example:
+        >>> in_a_block(0.75, 10.0), in_a_block(0.75, 1.0), in_a_block(0.75, 20.0)
+        ((0.5, 1.0), (0.0, 2.0), (0.75, 1.0))
+    """
+    shorter = minimum(momentum, positive_part(1.0 - _MEMORIES / steps))
+    return shorter, 1.0 + positive_part(0.5 * (1.0 - shorter) / (1.0 - momentum) - 1.0)
