@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 import tfpara.algorithms
 from tfpara.algorithms import BMUF, BSP, EASGD, EMA, MA, BMUFAdam
+from tfpara.algorithms.local_momentum import in_a_block
 
 models = hnp.arrays(np.float64, 5, elements=st.floats(-10, 10, width=32))
 trajectories = st.lists(models, min_size=2, max_size=6)
@@ -99,6 +100,30 @@ def test_bmuf_with_a_warmup_by_hand():
     # η = 1 − 1/2.5: B = 1.75 + ¾. Then G = 1: Δ = ¾ + 1, W = 3.5, η = 1 − 1/3.5.
     got = follow(BMUF(), 0.0, [1.0, 2.0, 3.5], num_replicas=4, parts=[1.0, 0.5, 1.0])
     assert got == [(1.0, 1.5), (1.75, 2.5), (3.5, pytest.approx(3.5 + 1.75 * 5 / 7))]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "steps", "expected"),
+    [(0.9, 1, (0.0, 5.0)), (0.9, 8, (0.375, 3.125)), (0.9, 20, (0.75, 1.25)), (0.9, 50, (0.9, 1.0))]
+    + [(0.5, 5, (0.0, 1.0)), (0.99, 10, (0.5, 25.0)), (0.9, 2.0**62, (0.9, 1.0))],
+)
+def test_local_momentum_in_a_block_by_hand(momentum, steps, expected):
+    assert in_a_block(momentum, float(steps)) == pytest.approx(expected)
+
+
+@given(st.floats(0.5, 0.99), st.integers(1, 100), st.integers(2, 64), st.floats(0.01, 2.7))
+def test_default_block_momentum_over_fitted_momentum_is_stable(momentum, steps, replicas, part):
+    """On a parabola of curvature h, at rate·h = 2.7 (1 − m) and below, whatever N and τ are."""
+    fitted, factor = in_a_block(momentum, float(steps))
+    x = factor * part * (1.0 - momentum)  # the rate of a step times h
+    eta = 1.0 - 1.0 / replicas
+    # Weight and velocity of a replica after the block, from those before it.
+    block = np.linalg.matrix_power(np.array([[1.0 - x, fitted], [-x, fitted]]), steps)
+    # The same from (W, Δ, v), with B = W + ηΔ; then Δ' = ηΔ + (w − B) and W' = W + Δ'.
+    weight, velocity = block @ np.array([[1.0, eta, 0.0], [0.0, 0.0, 1.0]])
+    delta = weight - np.array([1.0, 0.0, 0.0])
+    after = np.array([weight, delta, velocity])
+    assert max(abs(np.linalg.eigvals(after))) < 1.0
 
 
 @given(models, st.integers(2, 40), st.booleans())
