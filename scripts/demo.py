@@ -70,13 +70,7 @@ _SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (
     _SINGLE,
     _Run("bsp", "BSP", ("--rule=bsp",)),
-    # Local momentum of 0.9 that is kept at syncs acts for longer than a short block. Classical
-    # block momentum does not tolerate that, so this run resets it.
-    _Run(
-        "bmuf-classical",
-        "classical BMUF, momentum reset",
-        ("--rule=bmuf", "--nonesterov", "--local_state=reset"),
-    ),
+    _Run("bmuf-classical", "classical BMUF", ("--rule=bmuf", "--nonesterov")),
     _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf", "--ma", f"--ema_decay={_EMA_DECAY}")),
     _Run("bmuf-int8", "Nesterov BMUF, syncs in int8", ("--rule=bmuf", "--compression=int8")),
     _Run("easgd", "EASGD", ("--rule=easgd",)),

@@ -54,7 +54,8 @@ _LOCAL_STATE = flags.DEFINE_enum(
     "local_state",
     "auto",
     ["auto", "keep", "reset", "average"],
-    "the local momentum at a sync; auto: reset of SGD's where the rule has a momentum of its own",
+    "the local momentum at a sync; auto: kept, and that of SGD fitted to the block where the rule "
+    "has a momentum of its own",
 )
 _AGGREGATION = flags.DEFINE_enum(
     "aggregation",

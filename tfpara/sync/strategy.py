@@ -79,9 +79,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         averages: averages of the global model by name, e.g. `{"ema": tfpara.EMA(0.99)}`; they do
             not change the training.
         local_state: what a sync does to the optimizer's slots (momentum …): "keep", "reset" to
-            their initial value, or "average" over the replicas. "auto" is "reset" for SGD
-            with momentum where the rule has a momentum of its own (BMUF with N > 2), since the
-            two in a row are unstable; else it is "keep". See docs/rules.md.
+            their initial value, or "average" over the replicas. "auto" keeps them; where the rule
+            has a momentum of its own (BMUF, DiLoCo, SlowMo), that of local SGD is shortened to
+            fit into the block, since the two in a row are unstable. See docs/rules.md.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
             with `compression`, or if there are several replicas and the model has 16 MB or more.
