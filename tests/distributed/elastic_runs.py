@@ -28,11 +28,12 @@ class Run:
         options: of all workers, for `train_elastic.py`.
         faults: of founders by rank, as `train_elastic.py` has them.
         before: how many workers come, and are lost, before the run has begun.
+        environment: variables of founders, by number.
     """
 
-    def __init__(self, directory, founders, faults=None, before=0, **options):
+    def __init__(self, directory, founders, faults=None, before=0, environment=(), **options):
         self.directory, self.founders, self.options = directory, founders, options
-        self.before = before
+        self.before, self.environment = before, dict(environment)
         self.faults = {str(rank): fault for rank, fault in (faults or {}).items()}
         self.processes = []
 
@@ -78,6 +79,7 @@ class Run:
             ADDRESS: f"127.0.0.1:{self.meeting.port}",
             "TFPARA_SECRET": SECRET,
             "TF_CPP_MIN_LOG_LEVEL": "3",
+            **self.environment.get(number, {}),
         }
         self.processes.append(
             warm.Popen(

@@ -17,19 +17,30 @@ KILLED, AGAIN = -signal.SIGKILL, 75
 MIXED = {"devices": 2, "adam": True, "norm": True, "dropout": True, "rule": "tfpara.BMUF()"}
 
 
+# What engines say of processes, which the meeting point goes before. The addresses are nobody's.
+TASKS = {"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 2}}
+SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_ID": "0"}
+TOLD = {
+    0: {"TF_CONFIG": json.dumps(TASKS)},
+    1: {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "7"},
+    2: SLURM | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "x[1-7]"},
+}
+
+
 @pytest.mark.parametrize(
-    "place,times,rank",
+    "place,times,rank,told",
     [
-        ("weights", 2, 0),
-        ("step", 5, 1),
-        ("reports", 2, 0),
-        ("commit", 2, 1),
-        ("written", 2, 0),
-        ("metric", 3, 1),
+        ("weights", 2, 0, {}),
+        ("step", 5, 1, TOLD),
+        ("reports", 2, 0, {}),
+        ("commit", 2, 1, {}),
+        ("written", 2, 0, {}),
+        ("metric", 3, 1, {}),
     ],
 )
-def test_a_killed_worker_is_done_without(place, times, rank, tmp_path):
-    with elastic_runs.Run(tmp_path, 3, {rank: [place, times, "SIGKILL"]}) as run:
+def test_a_killed_worker_is_done_without(place, times, rank, told, tmp_path):
+    faults = {rank: [place, times, "SIGKILL"]}
+    with elastic_runs.Run(tmp_path, 3, faults, environment=told) as run:
         last = run.check([KILLED])
         assert len(last) == 2
         generations = [(each.number, len(each.members)) for each in run.meeting.history]
@@ -212,6 +223,37 @@ def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
         assert [len(each.members) for each in run.meeting.history] == [2, 1, 2] or [
             len(each.members) for each in run.meeting.history
         ] == [2, 2]
+
+
+def histories(run, number):
+    """What calls of `fit` have returned to a worker."""
+    return [event[1:] for event in run.events(number) if event[0] == "history"]
+
+
+@pytest.mark.parametrize("place,times", [("between", 1), ("anew", 1), ("step", 47)])
+def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, times, tmp_path):
+    """Who comes passes by the first call, and does itself what its script does between the two."""
+    options = {"fits": 2, "step_seconds": 0.02, "rule": "tfpara.BMUF()"}
+    options["holds"] = {"3": "len(tasks) > 2 or comes"}
+    with elastic_runs.Run(tmp_path, 3, {0: [place, times, "SIGKILL"]}, **options) as run:
+        run.wait_until(run.of_rank(1), "history", 0)
+        number = run.start()
+        assert len(run.check([KILLED], epochs=4)) == 3
+        told = [histories(run, each) for each in range(4) if run.processes[each].returncode == 0]
+        assert [each[0] for each in told] == [told[0][0]] * 3  # of the first call of fit
+        trained = [event for event in run.events(number) if event[0] == "trained"]
+        assert len(trained) > 4, "it came too late"
+
+
+@pytest.mark.one_version
+def test_who_waits_in_one_fit_and_who_was_given_up_in_it_come_in_the_next(tmp_path):
+    options = {"fits": 2, "step_seconds": 0.05, "max_workers": 2, "silence_seconds": 4.0}
+    options["holds"] = {"3": "len(tasks) > 1 or comes"}
+    with elastic_runs.Run(tmp_path, 2, {0: ["between", 1, "SIGKILL"]}, **options) as run:
+        spare = run.start()
+        assert len(run.check([KILLED], epochs=4)) == 2
+        assert histories(run, spare)[0] == histories(run, run.of_rank(1))[0]
+        assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
 
 
 @pytest.mark.one_version

@@ -42,12 +42,30 @@ def test_settings_that_need_a_fixed_group(options, sentence):
         )
 
 
-def test_what_is_no_elastic_and_a_cluster_that_does_not_change(monkeypatch):
+def test_what_is_no_elastic():
     with pytest.raises(TypeError, match=r"elastic=True must be a tfpara.Elastic"):
         tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, elastic=True)
-    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
-    with pytest.raises(ValueError, match="elastic= and TF_CONFIG"):
+
+
+SLURM = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_NODELIST": "a,b",
+}
+TF_CONFIG = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+
+
+@pytest.mark.parametrize(
+    "variables,who", [(SLURM, "Slurm"), ({"TF_CONFIG": json.dumps(TF_CONFIG)}, "TF_CONFIG")]
+)
+def test_workers_that_others_have_started_need_a_meeting_point(variables, who, monkeypatch):
+    monkeypatch.delenv("TFPARA_MEETING", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    sentence = f"{who} has started 2 workers without one. Start tfpara-meet --workers=2"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, elastic=tfpara.Elastic())
 
 

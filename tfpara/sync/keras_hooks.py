@@ -226,7 +226,10 @@ def _together(fit: Method) -> Method:
         elastic = changing.training(model) if changing else contextlib.nullcontext()
         with program.noting(), extended.in_fit(model), _with_data("fit", strategy), elastic:
             if extended.elastic is not None:
-                history = extended.elastic.fit(lambda: fit(model, *args, **kwargs))
+                history = extended.elastic.fit(
+                    lambda: fit(model, *args, **kwargs),
+                    lambda: fit(model, bound.arguments["x"], epochs=0, verbose=0),
+                )
             else:
                 history = fit(model, *args, **kwargs)
             if strategy.num_workers > 1:
