@@ -201,7 +201,7 @@ def test_who_waits_for_a_call_of_fit_that_is_over_is_told():
     # What all have alike in this call has to be told anew, and nobody is let in before.
     assert membership.agreed(0, TERMS, 0) == []
     assert membership.register("host2:1", TERMS, 2.0, task, fit=0) == (None, [(-1, where)])
-    assert membership.register("host2:1", {}, 2.0, task, fit=1)[0] == task
+    assert membership.register("host2:1", TERMS, 2.0, task, fit=1)[0] == task
     assert membership.tick(2.1) == []
     membership.agreed(0, TERMS, 1)
     assert membership.tick(2.2) == [(0, {"wanted": True})]

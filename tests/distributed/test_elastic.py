@@ -59,6 +59,27 @@ def test_founders_without_the_first_numbers(tmp_path):
     assert list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("place,times", [("build", 3), ("anew", 1)])
+def test_a_worker_is_killed_before_the_first_step(place, times, tmp_path):
+    """Another was lost before all were connected. The others begin without them."""
+    options = {"lost": True, "minibatches": 61, **MIXED}
+    if place == "build":
+        options["checkpoints"] = str(tmp_path / "run")
+    with elastic_runs.Run(tmp_path, 3, {0: [place, times, "SIGKILL"]}, **options) as run:
+        assert len(run.check([KILLED], minibatches=61)) == 2
+        assert [len(each.members) for each in run.meeting.history] == [4, 3, 2]
+
+
+@pytest.mark.one_version
+def test_too_few_before_the_first_step(tmp_path):
+    fewest = {"min_workers": 2, "grace_seconds": 0.5}
+    with elastic_runs.Run(tmp_path, 2, {0: ["build", 3, "SIGKILL"]}, **fewest) as run:
+        codes, outputs = run.ends()
+        assert sorted(codes) == [KILLED, AGAIN], outputs
+        why = "1 of at least 2 workers are left, and none has trained. Exit code 75."
+        assert any(why in output for output in outputs)
+
+
 def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
     faults = {0: ["step", 8, "SIGKILL"], 2: ["step", 8, "SIGKILL"]}
     with elastic_runs.Run(tmp_path, 3, faults, **MIXED) as run:
@@ -230,7 +251,7 @@ def histories(run, number):
     return [event[1:] for event in run.events(number) if event[0] == "history"]
 
 
-@pytest.mark.parametrize("place,times", [("between", 1), ("anew", 1), ("step", 47)])
+@pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
 def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, times, tmp_path):
     """Who comes passes by the first call, and does itself what its script does between the two."""
     options = {"fits": 2, "step_seconds": 0.02, "rule": "tfpara.BMUF()"}

@@ -42,7 +42,6 @@ from tfpara.sync.block import Block
 from tfpara.sync.control import Control
 from tfpara.sync.global_state import GlobalState
 from tfpara.sync.sync_graph import SyncGraph
-from tfpara.sync.synchronizer import Synchronizer
 
 PLACES = {
     "step": "in a training step",
@@ -140,7 +139,7 @@ def install(faults, log):
     if faults.place == "build":
         faults.before(Control, "broadcast", "build")
     if faults.place == "anew":
-        faults.before(Synchronizer, "adopt", "anew")
+        faults.before(regrouping.Regrouping, "check_step", "anew")
     if faults.place == "enabling":
         faults.before(regrouping.Regrouping, "_become", "enabling")
     if faults.place == "checkpoint":
