@@ -189,6 +189,29 @@ def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
                 assert count in ({0, 1} if own in doubtful else {1}), own
 
 
+@pytest.mark.one_version
+def test_a_second_fit_goes_on_from_a_checkpoint(tmp_path):
+    """All are asked to end in it, and another number of workers goes on."""
+    options = {"checkpoints": str(tmp_path / "run"), "fits": 2, "epochs": 1}
+    with elastic_runs.Run(tmp_path, 2, step_seconds=0.05, **options) as run:
+        run.wait_until(run.of_rank(0), "history", 0)
+        done = len([event for event in run.events(run.of_rank(0)) if event[0] == "synced"])
+        run.wait_until(run.of_rank(0), "synced", count=done + 2)
+        for process in run.processes:
+            process.terminate()
+        codes, outputs = run.ends()
+        assert codes == [AGAIN, AGAIN], outputs
+        before = run.synced()
+    (tmp_path / "again").mkdir()
+    with elastic_runs.Run(tmp_path / "again", 3, **options) as again:
+        codes, outputs = again.ends()
+        assert codes == [0, 0, 0], outputs
+        after = again.synced()
+    assert any(own >= 1000 for own in before) and min(after) >= 1000
+    for own in (*range(60), *range(1000, 1060)):
+        assert before.get(own, 0) + after.get(own, 0) == 1, own
+
+
 @pytest.mark.parametrize("place,times", [("checkpoint", 4), ("validation", 3), ("begin", 2)])
 def test_a_worker_is_killed_beside_the_training(place, times, tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "validate": True}

@@ -388,7 +388,7 @@ def main():
             verbose=0,
             callbacks=found(number),
         )
-        log("history", number, history.epoch, [float(loss) for loss in history.history["loss"]])
+        log("history", number, history.epoch, history.history.get("loss"))
     values = []
     for which in ("global", "ema"):
         with strategy.weights(model, which):
