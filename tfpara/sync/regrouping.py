@@ -36,7 +36,8 @@ from tfpara.elastic.plan import Plan, begin
 from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.keras_model import hyperparameters
 from tfpara.strategy import StateHolder
-from tfpara.sync.hand_over import hand_over
+from tfpara.sync.chiefs_callbacks import HAS_WEIGHTS
+from tfpara.sync.hand_over import hand_over, hand_over_arrays
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
 from tfpara.sync.train_function import stepping
@@ -411,7 +412,7 @@ class Regrouping:
         source, furthest = reports.index(ahead), ahead["syncs"]
         behind = [not own or own["syncs"] < furthest for own in reports]
         if any(behind):
-            self._hand_over(source, behind[self.rank], ahead["agreed"])
+            self._hand_over(source, behind[self.rank], ahead)
         # The others' blocks are partly, or all, trained: they do not wait for a whole one.
         (synchronizer,) = self._extended.synchronizers or (None,)
         missed = max(own["open"] for own in known if own["syncs"] == furthest)
@@ -475,16 +476,24 @@ class Regrouping:
         with self.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _hand_over(self, source: int, receives: bool, agreed: list[float]) -> None:
-        """Sends the state of the worker with rank `source` to those who receive it."""
+    def _hand_over(self, source: int, receives: bool, ahead: Mapping[str, Any]) -> None:
+        """Sends the state of the worker with rank `source`, who is `ahead`, to who receives it."""
+        assert self._model is not None
         (synchronizer,) = self._extended.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
         hand_over(self._slots(), hosts, source, receives)
+        for name, state in sorted(ahead["states"].items()):
+            if isinstance(state, dict) and state.get(HAS_WEIGHTS):
+                holder: Any = self.states.get(name)  # a callback that keeps the best weights
+                own = getattr(holder, "weights", None) or self._model.get_weights()
+                weights = hand_over_arrays(own, hosts, source)
+                if receives and holder is not None:
+                    holder.weights = weights
         if receives:
             synchronizer.start_from(synchronizer.broadcast_point())
             synchronizer.graph.block.give_up()
-            synchronizer.graph._agreed.assign(agreed)
+            synchronizer.graph._agreed.assign(ahead["agreed"])
             synchronizer.graph.met()
 
     def _slots(self) -> list[Slot]:

@@ -254,7 +254,10 @@ def callbacks(options):
     made = {
         "newbob": lambda: tfpara.callbacks.Newbob("loss"),
         "plateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1),
-        "stopping": lambda: keras.callbacks.EarlyStopping("loss", patience=2),
+        # The loss falls, so the best weights are those of the first epoch.
+        "stopping": lambda: keras.callbacks.EarlyStopping(
+            "loss", mode="max", patience=3, restore_best_weights=True
+        ),
         "together": tfpara.callbacks.StopTogether,
         "period": lambda: tfpara.callbacks.SyncPeriod({0: 2, 1: TAU}, verbose=0),
     }
