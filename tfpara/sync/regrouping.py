@@ -464,6 +464,7 @@ class Regrouping:
             "generation": self.form.number,
             "why": self.form.why,
             "tasks": self.form.tasks,
+            "founders": self.founders,
             "time": time.time(),
             "syncs": syncs,
             "plan": self.plan.state(),
