@@ -290,8 +290,26 @@ def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, 
 
 
 @pytest.mark.one_version
-def test_who_waits_in_one_fit_and_who_was_given_up_in_it_come_in_the_next(tmp_path):
-    options = {"fits": 2, "step_seconds": 0.05, "max_workers": 2, "silence_seconds": 4.0}
+def test_who_was_given_up_in_one_fit_comes_back_in_the_next(tmp_path):
+    options = {"fits": 2, "step_seconds": 0.05, "silence_seconds": 3.0, "arrays": 3}
+    options["holds"] = {"3": "len(tasks) > 1 or comes"}
+    with elastic_runs.Run(tmp_path, 2, **options) as run:
+        stopped, other = run.of_rank(0), run.of_rank(1)
+        run.wait_until(stopped, "synced", count=2)
+        run.processes[stopped].send_signal(signal.SIGSTOP)
+        run.wait_until(other, "epoch", 2)
+        run.processes[stopped].send_signal(signal.SIGCONT)
+        codes, outputs = run.ends()
+        assert codes == [0, 0], outputs
+        assert "call 1 of fit is over; the others are in call 2" in outputs[stopped]
+        assert histories(run, stopped)[0] == histories(run, other)[0]
+        assert run.events(stopped)[-1][1] == run.events(other)[-1][1]
+        assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
+
+
+@pytest.mark.one_version
+def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
+    options = {"fits": 2, "step_seconds": 0.05, "max_workers": 2}
     options["holds"] = {"3": "len(tasks) > 1 or comes"}
     with elastic_runs.Run(tmp_path, 2, {0: ["between", 1, "SIGKILL"]}, **options) as run:
         spare = run.start()

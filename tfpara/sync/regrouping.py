@@ -366,6 +366,7 @@ class Regrouping:
         self._iterator = None
         self._become(self._alone(_ALONE + self.form.number, task))
         self._take_place_of_joiner()
+        self._deal_anew()
 
     def leave(self) -> None:
         """Has this worker leave at the next sync; the others go on without it."""
@@ -435,8 +436,7 @@ class Regrouping:
             open_steps.append(own["open"] if own and counts else 0)
         self.plan = plan.after(ahead["dealt"], open_steps, form.tasks)
         self._closed_at = max(self._closed_at, tuple(ahead["closed"]))
-        for synchronizer in self._extended.synchronizers:
-            _dealt(synchronizer.graph).assign(tf.zeros([len(form.tasks)], tf.int64))
+        self._deal_anew()
         self._others = max(known, key=lambda report: report["operations"])
         if self.joining:
             self._extended.place.met = self._others["met"]
@@ -624,8 +624,12 @@ class Regrouping:
         else:
             self.plan = begin(epoch, self.form.tasks, self._fit)
             self._iterator = None
-            for synchronizer in self._extended.synchronizers:
-                _dealt(synchronizer.graph).assign(tf.zeros([len(self.form.tasks)], tf.int64))
+            self._deal_anew()
+
+    def _deal_anew(self) -> None:
+        """Nothing of the plan's data is in the model yet."""
+        for synchronizer in self._extended.synchronizers:
+            _dealt(synchronizer.graph).assign(tf.zeros([len(self.form.tasks)], tf.int64))
 
     def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         """A training step of Keras, after which the members may be others."""
@@ -711,8 +715,8 @@ class Regrouping:
         return True
 
     def close(self) -> None:
-        """Closes the open blocks where Python code asks for it."""
-        if not self._closed and self._extended.synchronizers:
+        """Closes the open blocks where Python code asks for it; who is to join has none to keep."""
+        if not self.joining and not self._closed and self._extended.synchronizers:
             (synchronizer,) = self._extended.synchronizers
             self.together(synchronizer.finish_block)
 
