@@ -585,3 +585,43 @@ for pid in open(sys.argv[1]).read().split():
     assert code == 0, err
     assert "alive" not in out and out.count("gone") == 4
     lifeline.wait_for_end()
+
+
+# A worker of an elastic run, without TensorFlow: worker 1 is killed, when it first starts, at a
+# place that the command says.
+_MEMBER = """
+import os, pathlib, signal, sys
+from tfpara.cluster import secret
+from tfpara.cluster.meeting import ADDRESS, NAME, Line
+place, directory = sys.argv[1], pathlib.Path(sys.argv[2])
+name = os.environ[NAME]
+def here(where):
+    if where == place and name == "worker 1" and not (directory / place).exists():
+        (directory / place).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+here("start")
+settings = {"min_workers": 1, "max_workers": None, "grace_seconds": 9.0, "silence_seconds": 9.0}
+line = Line(os.environ[ADDRESS], secret.read(), 1, settings, 9.0, name=name)
+print(name, "founds" if line.founding else "joins", flush=True)
+if line.founding:
+    form = line.formed()
+    here("formed")
+    while not line.ready(form.number):
+        form = line.met(form.number, None, True)
+    if place == "formed":  # the others wait for the one that is started again
+        while not (directory / "joins").exists():
+            pass
+else:
+    (directory / "joins").touch()
+line.done()
+"""
+
+
+@pytest.mark.parametrize("place", ["start", "formed"])
+def test_an_elastic_worker_that_is_killed_before_training_is_started_again(place, script, tmp_path):
+    """It begins with the others, or joins them."""
+    code, out, err = launch("-n", 2, "--elastic", script(_MEMBER), place, tmp_path)
+    assert code == 0, err
+    assert "worker 1 failed: killed by SIGKILL; restart 1 of 100" in err
+    last = "founds" if place == "start" else "joins"
+    assert [line for line in out.splitlines() if "[worker 1]" in line][-1].endswith(last)

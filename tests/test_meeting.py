@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tfpara.cluster.meeting import Evicted, Left, Line, Meeting, MeetingError
+from tfpara.cluster.meeting import Ended, Evicted, Left, Line, Meeting, MeetingError, Passed
 
 TERMS = {"rule": "BSP()"}
 
@@ -75,7 +75,7 @@ def test_a_worker_dies_and_another_comes():
         assert form.why == "worker 0 is lost"
         late = line(service)
         assert (late.task, late.founding) == (3, False)
-        late.register(TERMS)
+        late.register(TERMS, 0)
         while not all(own.wanted for own in lines[1:]):
             time.sleep(0.01)
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -136,12 +136,31 @@ def test_who_wants_to_join_where_no_member_is_begins_nothing():
     again = Meeting("127.0.0.1", port, 1, 60.0, b"secret")
     try:
         again.of_test = settings
-        joins.register(TERMS)
+        joins.register(TERMS, 0)
         with pytest.raises(Evicted, match="no member of its run is here"):
             joins.formed()
         assert not again.history
     finally:
         again.close()
+
+
+def test_who_waits_in_a_call_of_fit_that_others_have_left_is_told():
+    with meeting(1) as service:
+        first, joins = line(service), line(service)
+        found([first])
+        assert joins.where() == (0, [])
+        joins.register({}, 0)
+        while not first.wanted:
+            time.sleep(0.01)
+        first.begins(1, [{"epoch": [0]}])
+        with pytest.raises(Passed) as passed:
+            joins.formed()
+        assert (passed.value.fit, passed.value.histories) == (1, [{"epoch": [0]}])
+        while first.wanted:
+            time.sleep(0.01)
+        first.done()
+        with pytest.raises(Ended):
+            joins.where()
 
 
 def test_who_is_silent_is_given_up_and_may_come_again_under_its_number():
@@ -157,7 +176,7 @@ def test_who_is_silent_is_given_up_and_may_come_again_under_its_number():
         lines[1]._listen_again = lines[1]._channel.wait(time.monotonic() + 5.0)
         again = line(service, task=1)
         assert again.task == 1 and not again.founding
-        again.register(TERMS)
+        again.register(TERMS, 0)
         while not lines[0].wanted:
             time.sleep(0.01)
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -200,7 +219,7 @@ def test_who_is_not_let_in():
         other = line(service)
         while "rule" not in service.terms:
             time.sleep(0.01)
-        other.register({"rule": "EASGD()"})
+        other.register({"rule": "EASGD()"}, 0)
         with pytest.raises(MeetingError, match="rule: the run has 'BSP..', this worker has"):
             other.formed()
         port = service.port
@@ -222,6 +241,8 @@ def test_a_meeting_point_that_was_started_again_goes_on_with_the_run():
     with meeting(3, grace_seconds=1.0) as service:
         lines = [line(service, seconds=60.0) for _ in range(3)]
         found(lines)
+        for own in lines:
+            own.begins(1, ["told"])
         port, settings = service.port, service.of_test
     # Nobody needs it, and nobody is told that it is gone. Then one dies.
     lines[0].close()
@@ -242,7 +263,8 @@ def test_a_meeting_point_that_was_started_again_goes_on_with_the_run():
             lines[1].agreed(TERMS)  # as every new chief does
             # It lets others in, and refuses those that differ, as the former one did.
             own = line(again, seconds=60.0)
-            own.register({"rule": "EASGD()"})
+            assert own.where() == (1, ["told"])
+            own.register({"rule": "EASGD()"}, 1)
             with pytest.raises(MeetingError, match="cannot take part"):
                 own.formed()
             # A worker whose connection was cut is done without, and told so.

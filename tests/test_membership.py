@@ -188,6 +188,30 @@ def test_who_differs_is_refused_and_the_run_goes_on():
     assert membership.register("host9:1", {**TERMS, "rule": "EASGD()"}, 1.0)[0] is None
 
 
+def test_who_waits_for_a_call_of_fit_that_is_over_is_told():
+    membership = begun(2, max_workers=2)
+    task, _ = membership.register("host2:1", TERMS, 1.0)
+    assert membership.gone(1, "is lost", 1.0)
+    membership.met(0, 1, {}, True, 1.0, admits=False)  # it is at the end of the call
+    assert (0, {"wanted": True}) in membership.ready(0, 2, 1.0)
+    where = {"fit": 1, "histories": ["first"]}
+    assert membership.begins(0, 1, ["first"]) == [(task, where), (0, {"wanted": False})]
+    assert membership.begins(0, 1, ["another"]) == []
+    assert membership.where() == where
+    # What all have alike in this call has to be told anew, and nobody is let in before.
+    assert membership.agreed(0, TERMS, 0) == []
+    assert membership.register("host2:1", TERMS, 2.0, task, fit=0) == (None, [(-1, where)])
+    assert membership.register("host2:1", TERMS, 2.0, task, fit=1)[0] == task
+    assert membership.tick(2.1) == []
+    membership.agreed(0, TERMS, 1)
+    assert membership.tick(2.2) == [(0, {"wanted": True})]
+    said = membership.met(0, 2, {}, False, 3.0)
+    assert [(to, message["form"], message["why"]) for to, message in said] == [
+        (0, 3, "worker 2 has come"),
+        (2, 3, "worker 2 has come"),
+    ]
+
+
 class Worker:
     """As a worker goes by what it is told."""
 
@@ -263,8 +287,8 @@ class Run:
             return
         message = worker.inbox.pop(0)
         match message:
-            case {"wanted": _}:
-                worker.wish = True
+            case {"wanted": wanted}:
+                worker.wish = wanted
             case {"abort": generation}:
                 if generation == worker.generation and worker.state != "at the meeting":
                     self.meet(task, True)

@@ -195,7 +195,8 @@ def _sentence(error: BaseException) -> str | None:
         return " ".join(str(error).split())
     if not failures.is_of_tensorflow(error):
         return None
-    return failures.explain(error, cluster.read())
+    # What TF_CONFIG or an engine says of workers is not true of an elastic run.
+    return failures.explain(error, cluster.ALONE if _is_elastic() else cluster.read())
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -214,11 +215,15 @@ def _shows_frames() -> bool:
     return os.environ.get(FRAMES_VARIABLE, "") not in ("", "0")
 
 
+def _is_elastic() -> bool:
+    """Returns whether the strategy that was made is of an elastic run."""
+    return _strategy is not None and getattr(_strategy.extended, "elastic", None) is not None
+
+
 def _has_others() -> bool:
     """Returns whether this process is one of several workers, as far as it can tell."""
     if _strategy is not None:
-        elastic = getattr(_strategy.extended, "elastic", None) is not None
-        return elastic or _strategy.num_workers > 1
+        return _is_elastic() or _strategy.num_workers > 1
     with contextlib.suppress(ValueError):
         return cluster.read().num_workers > 1
     return False

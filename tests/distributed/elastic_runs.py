@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import threading
 import time
 
 import warm
@@ -28,28 +29,36 @@ class Run:
         options: of all workers, for `train_elastic.py`.
         faults: of founders by rank, as `train_elastic.py` has them.
         before: how many workers come, and are lost, before the run has begun.
+        environment: variables of founders, by number.
+        lost: whether there is one more, of rank 0, which is lost before it has connected itself.
     """
 
-    def __init__(self, directory, founders, faults=None, before=0, **options):
+    def __init__(
+        self, directory, founders, faults=None, before=0, environment=(), lost=False, **options
+    ):
         self.directory, self.founders, self.options = directory, founders, options
-        self.before = before
+        self.before, self.environment, self.lost = before, dict(environment), lost
         self.faults = {str(rank): fault for rank, fault in (faults or {}).items()}
         self.processes = []
 
     def __enter__(self):
-        self.meeting = Meeting("127.0.0.1", 0, self.founders, 120.0, SECRET.encode())
+        founders = self.founders + self.lost
+        self.meeting = Meeting("127.0.0.1", 0, founders, 120.0, SECRET.encode())
         for _ in range(self.before):
-            self.come_and_go()
+            self.line().close()
+        if self.lost:
+            line = self.line()
+            threading.Thread(target=lambda: (line.formed(), line.close()), daemon=True).start()
         for _ in range(self.founders):
             self.start(faults=self.faults)
         return self
 
-    def come_and_go(self):
-        """A worker comes, with the settings that `train_elastic.py` has by default, and is lost."""
+    def line(self):
+        """A worker of this process, with the settings that `train_elastic.py` has by default."""
         elastic = tfpara.Elastic(min_workers=1, grace_seconds=5.0)
         settings = dataclasses.asdict(elastic)
         address = f"127.0.0.1:{self.meeting.port}"
-        Line(address, SECRET.encode(), 1, settings, 10.0).close()
+        return Line(address, SECRET.encode(), 1, settings, 10.0)
 
     def close_meeting(self):
         """Ends the meeting point, as if its machine were gone."""
@@ -78,6 +87,7 @@ class Run:
             ADDRESS: f"127.0.0.1:{self.meeting.port}",
             "TFPARA_SECRET": SECRET,
             "TF_CPP_MIN_LOG_LEVEL": "3",
+            **self.environment.get(number, {}),
         }
         self.processes.append(
             warm.Popen(

@@ -17,19 +17,30 @@ KILLED, AGAIN = -signal.SIGKILL, 75
 MIXED = {"devices": 2, "adam": True, "norm": True, "dropout": True, "rule": "tfpara.BMUF()"}
 
 
+# What engines say of processes, which the meeting point goes before. The addresses are nobody's.
+TASKS = {"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 2}}
+SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_ID": "0"}
+TOLD = {
+    0: {"TF_CONFIG": json.dumps(TASKS)},
+    1: {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "7"},
+    2: SLURM | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "x[1-7]"},
+}
+
+
 @pytest.mark.parametrize(
-    "place,times,rank",
+    "place,times,rank,told",
     [
-        ("weights", 2, 0),
-        ("step", 5, 1),
-        ("reports", 2, 0),
-        ("commit", 2, 1),
-        ("written", 2, 0),
-        ("metric", 3, 1),
+        ("weights", 2, 0, {}),
+        ("step", 5, 1, TOLD),
+        ("reports", 2, 0, {}),
+        ("commit", 2, 1, {}),
+        ("written", 2, 0, {}),
+        ("metric", 3, 1, {}),
     ],
 )
-def test_a_killed_worker_is_done_without(place, times, rank, tmp_path):
-    with elastic_runs.Run(tmp_path, 3, {rank: [place, times, "SIGKILL"]}) as run:
+def test_a_killed_worker_is_done_without(place, times, rank, told, tmp_path):
+    faults = {rank: [place, times, "SIGKILL"]}
+    with elastic_runs.Run(tmp_path, 3, faults, environment=told) as run:
         last = run.check([KILLED])
         assert len(last) == 2
         generations = [(each.number, len(each.members)) for each in run.meeting.history]
@@ -46,6 +57,27 @@ def test_founders_without_the_first_numbers(tmp_path):
         assert {run.events(run.of_rank(rank))[-2][-1] for rank in range(3)} == {3}
     assert (tmp_path / "run" / "generations.jsonl").read_text().count("\n") == 1
     assert list((tmp_path / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("place,times", [("build", 3), ("anew", 1)])
+def test_a_worker_is_killed_before_the_first_step(place, times, tmp_path):
+    """Another was lost before all were connected. The others begin without them."""
+    options = {"lost": True, "minibatches": 61, **MIXED}
+    if place == "build":
+        options["checkpoints"] = str(tmp_path / "run")
+    with elastic_runs.Run(tmp_path, 3, {0: [place, times, "SIGKILL"]}, **options) as run:
+        assert len(run.check([KILLED], minibatches=61)) == 2
+        assert [len(each.members) for each in run.meeting.history] == [4, 3, 2]
+
+
+@pytest.mark.one_version
+def test_too_few_before_the_first_step(tmp_path):
+    fewest = {"min_workers": 2, "grace_seconds": 0.5}
+    with elastic_runs.Run(tmp_path, 2, {0: ["build", 3, "SIGKILL"]}, **fewest) as run:
+        codes, outputs = run.ends()
+        assert sorted(codes) == [KILLED, AGAIN], outputs
+        why = "1 of at least 2 workers are left, and none has trained. Exit code 75."
+        assert any(why in output for output in outputs)
 
 
 def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
@@ -157,6 +189,29 @@ def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
                 assert count in ({0, 1} if own in doubtful else {1}), own
 
 
+@pytest.mark.one_version
+def test_a_second_fit_goes_on_from_a_checkpoint(tmp_path):
+    """All are asked to end in it, and another number of workers goes on."""
+    options = {"checkpoints": str(tmp_path / "run"), "fits": 2, "epochs": 1}
+    with elastic_runs.Run(tmp_path, 2, step_seconds=0.05, **options) as run:
+        run.wait_until(run.of_rank(0), "history", 0)
+        done = len([event for event in run.events(run.of_rank(0)) if event[0] == "synced"])
+        run.wait_until(run.of_rank(0), "synced", count=done + 2)
+        for process in run.processes:
+            process.terminate()
+        codes, outputs = run.ends()
+        assert codes == [AGAIN, AGAIN], outputs
+        before = run.synced()
+    (tmp_path / "again").mkdir()
+    with elastic_runs.Run(tmp_path / "again", 3, **options) as again:
+        codes, outputs = again.ends()
+        assert codes == [0, 0, 0], outputs
+        after = again.synced()
+    assert any(own >= 1000 for own in before) and min(after) >= 1000
+    for own in (*range(60), *range(1000, 1060)):
+        assert before.get(own, 0) + after.get(own, 0) == 1, own
+
+
 @pytest.mark.parametrize("place,times", [("checkpoint", 4), ("validation", 3), ("begin", 2)])
 def test_a_worker_is_killed_beside_the_training(place, times, tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "validate": True}
@@ -177,14 +232,14 @@ def test_callbacks_that_decide_decide_alike(tmp_path):
         codes, outputs = run.ends()
         assert codes == [0, 0, 0], outputs
         last = [run.events(each)[-1] for each in range(3)]
-        assert len({each[1] for each in last}) == 1
+        assert len({each[1] for each in last}) == 1  # who came has never had the best weights
         logs = {
             (event[1], json_of(event[2]))
             for each in range(3)
             for event in run.events(each)
             if event[0] == "epoch"
         }
-        assert len({epoch for epoch, _ in logs}) == len(logs), "the logs of an epoch differ"
+        assert len(logs) == 4 == len({epoch for epoch, _ in logs}), "the logs of an epoch differ"
         assert any(event[0] == "epoch" for event in run.events(number)), "it came too late"
 
 
@@ -212,6 +267,55 @@ def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
         assert [len(each.members) for each in run.meeting.history] == [2, 1, 2] or [
             len(each.members) for each in run.meeting.history
         ] == [2, 2]
+
+
+def histories(run, number):
+    """What calls of `fit` have returned to a worker."""
+    return [event[1:] for event in run.events(number) if event[0] == "history"]
+
+
+@pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
+def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, times, tmp_path):
+    """Who comes passes by the first call, and does itself what its script does between the two."""
+    options = {"fits": 2, "step_seconds": 0.02, "rule": "tfpara.BMUF()"}
+    options["holds"] = {"3": "len(tasks) > 2 or comes"}
+    with elastic_runs.Run(tmp_path, 3, {0: [place, times, "SIGKILL"]}, **options) as run:
+        run.wait_until(run.of_rank(1), "history", 0)
+        number = run.start()
+        assert len(run.check([KILLED], epochs=4)) == 3
+        told = [histories(run, each) for each in range(4) if run.processes[each].returncode == 0]
+        assert [each[0] for each in told] == [told[0][0]] * 3  # of the first call of fit
+        trained = [event for event in run.events(number) if event[0] == "trained"]
+        assert len(trained) > 4, "it came too late"
+
+
+@pytest.mark.one_version
+def test_who_was_given_up_in_one_fit_comes_back_in_the_next(tmp_path):
+    options = {"fits": 2, "step_seconds": 0.05, "silence_seconds": 3.0, "arrays": 3}
+    options["holds"] = {"3": "len(tasks) > 1 or comes"}
+    with elastic_runs.Run(tmp_path, 2, **options) as run:
+        stopped, other = run.of_rank(0), run.of_rank(1)
+        run.wait_until(stopped, "synced", count=2)
+        run.processes[stopped].send_signal(signal.SIGSTOP)
+        run.wait_until(other, "epoch", 2)
+        run.processes[stopped].send_signal(signal.SIGCONT)
+        codes, outputs = run.ends()
+        assert codes == [0, 0], outputs
+        assert "call 1 of fit is over; the others are in call 2" in outputs[stopped]
+        assert histories(run, stopped)[0] == histories(run, other)[0]
+        assert run.events(stopped)[-1][1] == run.events(other)[-1][1]
+        assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
+
+
+@pytest.mark.one_version
+def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
+    options = {"fits": 2, "step_seconds": 0.05, "max_workers": 2}
+    options["holds"] = {"3": "len(tasks) > 1 or comes"}
+    with elastic_runs.Run(tmp_path, 2, {0: ["between", 1, "SIGKILL"]}, **options) as run:
+        spare = run.start()
+        assert len(run.check([KILLED], epochs=4)) == 2
+        assert histories(run, spare)[0] == histories(run, run.of_rank(1))[0]
+        assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
 
 
 @pytest.mark.one_version

@@ -63,7 +63,7 @@ def test_a_loss_and_a_join_by_hand(tmp_path):
 def test_every_unit_is_trained_once_whoever_is_lost_or_comes(data, period, units):
     """Random losses and joins at syncs; the workers' own account is the plan of each generation."""
     plan, syncs, task = begin(0, range(data.draw(st.integers(1, 3)))), 0, 3
-    generations = [record.Generation(1, 0, plan, 1, None, (), (0,) * plan.size)]
+    generations = [record.Generation(1, 0, plan, 1, None, (), (0,) * plan.size, plan.size)]
     dealt, room = [0] * plan.size, [period] * plan.size
     while plan.first + max(0, sum(dealt)) < units and len(generations) < 6:
         # The block that each has trained where the sync fails, or nothing where all have agreed.
@@ -93,7 +93,7 @@ def test_every_unit_is_trained_once_whoever_is_lost_or_comes(data, period, units
         room = [period - late if own in new else rooms[own] for own in plan.tasks]
         number = len(generations) + 1
         lates = tuple(period - steps for steps in room)
-        generations.append(record.Generation(number, syncs, plan, 1, stay[0], tuple(new), lates))
+        generations.append(record.Generation(number, syncs, plan, 1, stay[0], tuple(new), lates, 3))
     rows, end = record.rows(generations, record.Position(), 0, period, units)
     trained = [unit for row in rows for unit in row.units if unit is not None]
     assert sorted(trained) == list(range(units))

@@ -135,19 +135,19 @@ class Checkpoint(keras.callbacks.Callback):
         self._stand_down()  # A loop of the user's own may have failed before.
         fit_call.at_end(self._stand_down)
         elastic = strategy.extended.elastic
+        if elastic is not None:
+            elastic.states["checkpoints"] = self
+            elastic.record = Path(self._directory) / "generations.jsonl"
         if self._checkpoints is not None:
             if elastic is None or not elastic.joining:  # else another worker is the chief
                 self._checkpoints.lock()
                 self._listen()
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
-        if elastic is not None:
-            elastic.states["checkpoints"] = self
-            elastic.record = Path(self._directory) / "generations.jsonl"
-            if elastic.joining:
-                # It takes the others' state, and not that of a checkpoint.
-                self._checkpoints = checkpoints
-                return
+        if elastic is not None and elastic.joining:
+            # It takes the others' state, and not that of a checkpoint.
+            self._checkpoints = checkpoints
+            return
         checkpoints.lock()
         try:
             position = checkpoints.restore(self._if_damaged)
@@ -299,7 +299,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def get_state(self) -> dict[str, Json]:
         """Returns what a worker that joins an elastic run has to know."""
-        return {**self._at_sync.state(), "saved": self._saved, "saved_syncs": self._saved_syncs}
+        if self._checkpoints is None:
+            return {}  # the run is still to go on from one
+        return {**self._checkpoints.state(), "saved": self._saved, "saved_syncs": self._saved_syncs}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         """Goes on as the other workers of an elastic run do."""

@@ -7,11 +7,13 @@ that is silent for too long is given up, and told so when it speaks again.
 
 Messages are signed with the run's secret (`messages.py`). Workers send ``enrol`` (their host and
 port, with the ``settings`` of the run, and ``founds``: whether the worker can be one of those with
-whom the run begins; the answer, ``enrolled``, has a task number, and whether it is one),
-``register`` with ``terms`` (it wants to join), ``agreed`` with ``terms``, ``met`` (a generation)
-with ``report``, ``failed`` and ``admits``, ``ready`` (a generation), ``out`` (the worker wants to
-leave) and ``done`` (its program ends). Empty messages, from both ends, are signs of life. The
-meeting point sends what `Membership` says. Only the standard library is imported.
+whom the run begins; the answer, ``enrolled``, has a task number, and whether it is one), ``where``
+(in which call of `fit` is the run?), ``register`` with ``terms`` and ``fit`` (it wants to join),
+``begins`` (the number of a call of `fit`) with the ``histories`` of those before it, ``agreed``
+(the number of that call) with ``terms``, ``met`` (a generation) with ``report``, ``failed`` and
+``admits``, ``ready`` (a generation), ``out`` (the worker wants to leave) and ``done`` (its program
+ends). Empty messages, from both ends, are signs of life. The meeting point sends what `Membership`
+says. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -52,6 +54,19 @@ class Evicted(MeetingError):
 
 class Left(MeetingError):
     """This worker has left, as it was asked to."""
+
+
+class Passed(MeetingError):
+    """The members have begun a later call of `fit`, in which this worker may join them.
+
+    Attributes:
+        fit: its number, from 0.
+        histories: what those before it have returned, as JSON.
+    """
+
+    def __init__(self, fit: int, histories: list[Json]) -> None:
+        super().__init__(f"the others are in call {fit + 1} of fit.")
+        self.fit, self.histories = fit, histories
 
 
 class Ended(MeetingError):
@@ -119,9 +134,14 @@ class Meeting:
         return self._membership.phase if self._membership else "founding"
 
     @property
-    def takes_in(self) -> bool:
-        """Whether who comes now can still take part in the training."""
-        return self._membership is not None and self._membership.takes_in
+    def has_begun(self) -> bool:
+        """Whether the members have trained."""
+        return self._membership is not None and self._membership.has_begun
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run comes to its end, or has ended."""
+        return self._membership is not None and self._membership.is_over
 
     def close(self) -> None:
         """Ends all connections, and frees the port."""
@@ -173,13 +193,17 @@ class Meeting:
         if self._membership is None or task not in self._channels:
             return
         match message:
-            case {"register": _, "terms": dict()} if self._membership.phase == "founding":
+            case {"register": _} | {"where": _} if self._membership.phase == "founding":
                 # It wants to join a run of which nobody has told this meeting point yet.
                 channel.send(evicted="no member of its run is here")
-            case {"register": _, "terms": dict() as terms}:
+            case {"where": _}:
+                channel.send(**self._membership.where())
+            case {"begins": int() as fit, "histories": list() as histories}:
+                self._tell(self._membership.begins(task, fit, histories))
+            case {"register": _, "terms": dict() as terms, "fit": int() as fit}:
                 address = self._addresses[task]
                 registered, said = self._membership.register(
-                    address, terms, now, task, self._names[task]
+                    address, terms, now, task, self._names[task], fit
                 )
                 if registered is None:
                     channel.send(**said[0][1])
@@ -188,8 +212,8 @@ class Meeting:
             case {"met": int() as generation, "report": report, "failed": bool() as failed}:
                 admits = message.get("admits") is not False
                 self._tell(self._membership.met(task, generation, report, failed, now, admits))
-            case {"agreed": _, "terms": dict() as terms}:
-                self._tell(self._membership.agreed(task, terms))
+            case {"agreed": int() as fit, "terms": dict() as terms}:
+                self._tell(self._membership.agreed(task, terms, fit))
             case {"ready": int() as generation}:
                 self._tell(self._membership.ready(task, generation, now))
             case {"done": _}:
@@ -224,6 +248,7 @@ class Meeting:
             if not self._membership.returned(wanted, again[0], name):
                 channel.send(evicted="the others have gone on without it")
                 return
+            self._tell(self._membership.begins(wanted, *_fits_of(message["again"])))
         known = isinstance(wanted, int) and (wanted in self._addresses or again is not None)
         task: int | None = wanted if known and wanted not in self._channels else None
         task = self._membership.number() if task is None else task
@@ -252,6 +277,14 @@ def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:
             if all(isinstance(m, list) and [type(x) for x in m] == [int, str] for m in members):
                 return generation, {task: address for task, address in members if task >= 0}
     return None
+
+
+def _fits_of(told: Json) -> tuple[int, list[Json]]:
+    """The call of `fit` that a worker of that membership is in, and the histories before it."""
+    match told:
+        case {"fit": int() as fit, "histories": list() as histories}:
+            return fit, histories
+    return 0, []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,6 +356,8 @@ class Line:
         self._form: dict[str, Json] | None = None  # the latest generation that was formed
         self._terms: dict[str, Json] | None = None  # those that this worker has told
         self._asked: dict[str, Json] | None = None  # what has no answer yet
+        # The call of `fit` that this worker, a member, is in, and what those before it returned.
+        self._fits: dict[str, Json] = {"fit": 0, "histories": []}
         self._leaves = self._over = False
         self._channel = self._connect(secret, timeout_seconds)
         own = [self._channel.own_host, port]
@@ -353,14 +388,33 @@ class Line:
     def _awaits_founding(self) -> bool:
         return self.founding and self._form is None
 
-    def register(self, terms: Mapping[str, Json]) -> None:
-        """Asks to be let in; `formed` waits for the answer."""
-        self._ask(register=True, terms=dict(terms))
+    def where(self) -> tuple[int, list[Json]]:
+        """Returns the call of `fit` that the run is in, from 0, and what those before returned.
+
+        Raises:
+            Evicted, Left, Ended, MeetingError: it is in none.
+        """
+        self._ask(where=True)
+        while True:
+            match self._next():
+                case {"fit": fit, "histories": histories}:
+                    self._asked = None
+                    return int(fit), list(histories)
+
+    def begins(self, fit: int, histories: list[Json]) -> None:
+        """Says that this worker begins a call of `fit`, with what those before it returned."""
+        self._fits = {"fit": fit, "histories": histories}
+        self._terms = None
+        self._send(begins=fit, histories=histories)
+
+    def register(self, terms: Mapping[str, Json], fit: int) -> None:
+        """Asks to be let in, in a call of `fit`; `formed` waits for the answer."""
+        self._ask(register=True, terms=dict(terms), fit=fit)
 
     def agreed(self, terms: Mapping[str, Json]) -> None:
         """Says what the members have alike, for those who want to join."""
         self._terms = dict(terms)
-        self._send(agreed=True, terms=self._terms)
+        self._send(agreed=self._fits["fit"], terms=self._terms)
 
     def met(self, generation: int, report: Json, failed: bool, admits: bool = True) -> Form:
         """Comes to the meeting that ends a generation; returns the next.
@@ -381,10 +435,14 @@ class Line:
         """Waits for the generation that this worker becomes a member of.
 
         Raises:
+            Passed: the members have begun a later call of `fit` than that of `register`.
             Evicted, Left, Ended, MeetingError: it does not.
         """
         while True:
             match self._next():
+                case {"fit": fit, "histories": histories}:
+                    self._asked = None
+                    raise Passed(int(fit), list(histories))
                 case {
                     "form": number,
                     "members": members,
@@ -507,14 +565,14 @@ class Line:
                 enrol=[channel.own_host, self._port],
                 task=self.task,
                 founds=self._awaits_founding,
-                again=self._form,
+                again=self._form and {**self._form, **self._fits},
                 **self._enrolment,
             )
             with self._lock:
                 self._channel = channel
                 asked = self._asked
                 if self._terms is not None:
-                    channel.send(agreed=True, terms=self._terms)
+                    channel.send(agreed=self._fits["fit"], terms=self._terms)
                 if self._leaves:
                     channel.send(out=True)
                 if asked is not None:
@@ -524,7 +582,7 @@ class Line:
 
     def _hear(self, message: dict[str, Json]) -> None:
         if "wanted" in message:
-            self.wanted = True
+            self.wanted = bool(message["wanted"])
         elif "enrolled" in message:
             self.task = int(message["enrolled"])  # another only while the run begins
             if self._awaits_founding and not message["founding"]:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 Phase = Literal["founding", "training", "meeting", "enabling", "ended"]
 Say = tuple[int, dict[str, Any]]
 _OVER = "the run has come to its end"
+_HAS_COME = " has come"
 BEGUN = "others have begun the run without it"  # told to who waited for that
 
 
@@ -58,11 +59,13 @@ class _Worker:
         ready: whether it has connected itself to the new generation.
         terms: what it was registered with.
         name: by which messages call it.
+        fit: the call of `fit` in which it is or wants to be.
     """
 
     address: str
     terms: Mapping[str, Any]
     name: str
+    fit: int = 0
     report: Any = None
     came: bool = False
     admits: bool = True
@@ -92,7 +95,9 @@ class Membership:
 
     * ``welcome``: its task number; ``spare``: that it waits since there are enough.
     * ``refused``: a sentence; the worker cannot take part.
-    * ``wanted``: members shall meet after their next sync.
+    * ``wanted``: whether members shall meet after their next sync.
+    * ``fit``: the number of the call of `fit` that the members are in, from 0, which is a later one
+      than that in which the worker waits to be let in, with the ``histories`` of those before it.
     * ``abort``: a generation's number; its members shall end their collectives, and meet.
     * ``form``: the new generation's number, with ``members`` ([task, address] by rank),
       ``reports`` (by rank; None of who is new), ``why``, and ``last``: why this is the last one,
@@ -110,6 +115,8 @@ class Membership:
         phase: what the members do.
         history: the generations so far.
         terms: what the members have alike; empty until they have said it.
+        fit: the call of `fit` that they are in, or were in last, from 0.
+        histories: what each call of `fit` before it has returned, as JSON.
     """
 
     def __init__(self, limits: Limits, now: float) -> None:
@@ -120,6 +127,7 @@ class Membership:
         self._members: tuple[int, ...] = ()
         self._next_task = 0
         self.terms: Mapping[str, Any] = {}
+        self.fit, self.histories = 0, list[Any]()
         self._since = now  # when the phase began
         self._short_since: float | None = None  # since when too few are there
         self._wanted = False  # whether members know that somebody wants in or out
@@ -193,6 +201,7 @@ class Membership:
         now: float,
         task: int | None = None,
         name: str = "",
+        fit: int = 0,
     ) -> tuple[int | None, list[Say]]:
         """Somebody has come, who takes part if its `terms` are those that the members `agreed` on.
 
@@ -203,31 +212,32 @@ class Membership:
             task: that it was given by `number`, also if it has been a member under it, and is none
                 now; None gives it a new one.
             name: by which messages call it; "worker" and its number if empty.
+            fit: the call of `fit` in which it wants to take part.
 
         Returns:
             Its task number, and what is to be said. None if it is refused: the one message is
             then for it.
         """
-        if self.phase == "ended" or self._finishing:
-            return None, [(-1, {"ended": _OVER, "complete": not self._last})]
+        if self.is_over or fit < self.fit:
+            return None, [(-1, self.where())]
         differing = _differences(self.terms, terms) if self.terms and terms else ""
         if differing:
             return None, [(-1, {"refused": differing})]
         task = self.number() if task is None else task
         if not 0 <= task < self._next_task or task in self._workers:
             return None, [(-1, {"refused": f"the run has given the number {task} to another"})]
-        self._workers[task] = _Worker(address, dict(terms), name or f"worker {task}")
+        self._workers[task] = _Worker(address, dict(terms), name or f"worker {task}", fit)
         said: list[Say] = [(task, {"welcome": task})]
         if self.phase != "founding":
-            self._why.append(f"{self._workers[task].name} has come")
+            self._why.append(f"{self._workers[task].name}{_HAS_COME}")
             if self._room() == 0:
                 said.append((task, {"spare": True}))
         return task, said + self._go_on(now)
 
-    def agreed(self, task: int, terms: Mapping[str, Any]) -> list[Say]:
-        """The members have compared their `terms`; who joins is to have the same."""
+    def agreed(self, task: int, terms: Mapping[str, Any], fit: int = 0) -> list[Say]:
+        """The members of a call of `fit` have compared `terms`; who joins is to have the same."""
         said: list[Say] = []
-        if task in self.members:
+        if task in self.members and fit == self.fit:
             self.terms = dict(terms)
             for other in self.waiting:
                 differing = _differences(self.terms, self._workers[other].terms)
@@ -236,10 +246,43 @@ class Membership:
                     said.append((other, {"refused": differing}))
         return said
 
+    def where(self) -> dict[str, Any]:
+        """The message that says which call of `fit` the members are in, or that all is over."""
+        if self.is_over:
+            return {"ended": _OVER, "complete": not self._last}
+        return {"fit": self.fit, "histories": self.histories}
+
+    def begins(self, task: int, fit: int, histories: list[Any]) -> list[Say]:
+        """A member begins a call of `fit`; those that wait for an earlier one do so in vain."""
+        if task not in self._members or fit <= self.fit:
+            return []
+        # What all have alike may be something else in this call.
+        self.fit, self.histories, self.terms = fit, histories, {}
+        said: list[Say] = []
+        for other in self.waiting:
+            if self._workers[other].fit < fit:
+                del self._workers[other]
+                said.append((other, self.where()))
+        self._why = [why for why in self._why if not why.endswith(_HAS_COME)]
+        if self._wanted and not any(self._workers[member].leaves for member in self.members):
+            self._wanted = False
+            said += [(member, {"wanted": False}) for member in self.members]
+        return said
+
     @property
-    def takes_in(self) -> bool:
-        """Whether who comes now can still take part in the training."""
-        return bool(self.terms) and self.phase != "ended" and not self._finishing
+    def has_begun(self) -> bool:
+        """Whether the members have trained."""
+        return bool(self.terms) or self.fit > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run comes to its end, or has ended."""
+        return self.phase == "ended" or self._finishing
+
+    @property
+    def _admits(self) -> bool:
+        """Whether somebody may be let in now: it is known what the members have alike."""
+        return bool(self.terms) and not self.is_over
 
     def gone(self, task: int, why: str, now: float) -> list[Say]:
         """A worker is lost: its connection has ended, or it was silent for too long."""
@@ -345,7 +388,7 @@ class Membership:
             case "training":
                 wish = any(self._workers[task].leaves for task in self.members)
                 wish |= bool(self.waiting) and self._room() != 0
-                if wish and not self._wanted and self.takes_in:
+                if wish and not self._wanted and self._admits:
                     self._wanted = True
                     return [(task, {"wanted": True}) for task in self.members]
             case "meeting":
@@ -386,7 +429,7 @@ class Membership:
         self._finishing |= self._last
         former = self.members
         admits = all(self._workers[task].admits for task in former)
-        admits = not former or (admits and self.takes_in)
+        admits = not former or (admits and self._admits)
         room = self._room() if admits else 0
         new = self.waiting if room is None else self.waiting[:room]
         members = tuple(sorted((*former, *new)))

@@ -27,6 +27,7 @@ class Plan:
         carried: of each rank, units that it has trained, and that are not in the model yet.
         owed: units below `first` that are to be trained first, in rising order.
         first: all units from here on are to be trained.
+        fit: the number of the call of `fit` that the epoch is of, from 0.
     """
 
     epoch: int
@@ -34,6 +35,12 @@ class Plan:
     carried: tuple[tuple[int, ...], ...]
     owed: tuple[int, ...] = ()
     first: int = 0
+    fit: int = 0
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """The call of `fit` and the epoch, as they follow each other."""
+        return self.fit, self.epoch
 
     @property
     def size(self) -> int:
@@ -89,6 +96,7 @@ class Plan:
             tuple(carried.get(task, ()) for task in tasks),
             tuple(sorted(owed)),
             self.first + row * self.size,
+            self.fit,
         )
 
     def state(self) -> dict[str, Any]:
@@ -99,10 +107,10 @@ class Plan:
     def of(cls, state: Mapping[str, Any]) -> Plan:
         """The plan with a `state`."""
         carried = tuple(map(tuple, state["carried"]))
-        owed = tuple(state["owed"])
-        return cls(state["epoch"], tuple(state["tasks"]), carried, owed, state["first"])
+        tasks, owed = tuple(state["tasks"]), tuple(state["owed"])
+        return cls(state["epoch"], tasks, carried, owed, state["first"], state.get("fit", 0))
 
 
-def begin(epoch: int, tasks: Sequence[int]) -> Plan:
+def begin(epoch: int, tasks: Sequence[int], fit: int = 0) -> Plan:
     """The plan of an epoch of which nothing is trained."""
-    return Plan(epoch, tuple(tasks), ((),) * len(tasks))
+    return Plan(epoch, tuple(tasks), ((),) * len(tasks), fit=fit)

@@ -27,6 +27,7 @@ class Generation:
         source: the task whose state others took over where it began; None: nobody did.
         took_over: the tasks that did: those that came, and those that had missed a sync.
         late: of each rank, steps of the open block that count there and that it has not taken.
+        founders: workers with which the run was to begin; some may have been lost before.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Generation:
     source: int | None
     took_over: tuple[int, ...]
     late: tuple[int, ...]
+    founders: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,8 @@ def read(path: Path) -> list[Generation]:
             plan, source = Plan.of(told["plan"]), told["source"]
             number_and_syncs = told["generation"], told["syncs"]
             lists = tuple(told["took_over"]), tuple(told["late"])
-            own = Generation(*number_and_syncs, plan, told["devices"], source, *lists)
+            founders = told.get("founders", plan.size)  # earlier versions did not write it
+            own = Generation(*number_and_syncs, plan, told["devices"], source, *lists, founders)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}, line {number}: {error!r}: this is no record of generations. Give the "

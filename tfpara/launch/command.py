@@ -119,7 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not options.elastic:
                 return launch().run(command, lambda: _processes(options, stores))
             worker, meeting = _elastic(options, stores)
-            launcher = launch(lambda: meeting.takes_in, worker)
+
+            def takes_in(killed: bool) -> bool:
+                # A mistake in the script, for example, fails before training has begun, and again.
+                return not meeting.is_over and (meeting.has_begun or killed)
+
+            launcher = launch(takes_in, worker)
             count = options.workers + options.spares
             return launcher.run(command, lambda: [worker(number) for number in range(count)])
     except (LaunchError, secret.SecretError, OSError) as error:

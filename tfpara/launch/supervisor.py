@@ -47,6 +47,11 @@ class _Exit(NamedTuple):
     how: str
     by_signal: bool
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether it was ended by SIGKILL, which no program sends to itself."""
+        return self.by_signal and self.code == 128 + signal.SIGKILL
+
 
 class Launcher:
     """The launcher: it runs all workers, and starts them again after a failure.
@@ -57,7 +62,8 @@ class Launcher:
         grace: seconds between asking workers to end and SIGKILL.
         max_restarts: how often all workers are started again after one has failed.
         restart_workers: how often each expendable worker is started again while the others run.
-        takes_in: whether a worker that is started again now can take part in the run.
+        takes_in: whether a worker that is started again now can take part in the run; its argument
+            says whether the former was killed, and so had made no mistake of its own.
         another: returns one more worker, given its number, for SIGUSR1; None: there can be no more.
     """
 
@@ -68,7 +74,7 @@ class Launcher:
         grace: float,
         max_restarts: int = 0,
         restart_workers: int = 0,
-        takes_in: Callable[[], bool] = lambda: True,
+        takes_in: Callable[[bool], bool] = lambda killed: True,
         another: Callable[[int], Process] | None = None,
     ) -> None:
         self._console, self._log_dir, self._grace = console, log_dir, grace
@@ -262,7 +268,7 @@ class Launcher:
                         # If the chief fails, the others end too, mostly before it. A worker ended
                         # by SIGKILL has not reacted to another's end, so it is the cause, even if
                         # others have ended before it.
-                        killed = event.code == 128 + signal.SIGKILL and received is None
+                        killed = event.is_killed and received is None
                         failure = event if of_chief or killed else failure
             elif event == signals.ADD:
                 running |= self._add(received or failure, end, tell_guardian)
@@ -284,7 +290,7 @@ class Launcher:
         self, ends: object, end: contextlib.ExitStack, tell_guardian: Callable[[int], None]
     ) -> set[int]:
         """Starts one more worker, unless the run ends; returns the new one's rank, if any."""
-        if ends or not self._takes_in() or self._another is None:
+        if ends or not self._takes_in(False) or self._another is None:
             _say("no worker is added: training has not begun, or comes to its end")
             return set()
         rank = len(self._processes)
@@ -336,7 +342,7 @@ class Launcher:
     def _is_spared(self, ended: _Exit) -> bool:
         """Returns whether the end of a worker is not that of the run."""
         over = any(not each.code for each in self._exits.values())
-        return self._processes[ended.rank].expendable and (over or self._takes_in())
+        return self._processes[ended.rank].expendable and (over or self._takes_in(ended.is_killed))
 
     def _pause(self, rank: int) -> float:
         """Seconds until a worker that has failed is started again: longer if it fails at once."""
@@ -347,7 +353,7 @@ class Launcher:
 
     def _may_restart(self, ended: _Exit) -> bool:
         starts = self._starts[ended.rank]
-        if starts > self._restart_workers or not self._takes_in():
+        if starts > self._restart_workers or not self._takes_in(ended.is_killed):
             return False
         name = self._processes[ended.rank].name
         _say(f"{name} failed: {ended.how}; restart {starts} of {self._restart_workers}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,20 @@ from tfpara.cluster.place import FIT_BEGIN
 from tfpara.sync.exchange import everyones
 from tfpara.sync.reading import shuffled
 
+PARTS = ("x", "y", "sample_weight")  # arguments of `fit`
 _BATCH_SIZE = 32  # Keras' own
+
+
+def leaves_of(given: Mapping[str, Any]) -> list[Any]:
+    """Returns all data among the arguments of `fit`."""
+    parts = [given.get(name) for name in PARTS]
+    return [leaf for part in parts for leaf in tf.nest.flatten(part) if leaf is not None]
+
+
+def are_arrays(given: Mapping[str, Any]) -> bool:
+    """Returns whether the data among the arguments of `fit` are NumPy's arrays, or tensors."""
+    leaves = leaves_of(given)
+    return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
 
 
 def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None:
@@ -21,6 +35,8 @@ def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None
     A replica's minibatch has `batch_size` / N rows, rounded up, for the N replicas with which the
     run begins, as without `elastic=`; where replicas are lost or come it stays as large. Each row
     of an epoch is trained once. With `shuffle` (as by default) each epoch has an order of its own.
+    With `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps,
+    and goes on in the arrays where the one before has ended.
 
     Args:
         strategy: of the run.
@@ -28,19 +44,12 @@ def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None
         given: the arguments of `fit`, changed in place; left alone if they are no arrays.
 
     Raises:
-        ValueError: an argument that goes with arrays alone and cannot be taken here; or arrays of
-            different lengths.
+        ValueError: arrays of different lengths.
     """
-    parts = [given.get(name) for name in ("x", "y", "sample_weight")]
-    leaves = [leaf for part in parts for leaf in tf.nest.flatten(part) if leaf is not None]
-    if not leaves or not all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves):
+    parts = [given.get(name) for name in PARTS]
+    leaves = leaves_of(given)
+    if not are_arrays(given):
         return
-    for name in ("validation_split", "class_weight"):
-        if given.get(name):
-            raise ValueError(
-                f"{name}={given[name]!r} and elastic= contradict each other: divide, or weight, "
-                "the arrays before fit (validation_data=, sample_weight=)."
-            )
     rows = len(leaves[0])
     if any(len(leaf) != rows for leaf in leaves):
         raise ValueError(
@@ -57,21 +66,30 @@ def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None
     with tf.device("CPU:0"):
         arrays = tf.nest.map_structure(tf.convert_to_tensor, tuple(parts))
 
-    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
-        order = shuffled(rows, extended.order.seed, epoch) if shuffle else range(rows)
-        starts = range(first, -(-rows // size), strategy.num_replicas)
-        numbers = [start + own for start in starts for own in strategy.local_replica_ids]
-        numbers = [number for number in numbers if number * size < rows]
-        order = tf.constant(order, tf.int64)
-        dataset = tf.data.Dataset.from_tensor_slices(np.array(numbers, np.int64))
+    in_a_pass = -(-rows // size)  # minibatches
+    steps = given.get("steps_per_epoch")
+    in_an_epoch = steps * replicas if steps else in_a_pass
 
-        def taken(number: tf.Tensor) -> Any:
-            own = order[number * size : (number + 1) * size]
+    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
+        begin = epoch * in_an_epoch
+        passes = range(begin // in_a_pass, (begin + in_an_epoch - 1) // in_a_pass + 1)
+        orders = [
+            shuffled(rows, extended.order.seed, each) if shuffle else range(rows) for each in passes
+        ]
+        starts = range(first, in_an_epoch, strategy.num_replicas)
+        numbers = [start + own for start in starts for own in strategy.local_replica_ids]
+        places = [divmod(begin + n, in_a_pass) for n in numbers if n < in_an_epoch]
+        order = tf.constant(np.array(orders), tf.int64)
+        places = [[each - passes.start, number] for each, number in places]
+        dataset = tf.data.Dataset.from_tensor_slices(np.array(places, np.int64).reshape(-1, 2))
+
+        def taken(place: tf.Tensor) -> Any:
+            own = order[place[0], place[1] * size : (place[1] + 1) * size]
             gathered = tf.nest.map_structure(lambda array: tf.gather(array, own), arrays)
             return gathered if len(gathered) > 1 else gathered[0]
 
         return dataset.map(taken, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     given["x"] = strategy.datasets_by_epoch(minibatches)
-    for name in ("y", "sample_weight", "batch_size"):
+    for name in ("y", "sample_weight", "batch_size", "steps_per_epoch"):
         given[name] = None

@@ -19,6 +19,7 @@ import numpy as np
 
 from tfpara.typing import Json
 
+HAS_WEIGHTS = "has weights"  # in the state of what remembers weights: `_Memory.weights`
 _CALLBACKS = keras.callbacks
 Hook = Callable[..., None]
 # The attributes with the paths to which callbacks write.
@@ -74,11 +75,6 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
     elastic = strategy.extended.elastic
     if elastic is not None:
         why = getattr(callback, "not_elastic", "")
-        if isinstance(callback, _CALLBACKS.EarlyStopping) and callback.restore_best_weights:
-            why = (
-                "a worker that comes later has never had the best weights. Leave "
-                "restore_best_weights out, and keep them by ModelCheckpoint(save_best_only=True)."
-            )
         if why:
             name = type(callback).__name__
             raise ValueError(f"{name} and elastic= contradict each other: {why}")
@@ -97,16 +93,27 @@ class _Memory:
     def __init__(self, callback: keras.callbacks.Callback, names: tuple[str, ...]) -> None:
         self.callback, self._names = callback, names
 
+    @property
+    def weights(self) -> list[np.ndarray] | None:
+        """Weights of the model that the callback keeps, to restore them; None if it has none."""
+        return getattr(self.callback, "best_weights", None)
+
+    @weights.setter
+    def weights(self, weights: list[np.ndarray]) -> None:
+        self.callback.best_weights = weights
+
     def get_state(self) -> dict[str, Json]:
-        return {
+        numbers = {
             name: float(value)
             for name in self._names
             if isinstance(value := getattr(self.callback, name, None), int | float | np.number)
         }
+        return numbers | {HAS_WEIGHTS: self.weights is not None}
 
     def set_state(self, state: dict[str, Json]) -> None:
-        for name, value in state.items():
-            setattr(self.callback, name, value)
+        for name in self._names:
+            if name in state:
+                setattr(self.callback, name, state[name])
 
 
 class _Elsewhere(keras.callbacks.Callback):

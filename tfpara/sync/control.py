@@ -72,6 +72,21 @@ class Control:
             return self._guard(lambda: self._together(purpose, number))
         return [number] if self.size == 1 else self._together(purpose, number)
 
+    def broadcast(self, value: tf.Tensor, name: str) -> tf.Tensor:
+        """Returns rank 0's tensor; all workers have to call it, with the same shape and dtype."""
+        if self._guard is None:
+            return self.collectives.broadcast(value, name)
+        got = value
+
+        def exchange() -> None:
+            nonlocal got
+            got = self.collectives.broadcast(value, name)
+            # If a worker is lost now, and any other has come behind this, all have the tensor.
+            self.collectives.barrier(name)
+
+        self._guard(exchange)
+        return got
+
     def guarded(self, exchange: Callable[[], Json]) -> Any:
         """Returns what exchanges give, as JSON; an elastic run repeats them until all are done."""
         return exchange() if self._guard is None else self._guard(exchange)

@@ -250,7 +250,8 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
 class _EpochDatasets(_Datasets):
     """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
 
-    built_for: tuple[int, int]
+    dataset_fn: Callable[..., tf.data.Dataset]  # the user's
+    built_for: tuple[int, int, tuple[int, int]]  # epoch, `first`, and this worker's share
 
     @property
     def cardinality(self) -> int:
@@ -259,7 +260,7 @@ class _EpochDatasets(_Datasets):
 
     def __iter__(self) -> Iterator[Nest]:
         _forget_length(sys._getframe(1).f_locals.get("self"))
-        position = self.extended.position.begin(self.extended.steps_seen)
+        position = *self.extended.position.begin(self.extended.steps_seen), self.extended.share
         # `dataset_fn` leaves out minibatches by `first`, so `_resumed` must not skip them again.
         self.extended.position.take_steps()
         if position != self.built_for:
@@ -549,12 +550,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             # Every worker's Keras shuffles arrays for itself. With different seeds the orders would
             # differ, and the workers' parts would overlap. A seed that the user sets later replaces
             # this one.
-            seed = tf.constant([random.SystemRandom().randrange(2**31)])
-            seed = self.control.collectives.broadcast(seed, "start/seed")
-            if _context.global_seed() is None:
-                tf.random.set_seed(int(seed[0]))
             # Python's and NumPy's states too, for what scripts draw or a PyDataset shuffles.
-            chiefs = everyones(random_states(), self.control, _START)[0]
+            own = [random.SystemRandom().randrange(2**31), random_states()]
+            seed, chiefs = everyones(own, self.control, _START)[0]
+            if _context.global_seed() is None:
+                tf.random.set_seed(seed)
             set_random_states(chiefs)
 
     @contextlib.contextmanager
@@ -640,8 +640,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         _refuse(model)
         former = self._trained.get(id(model))
         if former is not None:
-            with self.place.meeting(COMPILED_ANEW):
-                former.synchronizer.finish_block()
+            if self.elastic is not None:
+                self.elastic.together(former.synchronizer.finish_block)
+            else:
+                with self.place.meeting(COMPILED_ANEW):
+                    former.synchronizer.finish_block()
         build_optimizer(model)
         settings = self.settings
         local_results = self._container_strategy().experimental_local_results
@@ -663,7 +666,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "docs/rules.md"
             )
         site = Site(
-            name=f"model{self._synchronizers_made}",
+            # Who joins an elastic run has made fewer of them for its one model.
+            name="model" if self.elastic else f"model{self._synchronizers_made}",
             num_replicas=self._num_replicas_in_sync,
             first_replica=self._id_in_cluster * len(self.worker_devices),
             members=self.elastic.members if self.elastic else None,
@@ -690,6 +694,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
         self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
         self.recent = model
+        if self.elastic is not None:
+            self.elastic.check_step()
         return synchronizer
 
     def _note_fit(self, momentum: float, steps: tf.Tensor) -> None:
@@ -1005,13 +1011,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
         self.position.move(0, self.steps_seen)
-        if self.elastic is not None:
-            self.elastic.dataset_fn = dataset_fn
         if self.replay is not None:
             dataset_fn = self.replay.dealt(dataset_fn)
         dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
-        dataset.built_for = (self.position.epoch, self.position.first)
+        dataset.dataset_fn = dataset_fn
+        dataset.built_for = (self.position.epoch, self.position.first, self.share)
         return dataset
 
     def check_data(self, facts: dict[str, Json], shuffled: bool) -> None:
@@ -1180,7 +1185,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             agree({f"model, {number}": description}, self.control, VARIABLE)
         if not (value.dtype.is_floating or value.dtype.is_integer):
             return value
-        return self.control.collectives.broadcast(value, "variable/value")
+        return self.control.broadcast(value, "variable/value")
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
         # The parent's method takes one CPU device at most.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfpara.collectives import TensorFlowCollectives
@@ -32,6 +33,18 @@ def hand_over(
         for slot, value in zip(pack, got if receives else (), strict=receives):
             shaped = tf.reshape(value, slot.variable.shape)
             slot.variable.assign(tf.cast(shaped, slot.variable.dtype))
+
+
+def hand_over_arrays(
+    arrays: Sequence[np.ndarray], collectives: TensorFlowCollectives, source: int
+) -> list[np.ndarray]:
+    """Returns the arrays of the worker with rank `source`; all call it, with arrays as large."""
+    values = [tf.convert_to_tensor(array) for array in arrays]
+    got = [
+        collectives.broadcast(_as_sent(value), f"hand over/array {number}", source)
+        for number, value in enumerate(values)
+    ]
+    return [tf.cast(new, value.dtype).numpy() for new, value in zip(got, values, strict=True)]
 
 
 def _as_sent(value: tf.Tensor) -> tf.Tensor:

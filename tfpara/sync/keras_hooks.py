@@ -45,6 +45,7 @@ from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
 from keras.src.saving import saving_lib as _saving_lib
 from keras.src.trainers import data_adapters as _adapters
+from keras.src.trainers.data_adapters import array_slicing as _array_slicing
 from keras.src.trainers.data_adapters import data_adapter_utils as _adapter_utils
 
 from tfpara import files, fit_call, program
@@ -56,7 +57,7 @@ from tfpara.keras_model import (
     unbuilt_optimizers,
 )
 from tfpara.sync import chiefs_callbacks, division, reading, scope
-from tfpara.sync.arrays import deal_out_arrays
+from tfpara.sync.arrays import PARTS, are_arrays, deal_out_arrays
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.typing import Data, Json, Nest, Variable
@@ -224,13 +225,17 @@ def _together(fit: Method) -> Method:
         changing: Any = extended.elastic or extended.replay
         if changing is not None:
             bound = signature.bind(model, *args, **kwargs)
+            _divide_and_weight(bound.arguments)
             deal_out_arrays(strategy, changing.founding_replicas, bound.arguments)
             changing.check(model, bound.arguments)
             args, kwargs = bound.args[1:], bound.kwargs
         elastic = changing.training(model) if changing else contextlib.nullcontext()
         with program.noting(), extended.in_fit(model), _with_data("fit", strategy), elastic:
             if extended.elastic is not None:
-                history = extended.elastic.fit(lambda: fit(model, *args, **kwargs))
+                history = extended.elastic.fit(
+                    lambda: fit(model, *args, **kwargs),
+                    lambda: fit(model, bound.arguments["x"], epochs=0, verbose=0),
+                )
             else:
                 history = fit(model, *args, **kwargs)
             if strategy.num_workers > 1:
@@ -238,6 +243,28 @@ def _together(fit: Method) -> Method:
         return history
 
     return fitting
+
+
+def _divide_and_weight(given: dict[str, Any]) -> None:
+    """Does what `fit` would do to arrays for `validation_split` and `class_weight`, in place."""
+    if not are_arrays(given):
+        return
+    if given.get("validation_split") and given.get("validation_data") is None:
+        parts = tuple(given.get(name) for name in PARTS)
+        training, given["validation_data"] = _array_slicing.train_validation_split(
+            parts, validation_split=given["validation_split"]
+        )
+        given.update(zip(PARTS, training, strict=True), validation_split=0.0)
+    if given.get("class_weight"):
+        if given.get("sample_weight") is not None or keras.tree.is_nested(given.get("y")):
+            raise ValueError(
+                "class_weight weighs the only labels of a model, and does not go with "
+                "sample_weight. Multiply the two before fit, and give sample_weight."
+            )
+        given["sample_weight"] = _adapter_utils.class_weight_to_sample_weights(
+            given["y"], given["class_weight"]
+        )
+        given["class_weight"] = None
 
 
 @contextlib.contextmanager

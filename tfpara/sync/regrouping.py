@@ -19,22 +19,25 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import keras
 import tensorflow as tf
 
 from tfpara.cluster import exit_codes, ports, secret
-from tfpara.cluster.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError
+from tfpara.cluster.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError, Passed
 from tfpara.collectives import TensorFlowCollectives
 from tfpara.collectives.members import Members
 from tfpara.elastic.plan import Plan, begin
 from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.keras_model import hyperparameters
 from tfpara.strategy import StateHolder
-from tfpara.sync.hand_over import hand_over
+from tfpara.sync.chiefs_callbacks import HAS_WEIGHTS
+from tfpara.sync.hand_over import hand_over, hand_over_arrays
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
 from tfpara.sync.train_function import stepping
@@ -42,8 +45,6 @@ from tfpara.typing import Json, Nest
 from tfpara.version import __version__
 
 if TYPE_CHECKING:
-    import keras
-
     from tfpara.sync.extended import PeriodicSyncExtended
     from tfpara.sync.sync_graph import SyncGraph
 
@@ -56,6 +57,7 @@ LOST = (
 )
 _PLACEHOLDER = "127.0.0.1:1"  # where TensorFlow wants an address and nobody is
 _ALONE = 1 << 20  # and above: numbers of generations of one worker, which no run reaches
+_LONGEST_HISTORY = 1 << 16  # characters of what is kept of one call of `fit`
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +66,14 @@ class GivenUp(BaseException):
 
     No `Exception`, since a script that catches these would keep it from there.
     """
+
+
+class _Over(BaseException):
+    """The others have begun another call of `fit` than the one that this worker wants to join."""
+
+
+class _Regrouped(BaseException):
+    """The members have changed while a step was traced, which has to read other data now."""
 
 
 class Regrouping:
@@ -83,7 +93,7 @@ class Regrouping:
         states: of objects that all workers have alike, by name: who joins takes them over.
         record: file to which the chief adds a line of JSON for each generation; None: no file.
         plan: who trains what of the epoch.
-        dataset_fn: makes the data; None until the user has given it.
+        dataset_fn: makes the data of the present `fit`; None before the first.
     """
 
     def __init__(self, settings: Elastic, timeout_seconds: float) -> None:
@@ -115,16 +125,20 @@ class Regrouping:
         self.record: Path | None = None
         self._logs: Any = None
         self._model: keras.Model | None = None
-        self._epoch = 0  # that `fit` is in
+        self._fit = -1  # the call of `fit` that this worker is in, or was in last, from 0
+        self._epoch = 0  # that it is in; -1 before its first
+        self._histories: list[Json] = []  # what calls of `fit` have returned
         self._source: int | None = None  # whose state was taken over at the last meeting
         self._taken: list[int] = []  # by whom
         self._late = [0] * len(self.form.tasks)  # steps of the open block that a rank has missed
-        self._closed_epoch = -1  # the latest of which all blocks are closed
+        self._closed_at = (-1, -1)  # the latest call of `fit`, and epoch, with all blocks closed
         self._in_step = False
+        self._step_began_in = 0  # the generation in which the present step has begun
         self._may_be_due = False  # whether a sync has failed that has not been repeated
         self._agreed = False  # whether this worker has told what all have alike
         self._leaves = self._told = False  # whether it is to leave, and has said so
         self._in_fit = self._returns = False  # whether it may come back; whether it does
+        self._passes_by = False  # whether it takes no part in the present `fit`
         self._last = ""  # why all write a checkpoint and end; "" if they train on
         self._out = False  # whether this worker is no member any more
 
@@ -172,14 +186,21 @@ class Regrouping:
         self.members = Members(host, size, rank, self.form.number)
         self._listen()
         if self.joining:
-            # As many as the others had when their programs were here. It has a number of its own.
-            extended.take_place(self.founders, self.line.task)
+            self._take_place_of_joiner()
             return
         # TensorFlow takes task numbers for ranks, which they are not where a worker was lost, and
         # replaced, before the run began.
         extended.take_place(size, rank)
-        if not self.line.ready(self.form.number):
-            raise RuntimeError("a worker was lost while the run began. Start all workers again.")
+        while not self.line.ready(self.form.number):
+            self._become(self._met(None, True))  # one was lost before all were connected
+        if self.form.last:
+            self._end(f"{self.form.last}, and none has trained.")
+        self.plan = begin(0, self.form.tasks)
+
+    def _take_place_of_joiner(self) -> None:
+        """Has a program believe that others are there; this worker is not the chief."""
+        # As many as the others had when their programs were here. It has a number of its own.
+        self._extended.take_place(self.founders, self.line.task or self.founders)
 
     def _jobs(self) -> list[tuple[int, str]]:
         """Tasks and addresses, with placeholders for the tasks that are no members."""
@@ -217,7 +238,7 @@ class Regrouping:
     @property
     def _closed(self) -> bool:
         """Whether nothing of the epoch that `fit` is in is left to train."""
-        return self._closed_epoch >= self._epoch
+        return self._closed_at >= (self._fit, self._epoch)
 
     # -- meetings ----------------------------------------------------------------------------
 
@@ -226,18 +247,10 @@ class Regrouping:
         while True:
             # What others are in the middle of, who is new could not finish with them.
             admits = self._in_step and not self._closed
-            try:
-                form = self.line.met(self.form.number, self._report(), failed, admits)
-                self._become(form)
-                complete = self.line.ready(form.number)
-            except Evicted as error:
-                if self._in_fit:
-                    raise GivenUp(str(error)) from None
-                self._end(str(error))
-            except (Left, Ended) as error:
-                self._end(str(error))
+            form = self._met(self._report(), failed, admits)
+            self._become(form)
             failed = True
-            if not complete:
+            if not self._are_ready(form):
                 continue
             try:
                 self._reconcile(form)
@@ -247,10 +260,34 @@ class Regrouping:
             break
         if form.last:
             self._last = form.last
+            if not self._extended.synchronizers:
+                self._end(f"{form.last}, and none has trained.")
             if self.rank == 0:
                 print(f"tfpara: {form.last}: training ends.", file=sys.stderr, flush=True)
             for synchronizer in self._extended.synchronizers:
                 synchronizer.graph.request(Request.LEAVE)
+
+    def _met(self, report: Json, failed: bool, admits: bool = False) -> Form:
+        """Comes to a meeting; returns the next generation."""
+        with self._being_told():
+            return self.line.met(self.form.number, report, failed, admits)
+
+    def _are_ready(self, form: Form) -> bool:
+        """Says that this worker is connected; returns whether all of a generation are."""
+        with self._being_told():
+            return self.line.ready(form.number)
+
+    @contextlib.contextmanager
+    def _being_told(self) -> Iterator[None]:
+        """Ends the program, or the present `fit`, where this worker is told that it is out."""
+        try:
+            yield
+        except Evicted as error:
+            if self._in_fit:
+                raise GivenUp(str(error)) from None
+            self._end(str(error))
+        except (Left, Ended) as error:
+            self._end(str(error), isinstance(error, Ended) and error.complete)
 
     def _end(self, why: str, complete: bool = False) -> NoReturn:
         """Ends this worker's program, which the others go on without; it may be started again.
@@ -265,16 +302,50 @@ class Regrouping:
         print(f"tfpara: {why} Exit code {code}.", file=sys.stderr, flush=True)
         raise SystemExit(code)
 
-    def fit(self, call: Callable[[], Nest]) -> Nest:
-        """Makes a call of `fit`, and again where this worker was given up and comes back."""
+    def fit(self, call: Callable[[], Nest], build: Callable[[], object]) -> Nest:
+        """Makes a call of `fit`, and again where this worker was given up and comes back.
+
+        Where the others are in a later call, it returns at once, with what this one gave them.
+
+        Args:
+            call: the call.
+            build: makes the model's variables, as the call would. A layer that is frozen before it
+                has variables has others than one that is frozen after `fit`.
+        """
         while True:
             self._in_fit = True
             try:
+                if self.joining:
+                    with self._being_told():
+                        self._pass_by(*self.line.where())
                 return call()
             except GivenUp as error:
                 self._come_back(str(error))
+            except _Over:
+                self._passes_by = True
+                if not self._model.built:  # type: ignore[union-attr]
+                    build()
+                return self._history()
             finally:
-                self._in_fit = False
+                self._in_fit = self._passes_by = False
+
+    def _pass_by(self, fit: int, histories: list[Json]) -> None:
+        """Notes the call of `fit` that the others are in; raises `_Over` if it is a later one."""
+        self._histories = histories
+        if fit > self._fit:
+            text = f"call {self._fit + 1} of fit is over; the others are in call {fit + 1}"
+            print(f"tfpara: {text}", file=sys.stderr, flush=True)
+            raise _Over
+
+    def _history(self) -> keras.callbacks.History:
+        """What the present `fit` has given to the others."""
+        history = keras.callbacks.History()
+        told: Any = self._histories[self._fit] or {"epoch": [], "history": {}}
+        history.epoch, history.history = told["epoch"], told["history"]
+        assert self._model is not None
+        history.set_model(self._model)
+        self._model.history = history
+        return history
 
     def _come_back(self, why: str) -> None:
         """Connects anew, as one that joins; it keeps its model and its traced step."""
@@ -294,6 +365,8 @@ class Regrouping:
         self.joining = self._returns = True
         self._iterator = None
         self._become(self._alone(_ALONE + self.form.number, task))
+        self._take_place_of_joiner()
+        self._deal_anew()
 
     def leave(self) -> None:
         """Has this worker leave at the next sync; the others go on without it."""
@@ -303,7 +376,10 @@ class Regrouping:
         """This worker's program has come to its end, as all others will."""
         if not self._out:
             self._out = True
-            self.line.done()
+            if self.joining:
+                self.line.close()  # the others may have more to do
+            else:
+                self.line.done()
 
     def _report(self) -> dict[str, Json]:
         """Where this worker is."""
@@ -316,7 +392,7 @@ class Regrouping:
             "counted": sum(int(graph.block.steps) for graph in graphs),
             "dealt": _dealt(graphs[0]).numpy().tolist() if graphs else [0] * len(self.form.tasks),
             "plan": self.plan.state(),
-            "closed": self._closed_epoch,
+            "closed": self._closed_at,
             "operations": self._operations,
             "met": self._extended.place.met,
             "result": self._result,
@@ -337,7 +413,7 @@ class Regrouping:
         source, furthest = reports.index(ahead), ahead["syncs"]
         behind = [not own or own["syncs"] < furthest for own in reports]
         if any(behind):
-            self._hand_over(source, behind[self.rank], ahead["agreed"])
+            self._hand_over(source, behind[self.rank], ahead)
         # The others' blocks are partly, or all, trained: they do not wait for a whole one.
         (synchronizer,) = self._extended.synchronizers or (None,)
         missed = max(own["open"] for own in known if own["syncs"] == furthest)
@@ -356,12 +432,11 @@ class Regrouping:
         open_steps = []
         for task in plan.tasks:
             own, is_behind = here.get(task, (None, True))
-            counts = own and not is_behind and own["plan"]["epoch"] == plan.epoch
+            counts = own and not is_behind and Plan.of(own["plan"]).at == plan.at
             open_steps.append(own["open"] if own and counts else 0)
         self.plan = plan.after(ahead["dealt"], open_steps, form.tasks)
-        self._closed_epoch = max(self._closed_epoch, ahead["closed"])
-        for synchronizer in self._extended.synchronizers:
-            _dealt(synchronizer.graph).assign(tf.zeros([len(form.tasks)], tf.int64))
+        self._closed_at = max(self._closed_at, tuple(ahead["closed"]))
+        self._deal_anew()
         self._others = max(known, key=lambda report: report["operations"])
         if self.joining:
             self._extended.place.met = self._others["met"]
@@ -369,7 +444,8 @@ class Regrouping:
             for name, holder in (self._extended.states | self.states).items():
                 if name in ahead["states"]:
                     holder.set_state(ahead["states"][name])
-        ready = self._model is not None and self.plan.epoch > self._closed_epoch
+        # Of another call of `fit` this worker has no data yet: `begin_epoch` makes them.
+        ready = self.plan.fit == self._fit and self.plan.at > self._closed_at
         self._iterator = self._of_plan() if ready else None
         self._taken = [task for task, own in zip(form.tasks, behind, strict=True) if own]
         self._source = form.tasks[source]
@@ -388,6 +464,7 @@ class Regrouping:
             "generation": self.form.number,
             "why": self.form.why,
             "tasks": self.form.tasks,
+            "founders": self.founders,
             "time": time.time(),
             "syncs": syncs,
             "plan": self.plan.state(),
@@ -400,16 +477,24 @@ class Regrouping:
         with self.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _hand_over(self, source: int, receives: bool, agreed: list[float]) -> None:
-        """Sends the state of the worker with rank `source` to those who receive it."""
+    def _hand_over(self, source: int, receives: bool, ahead: Mapping[str, Any]) -> None:
+        """Sends the state of the worker with rank `source`, who is `ahead`, to who receives it."""
+        assert self._model is not None
         (synchronizer,) = self._extended.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
         hand_over(self._slots(), hosts, source, receives)
+        for name, state in sorted(ahead["states"].items()):
+            if isinstance(state, dict) and state.get(HAS_WEIGHTS):
+                holder: Any = self.states.get(name)  # a callback that keeps the best weights
+                own = getattr(holder, "weights", None) or self._model.get_weights()
+                weights = hand_over_arrays(own, hosts, source)
+                if receives and holder is not None:
+                    holder.weights = weights
         if receives:
             synchronizer.start_from(synchronizer.broadcast_point())
             synchronizer.graph.block.give_up()
-            synchronizer.graph._agreed.assign(agreed)
+            synchronizer.graph._agreed.assign(ahead["agreed"])
             synchronizer.graph.met()
 
     def _slots(self) -> list[Slot]:
@@ -426,12 +511,14 @@ class Regrouping:
         assert self._model is not None
         weights = [f"{tuple(v.shape)} {v.dtype}" for v in self._model.trainable_variables]
         data = self._units(0, 0, 1, 0)
+        slots = [f"{s.name} {s.variable.shape} {s.variable.dtype}" for s in self._slots()]
         terms = {
             "tfpara": __version__,
             "TensorFlow": tf.__version__,
             **self._extended.settings.fingerprint(),
             "devices per worker": len(self._extended.worker_devices),
             "weights": "; ".join(weights),
+            "state": f"{len(slots)} variables, {zlib.crc32(' '.join(slots).encode()):08x}",
             **hyperparameters(self._model),
             "data": str(data.element_spec),
             "minibatches of the first epoch": int(data.cardinality()),
@@ -449,8 +536,8 @@ class Regrouping:
         """Looks at what `fit` is given.
 
         Raises:
-            ValueError: it cannot be dealt out anew where workers come and go, or another model is
-                trained already.
+            ValueError: it cannot be dealt out anew where workers come and go; another model is
+                trained already; or a callback of `fit` has called it.
         """
         if not hasattr(given.get("x"), "built_for"):
             raise ValueError(
@@ -468,24 +555,34 @@ class Regrouping:
                 f"elastic= trains one model, and {self._model.name!r} was trained already. Make a "
                 f"strategy of its own for {model.name!r}, in a program of its own."
             )
-        if self._model is not None:
+        if self._in_fit:
             raise ValueError(
-                "elastic= trains in one call of fit: a worker that comes in a second would begin "
-                "with the first. Give one call all epochs, or start a program for each."
+                "fit was called in a callback of fit: a worker that joins could not take part in "
+                "it. Call one after the other."
             )
+        self.dataset_fn = given["x"].dataset_fn
 
     @contextlib.contextmanager
     def training(self, model: keras.Model) -> Iterator[None]:
         """A call of `fit`; its training function is ours as well, once Keras has made it."""
         self._model = model
+        self._fit, self._epoch, self._logs = self._fit + 1, -1, None
+        self._agreed = self._returns = False
+        self.states.clear()  # of the callbacks of an earlier call
+        for synchronizer in self._extended.synchronizers:
+            synchronizer.graph.met()  # who wanted in is told of this call, and asks again
+        if not self.joining and self._fit:
+            self.line.begins(self._fit, self._histories)
         former = None
         if threading.current_thread() is threading.main_thread():
             former = signal.signal(signal.SIGTERM, self._note)
         try:
             with stepping(model, self._step):
                 yield
-            # Nobody ends its program while another waits for it in an exchange.
-            self.together(lambda: self._extended.control.collectives.barrier("fit"))
+            if not self.joining:
+                # Nobody ends its program while another waits for it in an exchange.
+                self.together(lambda: self._extended.control.collectives.barrier("fit"))
+                self._histories = [*self._histories, _told(model.history)]
         finally:
             model._initial_epoch = None
             if former is not None:
@@ -504,7 +601,7 @@ class Regrouping:
         """`fit` begins, and callbacks have heard of it; a worker that joins is let in here."""
         model = self._model
         assert model is not None
-        if not self.joining:
+        if not self.joining or self._passes_by:
             return
         if not (self._returns and self._extended.synchronizers):
             # It traces its step alone, while the others train.
@@ -520,11 +617,19 @@ class Regrouping:
         self._epoch = epoch
         # A worker that joined has made passes over data of its own, which are no epochs.
         self._extended.position.move(epoch, self._extended.steps_seen)
-        if self.plan.epoch != epoch or self._iterator is None:
-            self.plan = begin(epoch, self.form.tasks)
+        if self.plan.at == (self._fit, epoch):
+            # The others have begun it: this worker was told at a meeting, of which it may have had
+            # no data yet.
+            self._iterator = self._iterator or self._of_plan()
+        else:
+            self.plan = begin(epoch, self.form.tasks, self._fit)
             self._iterator = None
-            for synchronizer in self._extended.synchronizers:
-                _dealt(synchronizer.graph).assign(tf.zeros([len(self.form.tasks)], tf.int64))
+            self._deal_anew()
+
+    def _deal_anew(self) -> None:
+        """Nothing of the plan's data is in the model yet."""
+        for synchronizer in self._extended.synchronizers:
+            _dealt(synchronizer.graph).assign(tf.zeros([len(self.form.tasks)], tf.int64))
 
     def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         """A training step of Keras, after which the members may be others."""
@@ -533,7 +638,8 @@ class Regrouping:
         self._in_step = True
         try:
             self._look()
-            if not self._agreed and self.rank == 0 and self._extended.synchronizers:
+            # Not before the first step: a model that was compiled anew is not known before.
+            if not self._agreed and self.rank == 0 and self._logs is not None:
                 self._agreed = True
                 self.line.agreed(self._terms())
             trained = False
@@ -542,8 +648,11 @@ class Regrouping:
                     # Callbacks act on syncs where a step ends: on all workers after the same one.
                     trained |= self._repeat() and self._logs is not None
                     if not trained:
+                        self._step_began_in = self.form.number
                         self._logs = function(self._iterator or iterator)
                     return self._logs
+                except _Regrouped:
+                    continue
                 except (tf.errors.OutOfRangeError, StopIteration):
                     if self._close_epoch():
                         raise
@@ -553,6 +662,14 @@ class Regrouping:
                     trained = self._logs is not None
         finally:
             self._in_step = False
+
+    def check_step(self) -> None:
+        """Has a step begin anew with other data, if the members have changed while it was traced.
+
+        It is called before the step has trained anything.
+        """
+        if self._in_step and self._step_began_in != self.form.number:
+            raise _Regrouped
 
     def _repeat(self) -> bool:
         """Runs the sync that is due, where it had failed before; returns whether one was due."""
@@ -594,12 +711,12 @@ class Regrouping:
             _log.info("tfpara: the last sync of an epoch has failed: %s", _short(error))
             self.meet(failed=True)
             return self._closed
-        self._closed_epoch = self._epoch
+        self._closed_at = self._fit, self._epoch
         return True
 
     def close(self) -> None:
-        """Closes the open blocks where Python code asks for it."""
-        if not self._closed and self._extended.synchronizers:
+        """Closes the open blocks where Python code asks for it; who is to join has none to keep."""
+        if not self.joining and not self._closed and self._extended.synchronizers:
             (synchronizer,) = self._extended.synchronizers
             self.together(synchronizer.finish_block)
 
@@ -677,23 +794,24 @@ class Regrouping:
             The epoch that the others train.
         """
         try:
-            self.line.register(self._terms())
-            form = self.line.formed()
-            while True:
-                self._become(form)
-                if self.line.ready(form.number):
-                    try:
-                        self._reconcile(form)
-                        break
-                    except LOST:
-                        pass
-                form = self.line.met(form.number, None, True)
-        except Evicted as error:
-            raise GivenUp(str(error)) from None
-        except (Left, Ended) as error:
-            self._end(str(error), isinstance(error, Ended) and error.complete)
+            with self._being_told():
+                self.line.register(self._terms(), self._fit)
+                self._enter(self.line.formed())
+        except Passed as error:
+            self._pass_by(error.fit, error.histories)
+        self.line.begins(self._fit, self._histories)
         self.joining = False
         return self.plan.epoch
+
+    def _enter(self, form: Form) -> None:
+        """Takes part in the generation that lets this worker in, or in one that follows it."""
+        while True:
+            self._become(form)
+            if self.line.ready(form.number):
+                with contextlib.suppress(*LOST):
+                    self._reconcile(form)
+                    return
+            form = self.line.met(form.number, None, True)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -723,13 +841,24 @@ class Regrouping:
                 f"the middle of an epoch, and this one has {devices}. Go on with as many devices "
                 "for each worker; their number may change where an epoch begins."
             )
-        self.plan = Plan(epoch, tasks, ((),) * len(tasks), tuple(owed), first)
+        self.plan = Plan(epoch, tasks, ((),) * len(tasks), tuple(owed), first, self._fit)
         self._iterator = self._of_plan()
 
 
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     """How far a worker is, to be compared with others."""
-    return report["syncs"], report["plan"]["epoch"], report["closed"], report["operations"]
+    plan, operations = Plan.of(report["plan"]), report["operations"]
+    return report["syncs"], *plan.at, *report["closed"], operations
+
+
+def _told(history: keras.callbacks.History) -> Json:
+    """What a `History` has, as JSON; None if that is long, or cannot be told."""
+    told = {"epoch": history.epoch, "history": history.history}
+    try:
+        text = json.dumps(told, default=lambda number: number.tolist())
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return json.loads(text) if len(text) <= _LONGEST_HISTORY else None
 
 
 def _short(error: tf.errors.OpError) -> str:

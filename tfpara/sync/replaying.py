@@ -41,11 +41,12 @@ class Replay:
     def __init__(self, path: Path) -> None:
         self._generations = record.read(path)
         self._devices = self._generations[0].devices
-        self.founding_replicas = len(self._generations[0].plan.tasks) * self._devices
+        self.founding_replicas = self._generations[0].founders * self._devices
         self.replicas = record.places_needed(self._generations) * self._devices
         self._positions = {0: record.Position()}  # where each epoch begins
         self._rows: dict[int, list[record.Row]] = {}  # of each epoch
         self._epoch = self._row = 0
+        self._has_trained = False
 
     def attach(self, extended: PeriodicSyncExtended) -> None:
         """Takes the strategy whose replicas these are."""
@@ -99,8 +100,14 @@ class Replay:
         """Looks at what `fit` is given.
 
         Raises:
-            ValueError: several steps are taken at once; or the data are no `datasets_by_epoch`.
+            ValueError: several steps are taken at once; the data are no `datasets_by_epoch`; or it
+                is a second call.
         """
+        if self._has_trained:
+            raise ValueError(
+                "a replay is of one call of fit: the directory's record does not say with which "
+                "state another begins."
+            )
         if model.steps_per_execution != 1:
             raise ValueError(
                 f"steps_per_execution={model.steps_per_execution}: a replay changes the number of "
@@ -114,6 +121,7 @@ class Replay:
         """A call of `fit`."""
         with stepping(model, lambda function, iterator: self._step(model, function, iterator)):
             yield
+        self._has_trained = True
 
     def begin_epoch(self, epoch: int) -> None:
         """An epoch of `fit` begins."""

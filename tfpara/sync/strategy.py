@@ -46,16 +46,31 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
 
     Raises:
         TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting, or the way in which workers are started, contradicts it.
+        ValueError: a setting contradicts it; or TF_CONFIG, or an engine, has started several
+            workers without a meeting point.
     """
     if not isinstance(elastic, Elastic):
         raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
-    if cluster.read().num_workers > 1:
-        raise ValueError(
-            "elastic= and TF_CONFIG, or an engine's variables of ranks, contradict each other: "
-            "members of an elastic run find each other at its meeting point. Start them by "
-            "tfpara-launch --elastic, or without these variables."
-        )
+    try:
+        found = cluster.taking_part(cluster.read)
+    except cluster.ClusterError:
+        if not meeting_point():
+            raise
+        return settings.elastic()  # what they say is not needed
+    if found.num_workers > 1:
+        told = found.told.engine if found.told else "TF_CONFIG"
+        if not meeting_point():
+            raise ValueError(
+                f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
+                f"workers without one. Start tfpara-meet --workers={found.num_workers} "
+                f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
+                "name, for all workers: docs/elastic.md."
+            )
+        if found.is_chief:
+            text = (
+                f"tfpara: {MEETING} says where workers meet; ranks and addresses of {told} do not"
+            )
+            print(text, file=sys.stderr, flush=True)
     return settings.elastic()
 
 

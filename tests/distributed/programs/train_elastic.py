@@ -10,11 +10,13 @@ min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch norm
 checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), weights (a
 file for them), replay (a record and the number of replicas: it is trained again, in this process),
-holds and faults.
+fits (calls of `fit`; between two of them a layer is frozen and the model compiled anew), holds and
+faults.
 
-`holds` has expressions by epoch. Before that epoch begins the worker waits until its expression is
-true, or 60 s are over. There `tasks` are the workers that train in this `generation`, `comes` says
-whether another waits to be let in, and `exists(path)` asks for a file.
+Epochs are counted through all calls of `fit`. `holds` has expressions by epoch. Before that epoch
+begins the worker waits until its expression is true, or 60 s are over. There `tasks` are the
+workers that train in this `generation`, `comes` says whether another waits to be let in, and
+`exists(path)` asks for a file.
 
 `faults` has [place, n, what] by the rank at the start. At the n-th time that the worker comes to
 that one of `PLACES` it sends itself the signal `what`, or, if that is "FAIL", raises an error as a
@@ -37,6 +39,7 @@ from tfpara.checkpoint import store as checkpoint_store
 from tfpara.collectives import TensorFlowCollectives
 from tfpara.sync import regrouping
 from tfpara.sync.block import Block
+from tfpara.sync.control import Control
 from tfpara.sync.global_state import GlobalState
 from tfpara.sync.sync_graph import SyncGraph
 
@@ -50,6 +53,9 @@ PLACES = {
     "validation": "in a step of validation",
     "checkpoint": "while a part of a checkpoint is written",
     "begin": "where an epoch begins",
+    "build": "where a variable is made, before training",
+    "between": "between two calls of fit",
+    "anew": "in the first step of a model that was compiled, or compiled anew",
     "enabling": "where a worker connects itself to the others of a new generation",
     "exchange": "after an exchange from Python that has gone well, before this worker knows it",
 }
@@ -130,6 +136,10 @@ def install(faults, log):
             faults.op("written")
 
         GlobalState.commit = committing
+    if faults.place == "build":
+        faults.before(Control, "broadcast", "build")
+    if faults.place == "anew":
+        faults.before(regrouping.Regrouping, "check_step", "anew")
     if faults.place == "enabling":
         faults.before(regrouping.Regrouping, "_become", "enabling")
     if faults.place == "checkpoint":
@@ -211,8 +221,10 @@ class Watch(keras.callbacks.Callback):
     def __init__(self, options, log, faults):
         super().__init__()
         self.options, self.log, self.faults = options, log, faults
+        self.first = 0  # of the epochs of this call of fit
 
     def on_epoch_begin(self, epoch, logs=None):
+        epoch += self.first
         self.faults.here("begin")
         until = time.monotonic() + 60.0
         while not self.may_begin(epoch) and time.monotonic() < until:
@@ -234,6 +246,7 @@ class Watch(keras.callbacks.Callback):
         self.faults.here("validation")
 
     def on_epoch_end(self, epoch, logs=None):
+        epoch += self.first
         self.log("epoch", epoch, {k: float(v) for k, v in logs.items()}, strategy.num_workers)
 
 
@@ -241,7 +254,10 @@ def callbacks(options):
     made = {
         "newbob": lambda: tfpara.callbacks.Newbob("loss"),
         "plateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1),
-        "stopping": lambda: keras.callbacks.EarlyStopping("loss", patience=2),
+        # The loss falls, so the best weights are those of the first epoch.
+        "stopping": lambda: keras.callbacks.EarlyStopping(
+            "loss", mode="max", patience=3, restore_best_weights=True
+        ),
         "together": tfpara.callbacks.StopTogether,
         "period": lambda: tfpara.callbacks.SyncPeriod({0: 2, 1: TAU}, verbose=0),
     }
@@ -274,6 +290,7 @@ def main():
         "arrays": None,
         "weights": None,
         "replay": None,
+        "fits": 1,
         "holds": {},
         "faults": {},
     } | json.loads(sys.argv[1])
@@ -308,14 +325,18 @@ def main():
     faults = Faults(options["faults"].get(rank))
     install(faults, log)
     keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = Net(options, log)
+
+    def compiled(model):
         adam = options["adam"]
         model.compile(
             keras.optimizers.Adam(0.003) if adam else keras.optimizers.SGD(0.01, momentum=0.5),
             "mse",
             steps_per_execution=options["steps_per_execution"],
         )
+
+    with strategy.scope():
+        model = Net(options, log)
+        compiled(model)
 
     def row(epoch, number):
         seed = tf.stack([epoch, number])
@@ -324,6 +345,7 @@ def main():
         return {"x": x, "id": ids}, tf.reduce_sum(x, 1, keepdims=True)
 
     def data(epoch, first):
+        epoch += watch.first
         numbers = [
             start + own
             for start in range(first, options["minibatches"], strategy.num_replicas)
@@ -334,11 +356,17 @@ def main():
         return tf.data.Dataset.from_tensor_slices(numbers).map(lambda n: row(np.int64(epoch), n))
 
     held_out = tf.data.Dataset.range(8).map(lambda number: row(np.int64(9), number))
-    found = [Watch(options, log, faults), *callbacks(options)]
-    if options["checkpoints"]:
-        found.append(
-            tfpara.callbacks.Checkpoint(options["checkpoints"], every_syncs=options["every_syncs"])
-        )
+    watch = Watch(options, log, faults)
+
+    def found(number):
+        """The callbacks of a call of fit."""
+        made = [watch, *callbacks(options)]
+        if options["checkpoints"]:
+            directory = options["checkpoints"] + (f"-{number}" if number else "")
+            every = options["every_syncs"]
+            made.append(tfpara.callbacks.Checkpoint(directory, every_syncs=every))
+        return made
+
     if faults.place == "metric":
         faults.before(keras.metrics.Mean, "result", "metric")
     given = {"x": strategy.datasets_by_epoch(data)}
@@ -349,13 +377,21 @@ def main():
             "y": x.sum(1, keepdims=True),
             "batch_size": options["arrays"],
         }
-    model.fit(
-        **given,
-        epochs=options["epochs"],
-        validation_data=held_out if options["validate"] else None,
-        verbose=0,
-        callbacks=found,
-    )
+    for number in range(options["fits"]):
+        watch.first = number * options["epochs"]
+        if number:
+            faults.here("between")
+            model.hidden.trainable = False
+            with strategy.scope():
+                compiled(model)
+        history = model.fit(
+            **given,
+            epochs=options["epochs"],
+            validation_data=held_out if options["validate"] else None,
+            verbose=0,
+            callbacks=found(number),
+        )
+        log("history", number, history.epoch, history.history.get("loss"))
     values = []
     for which in ("global", "ema"):
         with strategy.weights(model, which):
