@@ -59,12 +59,16 @@ if [ "$stack" = full ]; then
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
     export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
   fi
-  # Trainings in the test process run without TensorFlow's graph optimiser, which takes a seventh of
-  # their time. The programs that tests start use it, and so does the latest stack.
+  # Trainings in the test process and in workers that it forks run without TensorFlow's optimisers of
+  # graphs, which take a fifth of their time. Horovod's workers, programs that are started anew, and
+  # the latest stack use them.
   export TFPARA_TEST_GRAPPLER=0
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
-  check "Types (mypy)" "$venv/bin/mypy"
+  # Beside the tests, some of which wait for time-outs; what it says comes after theirs.
+  types=$(mktemp)
+  "$venv/bin/mypy" >"$types" 2>&1 &
+  checks_types=$!
 else
   # Another TensorFlow may break what uses its private names (tfpara/sync/extended.py, keras_hooks.py,
   # failures.py), its collectives, iterators, servers and checkpoints, and so programs as a whole.
@@ -91,7 +95,7 @@ fi
 # Tests run in a directory that has the recipes but not tfpara, so that tfpara comes from the wheel.
 # The same is true for the processes that tests start.
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'rm -rf "$work" "${types:-$work}"' EXIT
 for name in input models scripts tests; do ln -s "$root/$name" "$work/$name"; done
 cd "$work"
 unset TF_CONFIG
@@ -102,6 +106,12 @@ export TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES=
 check "Tests (pytest), stack $stack" "$venv/bin/python" -m pytest --rootdir="$work" \
   "${pytest_arguments[@]}" "$@"
 
+if [ -n "${checks_types:-}" ]; then
+  wait "$checks_types" || status=$?
+  say "Types (mypy)"
+  cat "$types"
+  [ "${status:-0}" = 0 ] || failed+=("Types (mypy)")
+fi
 if [ ${#failed[@]} -gt 0 ]; then
   fail "failed: $(IFS=';'; echo "${failed[*]}")"
 fi
