@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow  # noqa: F401
 from tensorflow.python.util import tf_stack
 
-
 # Not imported, since a program must find none of our modules there.
 turn_off = runpy.run_path(os.path.join(os.path.dirname(__file__), "optimiser.py"))["turn_off"]
 
