@@ -658,7 +658,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         for optimizer in optimizers(model):
             warn_of_outlasting_momentum(settings, optimizer)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
-            self._note_fit(momentum_of(optimizer), self._steps_of_a_block(optimizer))
+            self._note_fit(optimizer)
         if any(is_slow_with_adam(settings, optimizer) for optimizer in optimizers(model)):
             self._note(
                 "the local optimizer is of Adam's kind. From random weights BSP() learned faster "
@@ -698,11 +698,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.elastic.check_step()
         return synchronizer
 
-    def _note_fit(self, momentum: float, steps: tf.Tensor) -> None:
-        fitted, factor = (float(each) for each in in_a_block(momentum, steps))
+    def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
+        # Of the period that is set: a warm start has none at first.
+        momentum, period = momentum_of(optimizer), float(self.settings.sync_period)
+        steps = float(self._steps_of_a_block(optimizer, period))
+        fitted, factor = in_a_block(momentum, steps)
         if fitted != momentum or factor != 1.0:
             self._note(
-                f"blocks are of {int(steps)} steps, so local SGD takes them with momentum "
+                f"blocks are of {steps:g} steps, so local SGD takes them with momentum "
                 f"{fitted:.2g} in place of {momentum:g} and {factor:.3g} times its rate, since the "
                 'rule has a momentum of its own (local_state="auto"): docs/rules.md'
             )
@@ -716,11 +719,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """
         if not self.settings.fits_momentum(optimizer):
             return None
-        return in_a_block(momentum_of(optimizer), self._steps_of_a_block(optimizer))
+        period = tf.cast(self._period.read_value(), tf.float32)
+        return in_a_block(momentum_of(optimizer), self._steps_of_a_block(optimizer, period))
 
-    def _steps_of_a_block(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
-        minibatches = tf.cast(self._period.read_value(), tf.float32) * self.settings.fragments
-        return minibatches / (optimizer.gradient_accumulation_steps or 1)
+    def _steps_of_a_block(self, optimizer: keras.optimizers.Optimizer, period: Scalar) -> Scalar:
+        accumulated = optimizer.gradient_accumulation_steps or 1
+        return period * self.settings.fragments / accumulated
 
     def _note(self, text: str) -> None:
         """Tells the user, once, of a choice that they did not make."""
