@@ -59,9 +59,8 @@ if [ "$stack" = full ]; then
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
     export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
   fi
-  # Trainings in the test process and in workers that it forks run without TensorFlow's optimisers of
-  # graphs, which take a fifth of their time. Horovod's workers, programs that are started anew, and
-  # the latest stack use them.
+  # Trainings in the test process run without TensorFlow's graph optimiser, which takes a seventh of
+  # their time. The programs that tests start use it, and so does the latest stack.
   export TFPARA_TEST_GRAPPLER=0
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .

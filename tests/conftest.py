@@ -135,7 +135,6 @@ def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _logical_devices() -> None:
     """Gives the test process four logical CPU devices, few threads, few garbage collections."""
-    import optimiser
     import tensorflow as tf
     from tensorflow.python.util import tf_stack
 
@@ -154,7 +153,8 @@ def _logical_devices() -> None:
     stack = tf_stack.extract_stack()
     assert stack[0].lineno  # looks its lines up, which threads must not do at the same time
     tf_stack.extract_stack = lambda stacklevel=1: stack
-    optimiser.turn_off()
+    if os.environ.get("TFPARA_TEST_GRAPPLER") == "0":
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 @pytest.fixture(scope="module", autouse=True)

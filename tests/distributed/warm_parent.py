@@ -15,9 +15,6 @@ import numpy as np
 import tensorflow  # noqa: F401
 from tensorflow.python.util import tf_stack
 
-# Not imported, since a program must find none of our modules there.
-turn_off = runpy.run_path(os.path.join(os.path.dirname(__file__), "optimiser.py"))["turn_off"]
-
 
 def program_to_run(connection: socket.socket) -> dict | None:
     """Forks for each request. Returns the request in the process that has to run it."""
@@ -58,9 +55,6 @@ def run(request: dict) -> None:
     # The first entry of the path is this file's directory, unless Python runs with -P.
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(program))
-    # Horovod matches operations by their names, which the graph optimiser changes: there it stays.
-    if not any(name.startswith("HOROVOD_") for name in os.environ):
-        turn_off()
     if module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
