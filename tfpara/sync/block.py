@@ -43,7 +43,7 @@ class Block:
         self._fragments = settings.fragments
         self._whole = whole
         self.parts = settings.fragments + (0 if whole else 1)
-        self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
+        self.period = site.period
         self.steps = make(tf.zeros([], tf.int64), "pending_steps")
         self.part_steps = make(tf.zeros([self.parts], tf.float64), "block_steps")
         self.samples = [

@@ -401,7 +401,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # Weights travel between the lead devices, everything small between the hosts.
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         with tf.device("CPU:0"):
-            self._period = _plain_variable(tf.constant(settings.sync_period, tf.int64), "period")
+            period = tf.constant(settings.sync_period, tf.int64)
+            self._period = _plain_variable(period, "sync_period")
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
         self.reports = self._collectives(1, host, "RING")
         self.control = Control(
@@ -677,6 +678,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             reports=self.reports,
             place=self.place,
             make=_plain_variable,
+            period=self._period,
         )
         self._synchronizers_made += 1
         synchronizer = Synchronizer(variables, settings, site)

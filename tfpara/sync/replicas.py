@@ -31,6 +31,7 @@ class Site(NamedTuple):
     reports: collectives between the workers' hosts, for the reports.
     place: where in its script this process is; its owner keeps it up to date.
     make: creates a plain variable, `make(initial_value, name)`.
+    period: the sync period in minibatches, of all models of the strategy.
     members: of a group that changes, else None; num_replicas and first_replica are then those with
         which the run began.
     present: N, where it changes and the local replicas stay: those beyond it are idle. Else None.
@@ -44,6 +45,7 @@ class Site(NamedTuple):
     reports: Collectives
     place: Place
     make: Callable[[Array, str], tf.Variable]
+    period: tf.Variable
     members: Members | None = None
     present: tf.Variable | None = None
 
