@@ -685,7 +685,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if site.members is not None:
             replicas = site.members.size * len(self.worker_devices)
             synchronizer.graph.global_state.rule.change(replicas)
-        synchronizer.set_sync_period(self.sync_period)
         if former is not None:
             synchronizer.adopt(former.synchronizer)
         others = [t.synchronizer for key, t in self._trained.items() if key != id(model)]
@@ -821,11 +820,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return any(s.has_any_of(own) for s in self.synchronizers)
 
     def set_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ for all models, also within a block."""
+        """Sets τ for all models, also within a block; None: no syncs.
+
+        All workers must set it at the same sync.
+        """
         self.sync_period = sync_period
         self._period.assign(NEVER if sync_period is None else sync_period)
-        for synchronizer in self.synchronizers:
-            synchronizer.set_sync_period(sync_period)
 
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
         """Closes the open blocks of all models; every worker must call it for this purpose."""

@@ -156,10 +156,6 @@ class Synchronizer:
         period = int(self.graph.block.period)
         return None if period >= NEVER else period
 
-    def set_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ; None: no syncs. All workers must set it at the same sync."""
-        self.graph.block.period.assign(NEVER if sync_period is None else sync_period)
-
     def agreement(self) -> Agreement:
         """Returns the agreement of the last sync that is not in flight."""
         request, all_running = self.graph.agreed()
