@@ -61,6 +61,15 @@ def test_somebody_comes_and_somebody_leaves():
     assert said[1][1]["why"] == "worker 3 has come; worker 1 has left"
 
 
+def test_somebody_who_wanted_out_is_gone_before_the_meeting():
+    membership = begun()
+    membership.wants_out(1, 1.0)
+    membership.gone(1, "is lost", 2.0)
+    membership.met(0, 1, {}, True, 3.0)
+    said = membership.met(2, 1, {}, True, 3.0)
+    assert [message["why"] for _, message in said] == ["worker 1 has left"] * 2
+
+
 def test_a_member_is_lost_on_the_way_to_an_agreed_meeting():
     membership = begun()
     membership.register("host3:1", TERMS, 1.0)

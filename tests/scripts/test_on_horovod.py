@@ -22,9 +22,12 @@ def test_training(run_well, corpus_directory, tmp_path):
     flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path / 'run'}", *SMALL)
     ended = run_well("train", *flags, **ON_HOROVOD)
     assert json.loads((tmp_path / "run" / "history.json").read_text())["summary"]["workers"] == 2
-    choice, started = lines(ended, "[chief]")
+    choice, started, fitted = lines(ended, "[chief]")
     assert "tfpara: collectives=horovod: HOROVOD_RANK is set" in choice
     assert started.startswith("tfpara: PeriodicSyncStrategy of 2 workers, 2 replicas")
+    assert fitted.startswith(
+        "tfpara: blocks are of 3 steps, so local SGD takes them with momentum 0 "
+    )
     # Horovod has nothing to say about workers that leave one after the other.
     assert not lines(ended, "[worker 1]")
 

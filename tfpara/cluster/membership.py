@@ -291,7 +291,8 @@ class Membership:
             return []
         said: list[Say] = []
         if task in self._members and self.phase != "ended":
-            self._why.append(f"{worker.name} {why}")
+            if not worker.leaves:  # of one that does, it has been said
+                self._why.append(f"{worker.name} {why}")
             # Those that have agreed to meet may be on their way still, in a collective.
             said = self._begin_meeting(now)
         return said + self._go_on(now)
