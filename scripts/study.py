@@ -3,8 +3,11 @@
 python -m scripts.study --out=runs/study                   models, optimizers, starts, averages
 python -m scripts.study --out=runs/async --suite=async     asynchronous rules, by sync period
 python -m scripts.study --out=runs/grid --suite=replicas   numbers of replicas, rules and periods
+python -m scripts.study --out=runs/003 --paper=003 --table=4    a table of a paper
 
-The last one is described in `scripts/study_grid.py`; it leaves page.md and pictures in --out.
+The third one is described in `scripts/study_grid.py`; it leaves page.md and pictures in --out. That
+of a paper leaves page.md with the paper's figures beside ours, and whether their order is the same;
+without --table it has all tables of the paper that are made here.
 
 The others:
 
@@ -24,19 +27,27 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scripts import common  # isort: skip  # before TensorFlow
 
 from absl import flags
 
-from scripts import study_grid
+from scripts import study_grid, study_papers, study_runs
+from scripts.study_runs import Run
 
 flags.adopt_module_key_flags(study_grid)
 _SUITE = flags.DEFINE_enum("suite", "models", ["models", "async", "replicas"], "what is compared")
+_PAPER = flags.DEFINE_enum(
+    "paper",
+    None,
+    sorted({paper for paper, _ in study_papers.TABLES}),
+    "number of a paper, as in docs/papers.md, whose tables are made in place of a suite",
+)
+_TABLE = flags.DEFINE_list("table", [], "numbers of its tables; all that are made here if not set")
 _OUT = flags.DEFINE_string("out", "runs/study", "directory for corpus, runs and results")
 _TRAIN = flags.DEFINE_float("train_minutes", 20.0, "speech to train on, in minutes", 0.1)
 _HELD_OUT = flags.DEFINE_float(
@@ -51,170 +62,40 @@ _JOBS = flags.DEFINE_integer("jobs", 0, "runs at a time; 0: one for each core", 
 _SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
 _ONLY = flags.DEFINE_list("only", [], "names of the runs to make; all if not set")
 
-_RBM = "rbm"  # the pretraining that the DNNs start from
-_FIRST = "first-epoch"  # the run that the suite "async" starts from
-
-
-class _Run(NamedTuple):
-    """A training run.
-
-    `options` are flags of scripts.train, `models` names its rows in the table, and `start` is the
-    run whose weights it starts from.
-    """
-
-    name: str
-    model: str
-    training: str
-    parallel: bool
-    options: tuple[str, ...]
-    models: tuple[str, ...] = ("global",)
-    start: str = ""
-
-
-_DNN = ("--flagfile=scripts/recipes/001.flags", "--minibatch=128")
-# The recipes of the recurrent models are for thousands of hours; these flags fit a small corpus.
-_STREAMS = (
-    "--streams=8",
-    "--truncation=20",
-    "--clip_norm=5",
-    "--schedule=exponential",
-)
-_LSTM = ("--model=lstm-000", "--learning_rate=0.2", "--final_learning_rate=0.01", *_STREAMS)
-_CLDNN = (
-    "--model=cldnn-003",
-    "--coefficients=80",
-    "--learning_rate=0.04",
-    "--final_learning_rate=0.002",
-    *_STREAMS,
-)
-# With some ten syncs in an epoch, the average spans half an epoch.
-_BMUF = ("--rule=bmuf", "--ema_decay=0.8", "--ma")
-_AVERAGED = ("global", "ma", "ema-0.8")
-
-
-def _of_dnn(optimizer: str, pretrained: bool, parallel: bool) -> _Run:
-    start = "RBM" if pretrained else "random"
-    title = {"sgd": "SGD", "ngsgd": "NG-SGD"}[optimizer]
-    name = f"dnn-{optimizer}-{start.lower()}-{'n' if parallel else '1'}"
-    averaging = ", model averaging" if parallel else ""
-    training = f"{title}{averaging}, {start} start"
-    options = (*_DNN, f"--optimizer={optimizer}")
-    return _Run(name, "DNN", training, parallel, options, start=_RBM if pretrained else "")
-
-
-_MODELS = (
-    *(
-        _of_dnn(optimizer, pretrained, parallel)
-        for optimizer, pretrained in (("sgd", True), ("ngsgd", True), ("ngsgd", False))
-        for parallel in (False, True)
-    ),
-    _Run("lstm-1", "LSTM", "SGD", False, (*_LSTM, "--rule=none")),
-    _Run(
-        "lstm-n",
-        "LSTM",
-        "SGD, Nesterov BMUF",
-        True,
-        (*_LSTM, *_BMUF, "--sync_period=10"),
-        _AVERAGED,
-    ),
-    _Run("cldnn-1", "CLDNN", "SGD", False, (*_CLDNN, "--rule=none")),
-    _Run(
-        "cldnn-n",
-        "CLDNN",
-        "SGD, Nesterov BMUF",
-        True,
-        (*_CLDNN, *_BMUF, "--sync_period=20"),
-        _AVERAGED,
-    ),
-)
-
-
-# Small minibatches give several syncs in an epoch even with a period of 80.
-_PLAIN = ("--model=dnn-003", "--minibatch=64", "--learning_rate=0.02", "--momentum=0")
-_FALLING = ("--schedule=exponential", "--final_learning_rate=0.002")
-_SERVERS = ("--chunk_minutes=1",)
-_QUARTER = ("--rule=downpour", "--block_learning_rate=0.25", *_SERVERS)
-
-
-def _by_period(name: str, training: str, period: int, *options: str) -> _Run:
-    options = (*_PLAIN, *_FALLING, f"--sync_period={period}", *options)
-    return _Run(
-        f"{name}-{period}", "DNN", f"{training}, period {period}", True, options, start=_FIRST
-    )
-
-
-def _one_pass(name: str, training: str, *options: str) -> _Run:
-    options = (*_PLAIN, "--rule=aasgd", "--sync_period=1", "--epochs=1", *_SERVERS, *options)
-    return _Run(name, "DNN", training, True, options, ("global", "average"), start=_FIRST)
-
-
-_ASYNC = (
-    *(_by_period("asgd", "ASGD", period, "--rule=asgd", *_SERVERS) for period in (1, 5, 20, 80)),
-    *(
-        _by_period("downpour", "Downpour", period, "--rule=downpour", *_SERVERS)
-        for period in (1, 5, 20, 80)
-    ),
-    *(
-        _by_period("downpour-quarter", "Downpour, ζ = 1/4", period, *_QUARTER)
-        for period in (5, 20, 80)
-    ),
-    *(_by_period("bmuf", "Nesterov BMUF", period, "--rule=bmuf") for period in (5, 20, 80)),
-    _by_period("easgd", "asynchronous EASGD", 20, "--rule=easgd_async", *_SERVERS),
-    _Run(
-        "asgd-passes",
-        "DNN",
-        "ASGD, several passes, Newbob",
-        True,
-        (
-            *_PLAIN,
-            "--rule=asgd",
-            "--sync_period=1",
-            "--schedule=newbob",
-            "--newbob_by=accuracy",
-            "--epochs=20",
-            *_SERVERS,
-        ),
-        start=_FIRST,
-    ),
-    # The chunks are so long that 20 % of one show whether a learning rate is too high.
-    _one_pass(
-        "aasgd-search",
-        "averaged ASGD, one pass, rates searched",
-        "--search_rate",
-        "--search_part=0.2",
-        "--chunk_minutes=5",
-    ),
-    _one_pass("aasgd-hand", "averaged ASGD, one pass, rates by hand", "--schedule=hand"),
-)
-_RUNS = {"models": _MODELS, "async": _ASYNC}
+_RUNS: dict[str, Sequence[Run]] = {"models": study_runs.MODELS, "async": study_runs.ASYNC}
 
 
 def main() -> None:
     started = time.monotonic()
     out = Path(_OUT.value)
-    if _SUITE.value == "replicas":
+    if _SUITE.value == "replicas" and _PAPER.value is None:
         _grid(out)
         return
     with common.bad_input():
+        common.only_for(_PAPER.value is not None, (_TABLE,), "--paper")
+        common.only_for(_PAPER.value is None, (_SUITE,), "runs without --paper")
         chosen = _chosen()
         out.mkdir(parents=True, exist_ok=True)
     _prepare(out)
-    if any(run.start == _RBM for run in chosen):
+    if any(run.start == study_runs.RBM for run in chosen):
         _pretrain(out)
-    if any(run.start == _FIRST for run in chosen):
+    if any(run.start == study_runs.FIRST for run in chosen):
         _first_epoch(out)
     print(f"{len(chosen)} runs, {_jobs()} at a time ...", flush=True)
     rows = _all(out, chosen)
     content = {"setting": _setting(out), "seconds": time.monotonic() - started, "rows": rows}
     common.write_json(out / "results.json", content)
-    table = _table(rows)
-    common.write_text(out / "table.md", table)
-    print(f"\n{table}\n{out}/results.json, {out}/table.md; {content['seconds']:.0f} s in all")
+    name, text = "table.md", _table(rows)
+    if _PAPER.value is not None:
+        name, text = "page.md", study_papers.page(_PAPER.value, _tables(), rows)
+    common.write_text(out / name, text)
+    print(f"\n{text}\n{out}/results.json, {out}/{name}; {content['seconds']:.0f} s in all")
 
 
 def _grid(out: Path) -> None:
     with common.bad_input():
         tasks = study_grid.tasks()
+        common.pyplot("svg", "the page of the suite `replicas`")  # fails now, not after hours
         out.mkdir(parents=True, exist_ok=True)
         shared = {each.name: each.value for each in (_TRAIN, _HELD_OUT)}
         study_grid.check_setting(out, shared)
@@ -227,7 +108,7 @@ def _grid(out: Path) -> None:
     print(f"\n{page}\n{out}/page.md and the pictures beside it")
 
 
-def _all(out: Path, chosen: list[_Run]) -> list[dict[str, Any]]:
+def _all(out: Path, chosen: list[Run]) -> list[dict[str, Any]]:
     """Carries out the runs, and returns their rows in the same order."""
     # The longest runs come first, so that none of them runs alone at the end.
     order = sorted(chosen, key=lambda run: run.model == "DNN")
@@ -256,8 +137,14 @@ def _jobs() -> int:
     return _JOBS.value or os.cpu_count() or 1
 
 
-def _chosen() -> list[_Run]:
+def _tables() -> list[int]:
+    return study_papers.numbers(_PAPER.value or "", _TABLE.value)
+
+
+def _chosen() -> list[Run]:
     runs = _RUNS[_SUITE.value]
+    if _PAPER.value is not None:
+        runs = study_papers.runs(_PAPER.value, _tables())
     known = {run.name: run for run in runs}
     unknown = [name for name in _ONLY.value if name not in known]
     if unknown:
@@ -273,29 +160,29 @@ def _prepare(out: Path) -> None:
 
 
 def _pretrain(out: Path) -> None:
-    weights = _weights(out, _RBM)
+    weights = _weights(out, study_runs.RBM)
     if not weights.is_file():
         print("RBMs ...", flush=True)
         recipe = "--flagfile=scripts/recipes/001-pretrain.flags"
         shape = [f"--scale={_SCALE.value}", f"--seed={_SEED.value}"]
         where = [f"--corpus={out / 'corpus'}", f"--out={weights}"]
-        common.call(out, _RBM, ["scripts.pretrain", recipe, *shape, *where])
+        common.call(out, study_runs.RBM, ["scripts.pretrain", recipe, *shape, *where])
 
 
 def _first_epoch(out: Path) -> None:
     """Trains the model that the asynchronous runs start from, on one replica."""
-    if not _weights(out, _FIRST).is_file():
+    if not _weights(out, study_runs.FIRST).is_file():
         print("the common first epoch ...", flush=True)
-        where = [f"--corpus={out / 'corpus'}", f"--run_dir={out / _FIRST}"]
+        where = [f"--corpus={out / 'corpus'}", f"--run_dir={out / study_runs.FIRST}"]
         shape = [f"--scale={_SCALE.value}", f"--seed={_SEED.value}", "--epochs=1", "--rule=none"]
-        common.call(out, _FIRST, ["scripts.train", *_PLAIN, *where, *shape])
+        common.call(out, study_runs.FIRST, ["scripts.train", *study_runs.PLAIN, *where, *shape])
 
 
 def _weights(out: Path, name: str) -> Path:
     return out / name / "model.weights.h5"
 
 
-def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
+def _train_and_score(out: Path, run: Run) -> list[dict[str, Any]]:
     began = time.monotonic()
     run_dir = out / run.name
     command = [
@@ -306,7 +193,7 @@ def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
         f"--run_dir={run_dir}",
         f"--scale={_SCALE.value * (1 if run.model == 'DNN' else 2)}",
         f"--seed={_SEED.value}",
-        *([f"--simulate_replicas={_REPLICAS.value}"] if run.parallel else []),
+        *([f"--simulate_replicas={_replicas(run)}"] if run.parallel else []),
         *([f"--init={_weights(out, run.start)}"] if run.start else []),
     ]
     score = _scored
@@ -323,6 +210,10 @@ def _train_and_score(out: Path, run: _Run) -> list[dict[str, Any]]:
     return rows
 
 
+def _replicas(run: Run) -> int:
+    return run.replicas or _REPLICAS.value
+
+
 def _seconds(run_dir: Path, now: float) -> float:
     """Returns the seconds of the call that ended the run: `now`, unless it had ended before."""
     file = run_dir / "seconds.json"
@@ -331,7 +222,7 @@ def _seconds(run_dir: Path, now: float) -> float:
     return json.loads(file.read_text())
 
 
-def _diverged(out: Path, run: _Run, weights: str) -> dict[str, Any]:
+def _diverged(out: Path, run: Run, weights: str) -> dict[str, Any]:
     """Returns the row of a run that has ended because its weights diverged."""
     del out
     unknown = ("epochs", "frame_error_rate", "cross_entropy", "phone_error_rate", "staleness")
@@ -340,12 +231,12 @@ def _diverged(out: Path, run: _Run, weights: str) -> dict[str, Any]:
         "model": run.model,
         "training": run.training,
         "weights": weights,
-        "replicas": _REPLICAS.value if run.parallel else 1,
+        "replicas": _replicas(run) if run.parallel else 1,
         **dict.fromkeys(unknown),
     }
 
 
-def _scored(out: Path, run: _Run, weights: str) -> dict[str, Any]:
+def _scored(out: Path, run: Run, weights: str) -> dict[str, Any]:
     run_dir = out / run.name
     scores = run_dir / f"test-{weights}.json"
     asked = ["scripts.evaluate", f"--run_dir={run_dir}", f"--weights={weights}"]

@@ -71,6 +71,7 @@ MODELS = {
         lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
     ),
     "batchnorm": (batchnorm_model, lambda: keras.optimizers.SGD(0.1)),
+    "muon": (dense_model, lambda: keras.optimizers.Muon(0.02)),
     "recurrent": (recurrent_model, lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
     "frozen": (frozen_model, lambda: keras.optimizers.SGD(0.1)),
 }
@@ -131,7 +132,8 @@ def components(strategy, model):
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("name", "steps_per_execution"),
-    [("clipped", 3), ("global-clipped", 1), ("accumulated", 3), ("batchnorm", 3), ("recurrent", 1)],
+    [("clipped", 3), ("global-clipped", 1), ("accumulated", 3), ("batchnorm", 3), ("recurrent", 1)]
+    + [("muon", 1)],
 )
 def test_equals_plain_keras_models_averaged_by_hand(name, steps_per_execution):
     strategy = make_strategy()
