@@ -27,7 +27,11 @@ _RULE = flags.DEFINE_enum(
     "asynchronous, with parameter servers (tfpara-launch --ps 1); none: one replica, which is "
     "plain Keras bit for bit",
 )
-_ETA = flags.DEFINE_float("block_momentum", None, "BMUF: in [0, 1); 1 - 1/replicas if not set")
+_ETA = flags.DEFINE_float(
+    "block_momentum",
+    None,
+    "BMUF: in [0, 1); 1 - 1/replicas if not set, and at most 0.9 with the warm-up",
+)
 _WARMUP = flags.DEFINE_boolean(
     "block_momentum_warmup",
     None,

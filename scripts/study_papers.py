@@ -379,8 +379,8 @@ def page(paper: str, tables: Sequence[int], results: Sequence[Mapping[str, Any]]
 
 
 def _table(table: Table, rows: list[Row], found: list[Mapping[str, Any]]) -> str:
-    heads = (*table.heads, *table.columns, "order", "here: frame error %", "phone error %")
-    heads = (*heads, "minutes", "order here")
+    ours = ("frame error % here", "phone error % here", "minutes here", "order here")
+    heads = (*table.heads, *table.columns, "order there", *ours)
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     there = _places([sum(row.paper) for row in rows])
     here = _places([_measured(table, each) for each in found])
@@ -403,9 +403,10 @@ def _agreement(table: Table, rows: list[Row], found: list[Mapping[str, Any]]) ->
     ours = {row: _measured(table, each) for row, each in zip(rows, found, strict=True)}
     pairs = list(_ordered(rows))
     others = [(a, b) for a, b in pairs if not ours[a] < ours[b]]
+    alike = f"{len(pairs) - len(others)} of {len(pairs)}"
     lines = [
-        f"Of {len(pairs)} pairs of rows that all columns of the paper put in the same order, "
-        f"{len(pairs) - len(others)} are in that order here{'. Not so:' if others else '.'}"
+        "Pairs of rows that all columns of the paper put in the same order, and that are in that "
+        f"order here: {alike}.{' Not so:' if others else ''}"
     ]
     for better, worse in others:
         names = [" ".join(row.labels) for row in (better, worse)]

@@ -129,7 +129,7 @@ def test_default_block_momentum_over_fitted_momentum_is_stable(momentum, steps, 
 @given(models, st.integers(2, 40), st.booleans())
 def test_the_gain_of_a_warmup_grows_with_the_blocks(update, n, nesterov):
     """Blocks that all bring G: Δ = (t + 1)/2 G after t of them, up to the one before η's."""
-    rule = BMUF(nesterov=nesterov).resolve(n)
+    rule = BMUF(1.0 - 1.0 / n, nesterov=nesterov, warmup=True).resolve(n)
     state = rule.init(np.zeros(5))
     for t in range(1, n + 1):
         state = rule.update(state, rule.broadcast(None, state) + update, n)
@@ -188,8 +188,20 @@ def test_easgd_by_hand():
     np.testing.assert_array_equal(rule.restart(local, rule.broadcast(before, after)), [2.5, 5.5])
 
 
-def test_default_block_momentum_is_one_minus_one_over_n():
+def test_default_block_momentum_is_one_minus_one_over_n_up_to_ten():
     assert [BMUF().resolve(n).block_momentum for n in (1, 2, 4, 8)] == [0.0, 0.5, 0.75, 0.875]
+    assert [BMUF().resolve(n).block_momentum for n in (10, 11, 16, 64)] == [0.9] * 4
+    assert BMUFAdam().resolve(16).block_momentum == 0.9
+    published = (BMUF(warmup=False), BMUF(compat="cntk"))
+    assert [rule.resolve(16).block_momentum for rule in published] == [0.9375] * 2
+    assert BMUF(0.95, warmup=True).resolve(16).block_momentum == 0.95  # as it was given
+
+
+@given(models, trajectories)
+def test_of_many_replicas_each_update_counts_ten_times(start, averages):
+    """BMUF() of 16 replicas is that of ten, as the mean of more of them is no shorter."""
+    got, ten = (follow(BMUF(), start, averages, n) for n in (16, 10))
+    np.testing.assert_array_equal(got, ten)
 
 
 @given(models, trajectories, st.integers(1, 16), st.booleans())

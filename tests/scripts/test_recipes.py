@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,9 @@ MIXED = {
     "003-cldnn-easgd": ("003-cldnn-bmuf", "003-dnn-easgd"),
     "003-dnn-bmuf": ("003-dnn-bsp", "003-cldnn-bmuf"),
 }
+# Of a network that another recipe trains: these train a tiny one.
+SHARED = ("001-newbob", "002-adapt", "002-hand", "002-multipass")
+SHARED += ("003-dnn-asgd", "003-dnn-easgd", "003-dnn-easgd-async")
 # 001 trains from its RBMs, in a test of its own; 001-newbob, which includes it, without them.
 TRAINED = [name for name in RECIPES if name not in (*PARTS, *MIXED, "001")]
 
@@ -32,9 +36,13 @@ tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 from scripts import train
 from absl import flags
 from absl.testing import flagsaver
-corpus, out, *names = sys.argv[1:]
+corpus, out, shared, *names = sys.argv[1:]
 for name in names:
-    small = ["--scale=0.01", "--epochs=1"]  # one replica: each more takes as long to compile
+    small = ["--epochs=1"]  # one replica: each more takes as long to compile
+    if name in shared.split(","):
+        small += ["--model=dnn", "--layers=1", "--width=8", "--learning_rate=0.01"]
+    else:
+        small += ["--scale=0.01"]
     small += ["--streams=8"] if "lstm" in name or "cldnn" in name else ["--minibatch=512"]
     if name.startswith("003-dnn"):
         small.append("--warm_start_epochs=0")  # of a single epoch, that syncs
@@ -57,7 +65,7 @@ def runs(corpus_directory, tmp_path_factory):
     environ |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
     environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, corpus_directory, str(out), *TRAINED],
+        [sys.executable, "-c", PROGRAM, corpus_directory, str(out), ",".join(SHARED), *TRAINED],
         cwd=ROOT,
         env=environ,
         capture_output=True,
@@ -90,6 +98,16 @@ def test_a_recipe_trains(runs, name):
         assert (runs / name / "ema-0.99.weights.h5").is_file()
     model = json.loads((runs / name / "model.json").read_text())
     assert model["kind"] == ("lstm" if "lstm" in name else "cldnn" if "cldnn" in name else "dnn")
+
+
+def test_the_network_of_a_recipe_is_trained_by_one():
+    def network(recipe):
+        text = (ROOT / "scripts" / "recipes" / f"{recipe}.flags").read_text()
+        return re.search("^--model=.*", text, re.MULTILINE)
+
+    trained = {network(name)[0] for name in TRAINED if name not in SHARED and network(name)}
+    trained.add(network("001")[0])  # in a test of its own
+    assert {network(name)[0] for name in RECIPES if network(name)} == trained
 
 
 @pytest.mark.parametrize("name", MIXED)
