@@ -68,12 +68,16 @@ _RUNS: dict[str, Sequence[Run]] = {"models": study_runs.MODELS, "async": study_r
 def main() -> None:
     started = time.monotonic()
     out = Path(_OUT.value)
-    if _SUITE.value == "replicas" and _PAPER.value is None:
-        _grid(out)
-        return
     with common.bad_input():
         common.only_for(_PAPER.value is not None, (_TABLE,), "--paper")
         common.only_for(_PAPER.value is None, (_SUITE,), "runs without --paper")
+        common.only_for(
+            _PAPER.value != "003", (_REPLICAS,), "other papers: the tables of 003 say how many"
+        )
+    if _SUITE.value == "replicas":
+        _grid(out)
+        return
+    with common.bad_input():
         chosen = _chosen()
         out.mkdir(parents=True, exist_ok=True)
     _prepare(out)

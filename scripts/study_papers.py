@@ -64,10 +64,16 @@ _RULES = {
     "EASGD": ("--rule=easgd_async", *SERVERS),
 }
 _OTHER_003 = (
-    "The DNN has a part of the paper's width, and minibatches are a sixteenth of the paper's, with "
-    "rates in proportion (Kaldi's are of a sum over the minibatch). Rates fall exponentially, in "
-    "as many epochs for all; there by Newbob. As there, all start from one epoch of a single "
-    "replica, and EASGD is asynchronous. ASGD takes local steps between two pushes."
+    "The DNN has a part of the paper's width. Rates fall exponentially, in as many epochs for all; "
+    "there by Newbob. As there, all start from one epoch of a single replica, and EASGD is "
+    "asynchronous. ASGD takes local steps between two pushes."
+)
+_OF_4096 = (
+    f"{_OTHER_003} Minibatches have 64 frames in place of 4096, so that an epoch has several syncs."
+)
+_OF_ALL_SIZES = (
+    f"{_OTHER_003} Minibatches are a sixteenth of the paper's, with rates in proportion: Kaldi's "
+    "are of a sum over the minibatch."
 )
 
 
@@ -182,7 +188,7 @@ def _every(period: int) -> Run:
 
 # -- paper 002: averaged ASGD in one pass ----------------------------------------------------------
 
-# Of the paper's chunks of 500 hours, and ours of some minutes, in the same order.
+# Sizes of a chunk: hours there, and minutes here.
 _CHUNKS = {1: 0.25, 5: 0.5, 10: 1.0, 20: 2.5, 25: 5.0}
 _TABLE_1_OF_002 = {
     1: (8.93, 22.15),
@@ -194,12 +200,19 @@ _TABLE_1_OF_002 = {
 _CERS = ("CER % clean7k", "CER % noise360")
 _OTHER_002 = (
     "The network is the DNN of paper 003 at a part of its width, after one epoch of a single "
-    "replica, where the paper has RBMs; and there are minutes of speech in place of 500 hours."
+    "replica, where the paper has RBMs; and there are minutes of speech in place of hundreds of "
+    "hours."
+)
+_TWO_WAYS = (
+    f"{_OTHER_002} Averaged ASGD has chunks of 5 minutes, of an hour there, and searches rates on "
+    "20 % of them, 3 % there. ASGD has minibatches of 64 throughout; there they grow to 1024."
 )
 
 
 def _of_chunk(minutes: float) -> Run:
     searched = _OF_SUITE["aasgd-search"]
+    if minutes == 5:  # its own
+        return searched
     options = (*searched.options, f"--chunk_minutes={minutes:g}")
     training = f"averaged ASGD, one pass, chunks of {minutes:g} min"
     return searched._replace(name=f"002-chunk-{minutes:g}", training=training, options=options)
@@ -211,8 +224,10 @@ TABLES: Mapping[tuple[str, int], Table] = {
         ("model", "method"),
         ("CER %",),
         (*_of_000("LSTM"), *_of_000("DNN")),
-        "Both models at a part of the paper's width, from random weights, with EMA(0.8): there are "
-        "far fewer syncs.",
+        "The models have a part of the paper's width. There are 4 replicas, unless --replicas says "
+        "otherwise, with a block momentum of 1 - 1/N (0.9 there, of 8), and more epochs; the local "
+        "momentum is fitted to the shorter blocks, and the EMA is EMA(0.8), since there are far "
+        "fewer syncs.",
     ),
     ("001", 2): Table(
         "RBM pretraining and random initialization, 1 and 32 GPUs",
@@ -257,7 +272,8 @@ TABLES: Mapping[tuple[str, int], Table] = {
             Row((str(hours), f"{minutes:g}"), _TABLE_1_OF_002[hours], _of_chunk(minutes), "average")
             for hours, minutes in _CHUNKS.items()
         ),
-        f"{_OTHER_002} Rates are searched on 20 % of a chunk, 3 % there.",
+        f"{_OTHER_002} Rates are searched on 20 % of a chunk, 3 % there; so on less speech than in "
+        "the paper's smallest chunk.",
     ),
     ("002", 2): Table(
         "asynchronous SGD in several passes and averaged in one, 4 GPUs",
@@ -267,7 +283,7 @@ TABLES: Mapping[tuple[str, int], Table] = {
             Row(("ASGD, several passes",), (7.63, 19.17), _OF_SUITE["asgd-passes"]),
             Row(("averaged, one pass",), (7.89, 20.01), _OF_SUITE["aasgd-search"], "average"),
         ),
-        _OTHER_002,
+        _TWO_WAYS,
     ),
     ("002", 3): Table(
         "training times, 4 GPUs",
@@ -277,7 +293,7 @@ TABLES: Mapping[tuple[str, int], Table] = {
             Row(("ASGD, several passes",), (91.2,), _OF_SUITE["asgd-passes"]),
             Row(("averaged, one pass",), (14.3,), _OF_SUITE["aasgd-search"], "average"),
         ),
-        f"{_OTHER_002} The times are of simulated workers in one process.",
+        f"{_TWO_WAYS} The times are of simulated workers in one process.",
         "seconds",
     ),
     ("003", 1): Table(
@@ -291,7 +307,7 @@ TABLES: Mapping[tuple[str, int], Table] = {
             ),
             Row(("SGD", "1"), _SINGLE, _of_003("")),
         ),
-        _OTHER_003,
+        _OF_4096,
     ),
     ("003", 2): Table(
         "DNNs by rule, with each rule's own period, 4 GPUs",
@@ -301,7 +317,7 @@ TABLES: Mapping[tuple[str, int], Table] = {
             Row((rule, str(period)), paper, _of_003(rule, 4, period))
             for (rule, period), paper in _TABLE_2.items()
         ),
-        _OTHER_003,
+        _OF_4096,
     ),
     ("003", 4): Table(
         "DNNs under ASGD and BMUF by period, 4 GPUs",
@@ -314,14 +330,14 @@ TABLES: Mapping[tuple[str, int], Table] = {
             ),
             Row(("SGD", "one replica"), _SINGLE, _of_003("")),
         ),
-        _OTHER_003,
+        _OF_4096,
     ),
     ("003", 5): Table(
         "DNNs under BMUF by minibatch and period, 4 GPUs",
         ("minibatch there", "period"),
         _WERS,
         tuple(_by_size(size, period, paper) for (size, period), paper in _TABLE_5.items()),
-        _OTHER_003,
+        _OF_ALL_SIZES,
     ),
 }
 
@@ -339,7 +355,7 @@ def numbers(paper: str, wanted: Sequence[str]) -> list[int]:
                 f"--table={','.join(wanted)}: table {text!r} of paper {paper} is not made here. "
                 f"There are: {', '.join(known)}."
             )
-    return [int(text) for text in wanted or known]
+    return [int(text) for text in dict.fromkeys(wanted or known)]
 
 
 def runs(paper: str, tables: Sequence[int]) -> list[Run]:
@@ -361,19 +377,21 @@ def page(paper: str, tables: Sequence[int], results: Sequence[Mapping[str, Any]]
         paper: its name in the project.
         tables: numbers of its tables.
         results: for each run and model `name`, `weights` and the figures, None where it diverged.
-            Rows without a result are left out.
+            Rows without a result are left out, and so are tables without a row.
     """
     ours = {(found["name"], found["weights"]): found for found in results}
-    parts = []
+    parts = ["*there*: in the paper; *here*: what these runs gave."]
     for number in tables:
         table = TABLES[paper, number]
         rows = [row for row in table.rows if (row.run.name, row.weights) in ours]
+        if not rows:
+            continue
         found = [ours[row.run.name, row.weights] for row in rows]
         parts += [
             f"## Paper {paper}, table {number}: {table.title}",
             _table(table, rows, found),
             _agreement(table, rows, found),
-            f"What is other here: {table.here}",
+            f"What differs here: {table.here}",
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -402,6 +420,8 @@ def _agreement(table: Table, rows: list[Row], found: list[Mapping[str, Any]]) ->
     """Says how many pairs of rows have the paper's order, and which do not."""
     ours = {row: _measured(table, each) for row, each in zip(rows, found, strict=True)}
     pairs = list(_ordered(rows))
+    if not pairs:
+        return "No two of these rows have an order in the paper."
     others = [(a, b) for a, b in pairs if not ours[a] < ours[b]]
     alike = f"{len(pairs) - len(others)} of {len(pairs)}"
     lines = [
@@ -427,8 +447,8 @@ def _ordered(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def _measured(table: Table, found: Mapping[str, Any]) -> float:
-    figure = found[table.measure]
-    return math.inf if figure is None else float(figure)
+    diverged = found["frame_error_rate"] is None
+    return math.inf if diverged else float(found[table.measure])
 
 
 def _places(figures: Sequence[float]) -> list[int]:

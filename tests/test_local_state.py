@@ -197,7 +197,7 @@ def test_whose_momentum_is_fitted_to_the_block(rule, options, optimizer, fits, w
     settings = make(rule, **options).extended.settings
     optimizer = LOCAL[optimizer]()
     assert settings.fits_momentum(optimizer) == fits
-    warn_of_outlasting_momentum(settings, optimizer)
+    warn_of_outlasting_momentum(settings, optimizer, settings.sync_period)
     assert bool([w for w in recwarn if "remembers about 10" in str(w.message)]) == warns
 
 
@@ -299,6 +299,54 @@ def test_momentum_of_replicas_and_of_blocks_in_a_row(local_state, grows, capfd):
         np.testing.assert_allclose(model.get_weights()[0].item(), expected, rtol=1e-4, atol=1e-7)
     said = "with momentum 0 in place of 0.9 and 5 times its rate"
     assert capfd.readouterr().err.count(said) == (local_state == "auto")
+
+
+def on_one_weight(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(RATE, momentum=MOMENTUM), "mse")
+    model.set_weights([np.ones((1, 1), np.float32)])
+    return model
+
+
+def zeros_for_ones(steps):
+    ones = np.ones((2 * steps, 1), np.float32)
+    return tf.data.Dataset.from_tensor_slices((ones, 0.0 * ones)).batch(2)
+
+
+def test_momentum_is_fitted_to_an_epoch_that_is_shorter_than_a_block(capfd):
+    """NumPy, of blocks that all end with the epoch: shares of 1/4, with two steps each."""
+    model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=8))
+    model.fit(zeros_for_ones(2), epochs=6, verbose=0)
+    weight, delta, point, share = 1.0, 0.0, 1.0, 0.25
+    for _ in range(6):
+        local = point
+        for _ in range(2):  # m' = 0, and half of the rate / (1 - m)
+            local -= 0.5 * RATE / (1.0 - MOMENTUM) * 2.0 * local
+        update = local - point
+        # W' = W + f ηΔ + ζG, and Δ' = (1 - f(1 - η))Δ + ζG: docs/rules.md.
+        weight += share * 0.5 * delta + update
+        delta = (1.0 - share * 0.5) * delta + update
+        point = weight + 0.5 * delta
+    with model.distribute_strategy.weights(model, "global"):
+        np.testing.assert_allclose(model.get_weights()[0].item(), weight, rtol=1e-5)
+    assert capfd.readouterr().err.count("blocks are of 2 steps, so local SGD takes them with") == 1
+
+
+@pytest.mark.parametrize(("steps", "told"), [(14, True), (24, False), (26, False)])
+def test_a_last_block_that_local_momentum_outlasts_is_told_of(steps, told, capfd):
+    model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=12))
+    model.fit(zeros_for_ones(steps), epochs=2, verbose=0)
+    said = "an epoch has 14 steps, and its last block 2 of 12: shorter than what the local momentum"
+    assert capfd.readouterr().err.count(said) == told
+
+
+def test_a_later_period_has_a_line_of_its_own(capfd):
+    model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=100))
+    periods = tfpara.callbacks.SyncPeriod({0: 100, 1: 5}, verbose=0)
+    model.fit(zeros_for_ones(200), epochs=3, verbose=0, callbacks=[periods])
+    told = [line for line in capfd.readouterr().err.splitlines() if "blocks are of" in line]
+    assert len(told) == 1 and "blocks are of 5 steps" in told[0]
 
 
 @pytest.mark.parametrize(

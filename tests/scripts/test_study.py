@@ -126,7 +126,8 @@ def test_a_papers_table_says_where_the_order_is_not_the_papers():
         "003-sgd-64": 25.0,
     }
     text = study_papers.page("003", [4], of_paper(errors))
-    assert text.startswith("## Paper 003, table 4: DNNs under ASGD and BMUF by period, 4 GPUs\n")
+    assert "## Paper 003, table 4: DNNs under ASGD and BMUF by period, 4 GPUs\n" in text
+    assert study_papers.page("003", [4], []).count("\n") == 1  # no table without a row
     assert "| ASGD | 5 | 5.91 | 15.55 | 4 | 30.00 | 30.00 | 1.0 | 3 |" in text
     assert "| ASGD | 80 | diverged | diverged | 5 | diverged | diverged | 1.0 | 5 |" in text
     assert "| SGD | one replica | 5.83 | 15.44 | 3 | 25.00 | 25.00 | 1.0 | 2 |" in text
@@ -136,6 +137,15 @@ def test_a_papers_table_says_where_the_order_is_not_the_papers():
     assert "and that are in that order here: 7 of 9. Not so:\n" in text
     assert "- BMUF 80 before ASGD 5: 5.74, 14.87 to 5.91, 15.55 there, 31.00 to 30.00" in text
     assert "- BMUF 80 before SGD one replica: 5.74, 14.87 to 5.83, 15.44 there, 31.00" in text
+
+
+def test_a_run_that_diverged_is_not_the_fastest():
+    lost = {"name": "asgd-passes", "weights": "global", "frame_error_rate": None}
+    well = {"name": "aasgd-search", "weights": "average", "frame_error_rate": 50.0}
+    more = {"phone_error_rate": None, "seconds": 600.0}
+    text = study_papers.page("002", [3], [{**lost, **more, "seconds": 6.0}, {**well, **more}])
+    assert "| ASGD, several passes | 91.20 | 2 | diverged | diverged | 0.1 | 2 |" in text
+    assert "| averaged, one pass | 14.30 | 1 | 50.00 | diverged | 10.0 | 1 |" in text
 
 
 def test_tables_of_a_paper_share_their_runs():
@@ -181,6 +191,8 @@ def test_a_table_of_a_paper_is_made(run_well, tmp_path):
         ({"only": ["gmm"]}, "there is no run 'gmm'. There are: dnn-sgd-rbm-1,"),
         ({"paper": "003", "table": ["3"]}, "table '3' of paper 003 is not made here. There are: 1"),
         ({"table": ["3"]}, "--table=3 is for --paper. Leave it out."),
+        ({"table": ["3"], "suite": "replicas"}, "--table=3 is for --paper. Leave it out."),
+        ({"paper": "003", "replicas": 8}, "--replicas=8 is for other papers: the tables of 003"),
         ({"paper": "003", "suite": "async"}, "--suite=async is for runs without --paper."),
     ],
 )

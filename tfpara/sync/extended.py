@@ -403,6 +403,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         with tf.device("CPU:0"):
             period = tf.constant(settings.sync_period, tf.int64)
             self._period = _plain_variable(period, "sync_period")
+            # Steps of the epoch that `fit` is in, with which its last block ends.
+            self._steps_in_epoch = NEVER
+            self._epoch_steps = _plain_variable(tf.constant(NEVER, tf.int64), "epoch_steps")
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
         self.reports = self._collectives(1, host, "RING")
         self.control = Control(
@@ -657,7 +660,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         ]
         agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
         for optimizer in optimizers(model):
-            warn_of_outlasting_momentum(settings, optimizer)
+            steps = float(self._steps_of_a_block(optimizer, float(settings.sync_period)))
+            warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
         if any(is_slow_with_adam(settings, optimizer) for optimizer in optimizers(model)):
@@ -699,10 +703,41 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.elastic.check_step()
         return synchronizer
 
+    def note_epoch(self, model: keras.Model, steps: int | None) -> None:
+        """Notes that an epoch of `fit` begins, or that the last one is over.
+
+        Blocks end with the epoch, so momentum is fitted to that where it is shorter than a block.
+
+        Args:
+            model: that is trained.
+            steps: minibatches of each replica in the epoch; None: not known, or no epoch.
+        """
+        # Where workers come and go it changes within the epoch.
+        changes = self.elastic is not None or self.replay is not None
+        self._steps_in_epoch = NEVER if steps is None or changes else steps
+        self._epoch_steps.assign(self._steps_in_epoch)
+        for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
+            self._note_fit(optimizer)
+            self._note_short_block(optimizer)
+
+    def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Says so where every second block is too short for the local momentum."""
+        block = (self.sync_period or NEVER) * self.settings.fragments
+        steps = self._steps_in_epoch
+        rest = steps % block
+        memory = 1.0 / (1.0 - momentum_of(optimizer))
+        if block < steps < 2 * block and 0 < rest < memory < block:
+            self._note(
+                f"an epoch has {steps} steps, and its last block {rest} of {block}: shorter than "
+                f"what the local momentum {momentum_of(optimizer):g} remembers, so that training "
+                f"may diverge. Choose a sync_period that divides {steps}, or one below "
+                f"{steps // 2}: docs/rules.md"
+            )
+
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
-        # Of the period that is set: a warm start has none at first.
-        momentum, period = momentum_of(optimizer), float(self.settings.sync_period)
-        steps = float(self._steps_of_a_block(optimizer, period))
+        # A warm start has no period at first.
+        momentum, period = momentum_of(optimizer), self.sync_period or self.settings.sync_period
+        steps = float(self._steps_of_a_block(optimizer, float(period)))
         fitted, factor = in_a_block(momentum, steps)
         if fitted != momentum or factor != 1.0:
             self._note(
@@ -725,7 +760,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _steps_of_a_block(self, optimizer: keras.optimizers.Optimizer, period: Scalar) -> Scalar:
         accumulated = optimizer.gradient_accumulation_steps or 1
-        return period * self.settings.fragments / accumulated
+        block = period * self.settings.fragments
+        if tf.is_tensor(block):
+            epoch = tf.cast(self._epoch_steps.read_value(), tf.float32)
+            return tf.minimum(block, epoch) / accumulated
+        return min(block, self._steps_in_epoch) / accumulated
 
     def _note(self, text: str) -> None:
         """Tells the user, once, of a choice that they did not make."""

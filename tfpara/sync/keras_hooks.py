@@ -562,6 +562,10 @@ def _in_place(name: str) -> Callable[[Method], Method]:
                 result = hook(callbacks, *args, **kwargs)
             if name == "on_train_begin" and elastic is not None:
                 elastic.begin()
+            if name in ("on_epoch_begin", "on_train_end"):
+                # Callbacks may have changed the sync period.
+                steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None
+                _extended(callbacks).note_epoch(callbacks._model, steps)
             return result
 
         return calling

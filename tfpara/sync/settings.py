@@ -240,18 +240,26 @@ class Settings:
         return fits and type(inner).update_step is keras.optimizers.SGD.update_step
 
 
-def warn_of_outlasting_momentum(settings: Settings, optimizer: keras.optimizers.Optimizer) -> None:
-    """Warns where local momentum outlasts a block, and the rule's own momentum repeats it."""
+def warn_of_outlasting_momentum(
+    settings: Settings, optimizer: keras.optimizers.Optimizer, steps: float
+) -> None:
+    """Warns where local momentum outlasts a block, and the rule's own momentum repeats it.
+
+    Args:
+        settings: of the strategy.
+        optimizer: of the model.
+        steps: of the optimizer in a block.
+    """
     momentum, rule = momentum_of(optimizer), settings.rule
     reset = settings.local_state == "reset"
     if not settings.has_momentum or reset or settings.fits_momentum(optimizer):
         return
     memory = 1.0 / (1.0 - momentum)
-    if momentum and memory > settings.sync_period:
+    if momentum and memory > steps:
         fix = "momentum 0" if settings.local_state == "auto" else 'local_state="auto"'
         warnings.warn(
-            f"the local optimizer's momentum {momentum:g} remembers about {memory:.0f} "
-            f"minibatches, longer than a block of sync_period={settings.sync_period}; kept across "
+            f"the local optimizer's momentum {momentum:g} remembers about {memory:.0f} steps, "
+            f"longer than a block of {steps:g} (sync_period={settings.sync_period}); kept across "
             f"syncs under {type(rule).__name__} it is counted twice, and training may diverge. Use "
             f"{fix}, or a longer sync_period.",
             stacklevel=2,
