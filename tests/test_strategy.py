@@ -1039,5 +1039,5 @@ def test_classical_bmuf_warns_where_kept_momentum_outlasts_the_block():
     strategy = make_strategy(tfpara.BMUF(nesterov=False), local_state="keep")
     with strategy.scope():
         model = compiled(*MODELS["dense"])
-    with pytest.warns(UserWarning, match="momentum 0.9 remembers about 10 minibatches"):
+    with pytest.warns(UserWarning, match="momentum 0.9 remembers about 10 steps"):
         model.fit(distributed(strategy), verbose=0)
