@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara.checkpoint.run import check_run, versions
 from tfpara.checkpoint.store import Store
 
 DEVICES = ["CPU:0", "CPU:1"]
@@ -847,3 +848,32 @@ def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(tmp_path):
     assert len(found) == len(expected.files)
     for value, name in zip(found, expected.files, strict=True):
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+BMUF_OF_0_1 = "BMUF(block_momentum=None, block_learning_rate=1.0, nesterov=True, compat=None"
+
+
+@pytest.mark.parametrize(
+    ("state", "now", "warmup", "said"),
+    [
+        ("keep", "auto", "None", None),  # the defaults of both versions
+        ("keep", "keep", "None", None),
+        ("keep", "auto", "False", None),  # with the η that it had, of any number of replicas
+        ("keep", "auto", "True", "rule: the checkpoint has"),
+        ("reset", "auto", "None", "local_state: the checkpoint has 'reset', this run has 'auto'"),
+    ],
+)
+def test_with_what_settings_a_run_of_version_0_1_goes_on(state, now, warmup, said):
+    of_0_1 = {"local_state": state, "rule": f"{BMUF_OF_0_1})", "tfpara version": "0.1.0"}
+    mine = {"local_state": now, "rule": f"{BMUF_OF_0_1}, warmup={warmup})"}
+    refused = (
+        pytest.raises(tfpara.CheckpointError, match=said) if said else contextlib.nullcontext()
+    )
+    with refused:
+        check_run("run", {"run": of_0_1, "versions": versions()}, mine)
+
+
+def test_a_run_that_was_told_to_keep_its_momentum_does_not_go_on_with_another():
+    theirs, mine = ({"local_state": state, "rule": "BSP()"} for state in ("keep", "auto"))
+    with pytest.raises(tfpara.CheckpointError, match="local_state: the checkpoint has 'keep'"):
+        check_run("run", {"run": theirs, "versions": versions()}, mine)

@@ -450,11 +450,14 @@ def check_run(
     mine = json.loads(json.dumps(mine, default=repr))
     # Version 0.1 listed its version among the settings. The format's number decides instead.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
-    if mine.get("local_state") == "auto" and theirs.get("local_state") == "keep":
-        theirs["local_state"] = "auto"  # what was the default before there was "auto"
+    if "tfpara version" in manifest["run"] and mine.get("local_state") == "auto":
+        # What was the default before there was "auto".
+        theirs["local_state"] = {"keep": "auto"}.get(theirs["local_state"], theirs["local_state"])
     if "rule" in theirs and "warmup=" not in theirs["rule"]:
         # A run of a version without a warm-up of η goes on with the η that it had.
-        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", r"\1, warmup=None", theirs["rule"])
+        without = re.search(r"warmup=(None|False)", mine["rule"])
+        warmup = without[0] if without else "warmup=None"
+        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, {warmup}", theirs["rule"])
     differing = differences({"the checkpoint": theirs, "this run": mine})
     if differing:
         raise CheckpointError(
