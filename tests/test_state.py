@@ -122,6 +122,7 @@ _NOT_KEPT = {
     "request",
     "agreed",
     "pending_steps",
+    "epoch_steps",
     "device_steps",
     "device_samples",
     "sync_began",
