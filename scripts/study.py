@@ -89,7 +89,7 @@ def main() -> None:
     rows = _all(out, chosen)
     content = {"setting": _setting(out), "seconds": time.monotonic() - started, "rows": rows}
     common.write_json(out / "results.json", content)
-    name, text = "table.md", _table(rows)
+    name, text = "table.md", study_runs.table(rows)
     if _PAPER.value is not None:
         name, text = "page.md", study_papers.page(_PAPER.value, _tables(), rows)
     common.write_text(out / name, text)
@@ -274,25 +274,6 @@ def _setting(out: Path) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("tensorflow", "keras", "numpy")},
     }
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    names = {"global": "global", "ma": "MA"}
-    lines = [
-        "| model | training | replicas | epochs | weights | test frame error % | "
-        "test phone error % | minutes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        weights = names.get(row["weights"], row["weights"].replace("ema-", "EMA "))
-        rates = [row["frame_error_rate"], row["phone_error_rate"]]
-        shown = ["diverged" if rate is None else f"{rate:.2f}" for rate in rates]
-        epochs = "" if row["epochs"] is None else row["epochs"]
-        lines.append(
-            f"| {row['model']} | {row['training']} | {row['replicas']} | {epochs} | {weights} | "
-            f"{shown[0]} | {shown[1]} | {row['seconds'] / 60:.1f} |"
-        )
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

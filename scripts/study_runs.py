@@ -5,7 +5,8 @@ Those that the papers' tables share with them are taken from here by `scripts/st
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 RBM = "rbm"  # the pretraining that the DNNs start from
 FIRST = "first-epoch"  # the run that other runs start from: one replica alone
@@ -143,3 +144,23 @@ ASYNC = (
     ),
     _one_pass("aasgd-hand", "averaged ASGD, one pass, rates by hand", "--schedule=hand"),
 )
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the rows of runs, in Markdown; rates are None where a run has diverged."""
+    names = {"global": "global", "ma": "MA"}
+    lines = [
+        "| model | training | replicas | epochs | weights | test frame error % | "
+        "test phone error % | minutes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        weights = names.get(row["weights"], row["weights"].replace("ema-", "EMA "))
+        rates = [row["frame_error_rate"], row["phone_error_rate"]]
+        shown = ["diverged" if rate is None else f"{rate:.2f}" for rate in rates]
+        epochs = "" if row["epochs"] is None else row["epochs"]
+        lines.append(
+            f"| {row['model']} | {row['training']} | {row['replicas']} | {epochs} | {weights} | "
+            f"{shown[0]} | {shown[1]} | {row['seconds'] / 60:.1f} |"
+        )
+    return "\n".join(lines) + "\n"

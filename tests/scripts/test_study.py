@@ -7,7 +7,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from scripts import common, study, study_grid, study_papers
+from scripts import study_grid, study_papers, study_runs
 
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
@@ -18,7 +18,7 @@ def test_the_table_has_a_row_for_each_model():
     rates = {"frame_error_rate": 49.912, "phone_error_rate": 35.4, "seconds": 90.0}
     lost = {"frame_error_rate": None, "phone_error_rate": None, "seconds": 6.0, "epochs": None}
     rows = [{**lstm, **rates, "weights": "ema-0.8"}, {**lstm, **lost, "weights": "global"}]
-    assert study._table(rows).splitlines()[2:] == [
+    assert study_runs.table(rows).splitlines()[2:] == [
         "| LSTM | SGD, Nesterov BMUF | 2 | 6 | EMA 0.8 | 49.91 | 35.40 | 1.5 |",
         "| LSTM | SGD, Nesterov BMUF | 2 |  | global | diverged | diverged | 0.1 |",
     ]
@@ -185,20 +185,20 @@ def test_a_table_of_a_paper_is_made(run_well, tmp_path):
     assert (out / "first-epoch" / "model.weights.h5").is_file()
 
 
+def test_a_table_that_is_not_made_here_is_refused():
+    with pytest.raises(ValueError, match="of paper 003 is not made here. There are: 1, 2"):
+        study_papers.numbers("003", ["1", "3"])
+
+
 @pytest.mark.parametrize(
-    "given,said",
+    ("flags", "said"),
     [
-        ({"only": ["gmm"]}, "there is no run 'gmm'. There are: dnn-sgd-rbm-1,"),
-        ({"paper": "003", "table": ["3"]}, "table '3' of paper 003 is not made here. There are: 1"),
-        ({"table": ["3"]}, "--table=3 is for --paper. Leave it out."),
-        ({"table": ["3"], "suite": "replicas"}, "--table=3 is for --paper. Leave it out."),
-        ({"paper": "003", "replicas": 8}, "--replicas=8 is for other papers: the tables of 003"),
-        ({"paper": "003", "suite": "async"}, "--suite=async is for runs without --paper."),
+        (("--only=gmm",), "there is no run 'gmm'. There are: dnn-sgd-rbm-1,"),
+        (("--table=3", "--suite=replicas"), "--table=3 is for --paper. Leave it out."),
+        (("--paper=003", "--replicas=8"), "--replicas=8 is for other papers: the tables of 003"),
     ],
 )
-def test_what_there_is_not_is_refused(tmp_path, given, said):
-    out = tmp_path / "study"
-    refused = pytest.raises(common.Failure, match=re.escape(said))
-    with flagsaver.flagsaver(out=str(out), **given), refused:
-        study.main()
-    assert not out.exists()
+def test_what_there_is_not_is_refused(run, tmp_path, flags, said):
+    ended = run("study", f"--out={tmp_path / 'study'}", *flags)
+    assert ended.returncode == 1 and said in ended.err
+    assert not (tmp_path / "study").exists()
