@@ -174,7 +174,7 @@ def _pretrain(out: Path) -> None:
 
 
 def _first_epoch(out: Path) -> None:
-    """Trains the model that the asynchronous runs start from, on one replica."""
+    """Trains, on one replica, the model that `study_runs.FIRST` stands for."""
     if not _weights(out, study_runs.FIRST).is_file():
         print("the common first epoch ...", flush=True)
         where = [f"--corpus={out / 'corpus'}", f"--run_dir={out / study_runs.FIRST}"]

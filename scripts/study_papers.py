@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scripts.study_runs import ASYNC, FALLING, FIRST, MODELS, PLAIN, RBM, SERVERS, STREAMS, Run
+from scripts.study_runs import ASYNC, FIRST, MODELS, PLAIN, RBM, SERVERS, STREAMS, Run
 from scripts.study_runs import DNN as OF_001
 
 DIVERGED = math.inf
@@ -81,11 +81,10 @@ def _of_003(rule: str, workers: int = 4, period: int = 5, minibatch: int = 1024)
     size = _MINIBATCHES[minibatch]
     rate = 0.02 * size / 64
     rates = (f"--learning_rate={rate:g}", f"--final_learning_rate={rate / 10:g}")
-    options = (*PLAIN, f"--minibatch={size}", *FALLING, *rates)
     training = f"{rule}, period {period}" if rule else "SGD"
     name = f"003-{rule.lower()}-{workers}-{period}-{size}" if rule else f"003-sgd-{size}"
     of_rule = (*_RULES[rule], f"--sync_period={period}") if rule else ("--rule=none",)
-    options = (*options, *of_rule)
+    options = (*PLAIN, f"--minibatch={size}", "--schedule=exponential", *rates, *of_rule)
     return Run(name, "DNN", training, bool(rule), options, start=FIRST, replicas=workers)
 
 
@@ -178,6 +177,21 @@ def _of_001(optimizer: str, start: str, parallel: bool) -> Run:
     return _OF_SUITE[f"dnn-{optimizer}-{start}-{'n' if parallel else '1'}"]
 
 
+def _one_and_many(
+    label: str,
+    optimizer: str,
+    start: str,
+    nodes: str,
+    alone: tuple[float, ...],
+    many: tuple[float, ...],
+) -> list[Row]:
+    """Rows of one replica and of several, which stand for as many nodes as the paper had."""
+    return [
+        Row((label, "1"), alone, _of_001(optimizer, start, False)),
+        Row((label, nodes), many, _of_001(optimizer, start, True)),
+    ]
+
+
 def _every(period: int) -> Run:
     if period == 10:
         return _of_001("ngsgd", "rbm", True)
@@ -234,10 +248,8 @@ TABLES: Mapping[tuple[str, int], Table] = {
         ("start", "nodes there"),
         _SWB,
         (
-            Row(("random", "1"), (15.6, 27.4), _of_001("ngsgd", "random", False)),
-            Row(("random", "32"), (16.4, 28.8), _of_001("ngsgd", "random", True)),
-            Row(("RBM", "1"), (14.7, 26.8), _of_001("ngsgd", "rbm", False)),
-            Row(("RBM", "32"), (15.2, 27.1), _of_001("ngsgd", "rbm", True)),
+            *_one_and_many("random", "ngsgd", "random", "32", (15.6, 27.4), (16.4, 28.8)),
+            *_one_and_many("RBM", "ngsgd", "rbm", "32", (14.7, 26.8), (15.2, 27.1)),
         ),
         _OTHER_001,
     ),
@@ -257,10 +269,8 @@ TABLES: Mapping[tuple[str, int], Table] = {
         ("optimizer", "nodes there"),
         _SWB,
         (
-            Row(("SGD", "1"), (14.9, 26.9), _of_001("sgd", "rbm", False)),
-            Row(("SGD", "16"), (16.3, 28.3), _of_001("sgd", "rbm", True)),
-            Row(("NG-SGD", "1"), (14.7, 26.8), _of_001("ngsgd", "rbm", False)),
-            Row(("NG-SGD", "16"), (15.1, 27.0), _of_001("ngsgd", "rbm", True)),
+            *_one_and_many("SGD", "sgd", "rbm", "16", (14.9, 26.9), (16.3, 28.3)),
+            *_one_and_many("NG-SGD", "ngsgd", "rbm", "16", (14.7, 26.8), (15.1, 27.0)),
         ),
         _OTHER_001,
     ),

@@ -1,4 +1,4 @@
-"""The runs of the suites `models` and `async` of `scripts.study`.
+"""The runs of the suites `models` and `async` of `scripts.study`, and the table of their scores.
 
 Those that the papers' tables share with them are taken from here by `scripts/study_papers.py`.
 """

@@ -182,11 +182,27 @@ def test_a_table_of_a_paper_is_made(run_well, tmp_path):
     rates = f"{row['frame_error_rate']:.2f} | {row['phone_error_rate']:.2f}"
     minutes = f"{row['seconds'] / 60:.1f}"
     assert f"| averaged, one pass | 7.89 | 20.01 | 1 | {rates} | {minutes} | 1 |" in page
-    assert (out / "first-epoch" / "model.weights.h5").is_file()
+    first = out / "first-epoch" / "model.weights.h5"
+    trained_at = first.stat().st_mtime_ns
+
+    # The suite has the same run: it is not trained again, and both of its models are scored.
+    again = run_well("study", f"--out={out}", "--suite=async", only, *small)
+    assert first.stat().st_mtime_ns == trained_at
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [(each["weights"], each["replicas"]) for each in rows] == [("global", 2), ("average", 2)]
+    assert rows[1] == row
+    table = (out / "table.md").read_text()
+    assert table in again.out
+    for each, line in zip(rows, table.splitlines()[2:], strict=True):
+        assert 0 < each["frame_error_rate"] <= 100
+        assert f"| {each['frame_error_rate']:.2f} | {each['phone_error_rate']:.2f} |" in line
+        assert each["seconds"] == row["seconds"]
+        assert line.endswith(f"| {minutes} |")
 
 
 def test_a_table_that_is_not_made_here_is_refused():
-    with pytest.raises(ValueError, match="of paper 003 is not made here. There are: 1, 2"):
+    said = "table '3' of paper 003 is not made here. There are: 1, 2"
+    with pytest.raises(ValueError, match=said):
         study_papers.numbers("003", ["1", "3"])
 
 
@@ -195,6 +211,7 @@ def test_a_table_that_is_not_made_here_is_refused():
     [
         (("--only=gmm",), "there is no run 'gmm'. There are: dnn-sgd-rbm-1,"),
         (("--table=3", "--suite=replicas"), "--table=3 is for --paper. Leave it out."),
+        (("--paper=003", "--suite=async"), "--suite=async is for runs without --paper."),
         (("--paper=003", "--replicas=8"), "--replicas=8 is for other papers: the tables of 003"),
     ],
 )

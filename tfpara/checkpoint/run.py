@@ -450,14 +450,13 @@ def check_run(
     mine = json.loads(json.dumps(mine, default=repr))
     # Version 0.1 listed its version among the settings. The format's number decides instead.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
-    if "tfpara version" in manifest["run"] and mine.get("local_state") == "auto":
-        # What was the default before there was "auto".
-        theirs["local_state"] = {"keep": "auto"}.get(theirs["local_state"], theirs["local_state"])
+    states = (theirs.get("local_state"), mine.get("local_state"))
+    if "tfpara version" in manifest["run"] and states == ("keep", "auto"):
+        theirs["local_state"] = "auto"  # what was the default before there was "auto"
     if "rule" in theirs and "warmup=" not in theirs["rule"]:
         # A run of a version without a warm-up of η goes on with the η that it had.
-        without = re.search(r"warmup=(None|False)", mine["rule"])
-        warmup = without[0] if without else "warmup=None"
-        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, {warmup}", theirs["rule"])
+        warmup = "False" if "warmup=False" in mine.get("rule", "") else "None"
+        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", theirs["rule"])
     differing = differences({"the checkpoint": theirs, "this run": mine})
     if differing:
         raise CheckpointError(
