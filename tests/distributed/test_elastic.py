@@ -391,10 +391,19 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
     assert "restart" not in output
 
 
-@pytest.mark.one_version
-def test_arrays_are_dealt_out_anew(tmp_path):
-    """Each row of an epoch is trained once, in an order of its own, whoever is lost or comes."""
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("arrays", marks=pytest.mark.one_version),
+        "dataset",
+        pytest.param("py_dataset", marks=pytest.mark.one_version),
+        pytest.param("by_epoch", marks=pytest.mark.one_version),
+    ],
+)
+def test_rows_are_dealt_out_anew(kind, tmp_path):
+    """Each row of an epoch is trained once, shuffled if that was said, whoever is lost or comes."""
     options = {"epochs": 5, "step_seconds": 0.1, "arrays": 3, "checkpoints": str(tmp_path / "run")}
+    options["kind"] = kind
     options["holds"] = {"3": "len(tasks) > 2 or comes"}
     with elastic_runs.Run(tmp_path, 3, {0: ["weights", 2, "SIGKILL"]}, **options) as run:
         run.start()
@@ -406,7 +415,8 @@ def test_arrays_are_dealt_out_anew(tmp_path):
         for row in range(60):
             assert counts[row] in ({4, 5} if row in lost else {5}), row
         orders = [[e[1] for e in run.events(n) if e[0] == "trained"] for n in ended]
-        assert all(order != sorted(order) for order in orders)
+        if kind != "dataset":
+            assert all(order != sorted(order) for order in orders)
 
 
 @pytest.mark.parametrize(

@@ -44,18 +44,13 @@ def main() -> None:
 
     whole = points(10_000, seed=1)
 
-    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
-        """This worker's minibatches of an epoch, from the one with number `first` on.
-
-        All workers have the same order, and each takes its share: a worker has one replica
-        here. docs/data.md has a function for several.
-        """
+    def minibatches(epoch: int) -> tf.data.Dataset:
+        """All minibatches of an epoch, each for one replica, in an order of the epoch's own."""
         rows = tf.data.Dataset.from_tensor_slices(whole).shuffle(10_000, seed=epoch)
-        rest = rows.batch(BATCH, drop_remainder=True).skip(first)
-        return rest.shard(strategy.num_replicas, strategy.local_replica_ids[0])
+        return rows.batch(BATCH, drop_remainder=True)
 
     model.fit(
-        strategy.datasets_by_epoch(minibatches),
+        strategy.minibatches_by_epoch(minibatches),
         epochs=options.epochs,
         validation_data=points(1_000, seed=2),
         validation_batch_size=1_000,

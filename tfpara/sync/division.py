@@ -7,7 +7,9 @@ differed. Before the first step the workers compare a few facts and numbers of t
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,6 +17,9 @@ import tensorflow as tf
 
 from tfpara.sync.fingerprint import differences
 from tfpara.typing import Json, Nest
+
+# TensorFlow's finding of a dataset's batch size, by which it divides batches between replicas.
+from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
 
 _ROWS = 16  # number of rows of each array that are compared
 OWN = "each worker its own"  # the "kind" of data that are not divided
@@ -104,7 +109,7 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
     """Returns facts by which a dataset is compared with another worker's, without reading it."""
     if not divided_between_workers(dataset):
         return {"kind": OWN}
-    shards, values, seeds = [], [], []
+    shards, values = [], []
     for part in _parts(dataset):
         # Private: the names of tf.data's classes and attributes say what a dataset is made of, and
         # nothing public does. A TensorFlow version that lacks a name has one fact less.
@@ -113,15 +118,13 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
         if hasattr(part, "_tensors"):
             values += values_of([t for t in part._tensors if t.dtype != tf.variant])
-        if "Shuffle" in name:
-            seeds.append([_number(part, "_seed"), _number(part, "_seed2")])
     return {
         "kind": "tf.data.Dataset",
         "batches": int(dataset.cardinality()),
         "elements": repr(dataset.element_spec),
         "shard(number of shards, index)": shards,
         "values": values,
-        "shuffle seeds": seeds,
+        "shuffle seeds": seeds_of(dataset),
     }
 
 
@@ -138,6 +141,65 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 def _number(part: object, name: str) -> int | None:
     value = getattr(part, name, None)
     return None if value is None else int(value)
+
+
+def batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Returns the rows of all batches but the last; None if the dataset does not say."""
+    found = int(compute_batch_size(dataset))
+    return found if found > 0 else None
+
+
+def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
+    """Returns why a dataset may have another order whenever it is read; "" if it has one alone.
+
+    Args:
+        dataset: the dataset.
+        made_anew: whether it is made anew each time, so that a seed gives the same order again.
+    """
+    if dataset.options().deterministic is False:
+        return "has the option deterministic=False, which lets it reorder what is ready first"
+    for part in _parts(dataset):
+        # Private names, as above. What TensorFlow calls otherwise in another version is not found.
+        name = type(part).__name__
+        if getattr(part, "_deterministic", None) == "false":
+            return f"has {_method(name)}(deterministic=False), which reorders what is ready first"
+        if _is_drawn(part) and not any(_seeds(part)):
+            return f"has {_method(name)} without a seed, so each worker has an order of its own"
+        if getattr(part, "_reshuffle_each_iteration", False) and not made_anew:
+            return "has shuffle, which gives another order whenever it is read"
+        for function in part._functions():
+            called = _operations(function.function.graph.as_graph_def())
+            if any("ShuffleDataset" in operation for operation in called):
+                return f"has shuffle inside the function of {_method(name)}, of unknown order"
+            if "GeneratorDataset" in called and not made_anew:
+                return "reads a Python function (from_generator), of unknown order"
+    return ""
+
+
+def seeds_of(dataset: tf.data.Dataset) -> list[list[int | None]]:
+    """Returns the seeds of all parts of a dataset whose order is drawn at random."""
+    return [_seeds(part) for part in _parts(dataset) if _is_drawn(part)]
+
+
+def _is_drawn(part: tf.data.Dataset) -> bool:
+    # Private names of classes, as above.
+    return "Shuffle" in type(part).__name__ or "Random" in type(part).__name__
+
+
+def _seeds(part: tf.data.Dataset) -> list[int | None]:
+    return [_number(part, "_seed"), _number(part, "_seed2")]
+
+
+def _method(name: str) -> str:
+    """The method that makes a dataset of a class with this name, as `map` for _MapDataset."""
+    words = re.findall("[A-Z][a-z]*", name.replace("Dataset", "").replace("Parallel", ""))
+    return "_".join(words).lower() or name
+
+
+def _operations(graph: Any) -> set[str]:
+    """The types of all operations of a graph and of the functions that it calls."""
+    own = {node.op for node in graph.node}
+    return own.union(*({node.op for node in f.node_def} for f in graph.library.function))
 
 
 def check_batched(spec: Nest) -> None:

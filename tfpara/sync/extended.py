@@ -36,6 +36,7 @@ from tfpara.steps import batch_size, weight_of, with_open_batches, with_own_memo
 from tfpara.strategy import StateHolder
 from tfpara.sync.block import NEVER
 from tfpara.sync.control import Control, MismatchError
+from tfpara.sync.division import batch_size as batch_size_of
 from tfpara.sync.division import difference, divided_between_workers
 from tfpara.sync.epochs import Position
 from tfpara.sync.exchange import everyones, joined
@@ -66,9 +67,6 @@ from tensorflow.python.distribute import values as _values  # isort: skip
 
 # The classes of distributed datasets. Keras accepts no others, and calls __iter__ for each pass.
 from tensorflow.python.distribute import input_lib as _input_lib  # isort: skip
-
-# TensorFlow's finding of a dataset's batch size, by which it divides batches between replicas.
-from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
 
 # The module whose function makes the datasets of single devices, which is replaced for a while.
 from tensorflow.python.data.ops import multi_device_iterator_ops as _multi_device  # isort: skip
@@ -1256,7 +1254,7 @@ def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:
     TensorFlow, so the dataset stays as it is.
     """
     copies = with_own_memory(dataset)
-    return copies if compute_batch_size(copies) == compute_batch_size(dataset) else dataset
+    return copies if batch_size_of(copies) == batch_size_of(dataset) else dataset
 
 
 def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:

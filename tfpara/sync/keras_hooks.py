@@ -57,7 +57,14 @@ from tfpara.keras_model import (
     unbuilt_optimizers,
 )
 from tfpara.sync import chiefs_callbacks, division, reading, scope
-from tfpara.sync.arrays import PARTS, are_arrays, deal_out_arrays
+from tfpara.sync.dealing import (
+    PARTS,
+    Batches,
+    are_arrays,
+    deal_out_arrays,
+    deal_out_dataset,
+    deal_out_py_dataset,
+)
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.typing import Data, Json, Nest, Variable
@@ -225,8 +232,7 @@ def _together(fit: Method) -> Method:
         changing: Any = extended.elastic or extended.replay
         if changing is not None:
             bound = signature.bind(model, *args, **kwargs)
-            _divide_and_weight(bound.arguments)
-            deal_out_arrays(strategy, changing.founding_replicas, bound.arguments)
+            _deal_out(strategy, changing.founding_replicas, bound.arguments)
             changing.check(model, bound.arguments)
             args, kwargs = bound.args[1:], bound.kwargs
         elastic = changing.training(model) if changing else contextlib.nullcontext()
@@ -243,6 +249,33 @@ def _together(fit: Method) -> Method:
         return history
 
     return fitting
+
+
+def _deal_out(strategy: Any, replicas: int, given: dict[str, Any]) -> None:
+    """Replaces data among the arguments of `fit` by such as can be dealt out anew, in place."""
+    data, class_weight = given.get("x"), given.get("class_weight")
+    if isinstance(data, tf.data.Dataset):
+        if class_weight:
+            weighted = _adapters.TFDatasetAdapter(data, class_weight=class_weight)
+            given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
+        deal_out_dataset(strategy, replicas, given)
+    elif isinstance(data, keras.utils.PyDataset) and given.get("steps_per_epoch") is None:
+        adapter = _adapters.PyDatasetAdapter(data, class_weight, given.get("shuffle", True))
+        adapter.enqueuer = None  # whose threads would read for nobody
+        count = adapter.num_batches
+        if not count:
+            raise ValueError(f"elastic= needs the number of a PyDataset's batches; it is {count}.")
+
+        def standard(batch: Data) -> Data:
+            return _without_none(adapter._standardize_batch(batch))
+
+        first = [standard(data[number]) for number in {0, count - 1}]
+        signature = _adapter_utils.get_tensor_spec(first)
+        batches = Batches(count, signature, standard, _part)
+        deal_out_py_dataset(strategy, replicas, given, batches)
+    else:
+        _divide_and_weight(given)
+        deal_out_arrays(strategy, replicas, given)
 
 
 def _divide_and_weight(given: dict[str, Any]) -> None:

@@ -62,15 +62,28 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
 
 
 class Order:
-    """The seed of the orders of shuffled Python data; kept in checkpoints."""
+    """How data are shuffled and divided; kept in checkpoints.
+
+    Attributes:
+        seed: of the orders of shuffled Python data.
+        parts: into which an elastic run cuts each batch, the replicas with which it first began.
+    """
 
     seed: int | None = None
+    parts: int | None = None
 
-    def get_state(self) -> int | None:
-        return self.seed
+    def known(self) -> tuple[int, int]:
+        """Returns the seed and the parts, once workers have agreed on them."""
+        assert self.seed is not None and self.parts is not None
+        return self.seed, self.parts
 
-    def set_state(self, state: int | None) -> None:
-        self.seed = state
+    def get_state(self) -> Json:
+        return {"seed": self.seed, "parts": self.parts}
+
+    def set_state(self, state: Json) -> None:
+        # Version 0.1 kept the seed alone.
+        own = state if isinstance(state, dict) else {"seed": state}
+        self.seed, self.parts = own["seed"], own.get("parts") or self.parts
 
 
 def random_states() -> dict[str, list[Json]]:

@@ -114,6 +114,7 @@ class Regrouping:
         self.joining = not self.line.founding
         self.plan = begin(0, self.form.tasks)
         self.dataset_fn: Callable[..., tf.data.Dataset] | None = None
+        self._facts: Mapping[str, Json] = {}  # of these data, beyond what shows in their spec
         self._lock = threading.Lock()
         self._iterator: Iterator[Any] | None = None
         self._operations = 0  # collective calls from Python that are done
@@ -522,6 +523,7 @@ class Regrouping:
             **hyperparameters(self._model),
             "data": str(data.element_spec),
             "minibatches of the first epoch": int(data.cardinality()),
+            **self._facts,
         }
         return {key: json.loads(json.dumps(value, default=repr)) for key, value in terms.items()}
 
@@ -539,16 +541,17 @@ class Regrouping:
             ValueError: it cannot be dealt out anew where workers come and go; another model is
                 trained already; or a callback of `fit` has called it.
         """
-        if not hasattr(given.get("x"), "built_for"):
-            raise ValueError(
-                "elastic= deals the data of an epoch out anew where workers come and go. Give fit "
-                "arrays, or strategy.datasets_by_epoch(...), which says what each minibatch is: "
-                "docs/elastic.md."
-            )
         if given.get("steps_per_epoch") is not None:
             raise ValueError(
                 f"steps_per_epoch={given['steps_per_epoch']} and elastic= contradict each other: "
-                "workers take as many steps as are left to them. Give data for as long an epoch."
+                "workers take as many steps as are left to them. Give arrays, or data for as long "
+                "an epoch."
+            )
+        if not hasattr(given.get("x"), "built_for"):
+            raise ValueError(
+                "elastic= deals the data of an epoch out anew where workers come and go. Give fit "
+                "arrays, a tf.data.Dataset or PyDataset of whole epochs, or "
+                "strategy.minibatches_by_epoch(...): docs/elastic.md."
             )
         if self._model is not None and self._model is not model:
             raise ValueError(
@@ -561,6 +564,7 @@ class Regrouping:
                 "it. Call one after the other."
             )
         self.dataset_fn = given["x"].dataset_fn
+        self._facts = getattr(given["x"], "facts", {})
 
     @contextlib.contextmanager
     def training(self, model: keras.Model) -> Iterator[None]:

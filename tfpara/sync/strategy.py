@@ -24,6 +24,7 @@ from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
+from tfpara.sync.dealing import by_epoch
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.sync.regrouping import Regrouping
@@ -429,6 +430,27 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         return self.extended.datasets_by_epoch(
             lambda context: dataset_fn(position.epoch, position.first)
         )
+
+    def minibatches_by_epoch(
+        self, dataset_fn: Callable[[int], tf.data.Dataset]
+    ) -> tf.distribute.DistributedDataset:
+        """Returns data for `fit` that are another dataset in every epoch; this deals them out.
+
+        As `datasets_by_epoch`, where workers need not know which minibatches are theirs: minibatch
+        k of an epoch is that of replica k mod N. Every worker reads all of them and keeps its own,
+        so reading should be cheap beside training.
+
+        Args:
+            dataset_fn: called on each worker as `dataset_fn(epoch)`, from 0. It returns all
+                minibatches of that epoch, each for one replica, in the same order on all workers
+                and whenever it is called: what is shuffled or drawn needs a seed, as in
+                `dataset.shuffle(1000, seed=epoch)`.
+
+        Raises:
+            TypeError: it returns no dataset.
+            ValueError: a dataset has no end, or an order that cannot be repeated.
+        """
+        return self.datasets_by_epoch(by_epoch(self, dataset_fn))
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
         """Adds the state of an object to checkpoints, from which it is restored.

@@ -8,7 +8,8 @@ be; `["epoch", number, log, workers]`, and at the end `["end", hash of the weigh
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
 checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
-timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), weights (a
+timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
+`fit` is given in place of arrays: a dataset, py_dataset or by_epoch of the same rows), weights (a
 file for them), replay (a record and the number of replicas: it is trained again, in this process),
 fits (calls of `fit`; between two of them a layer is frozen and the model compiled anew), holds and
 faults.
@@ -264,6 +265,37 @@ def callbacks(options):
     return [made[name]() for name in options["callbacks"]]
 
 
+class Batches(keras.utils.PyDataset):
+    def __init__(self, given):
+        super().__init__(workers=2)
+        self.given = given
+
+    def __len__(self):
+        return -(-len(self.given["y"]) // self.given["batch_size"])
+
+    def __getitem__(self, number):
+        size = self.given["batch_size"]
+        rows = slice(number * size, (number + 1) * size)
+        x = {name: values[rows] for name, values in self.given["x"].items()}
+        return x, self.given["y"][rows]
+
+
+def dataset_of(given):
+    return tf.data.Dataset.from_tensor_slices((given["x"], given["y"]))
+
+
+KINDS = {
+    "arrays": dict,
+    "dataset": lambda given: {"x": dataset_of(given).batch(given["batch_size"])},
+    "py_dataset": lambda given: {"x": Batches(given)},
+    "by_epoch": lambda given: {
+        "x": strategy.minibatches_by_epoch(
+            lambda epoch: dataset_of(given).shuffle(60, seed=epoch).batch(1)
+        )
+    },
+}
+
+
 def main():
     global strategy
     options = {
@@ -288,6 +320,7 @@ def main():
         "follows": True,
         "timeouts": {},
         "arrays": None,
+        "kind": "arrays",
         "weights": None,
         "replay": None,
         "fits": 1,
@@ -377,6 +410,7 @@ def main():
             "y": x.sum(1, keepdims=True),
             "batch_size": options["arrays"],
         }
+        given = KINDS[options["kind"]](given)
     for number in range(options["fits"]):
         watch.first = number * options["epochs"]
         if number:

@@ -1,0 +1,293 @@
+"""Data of `fit` in an elastic run, cut into minibatches that any worker can read."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfpara.sync import dealing, keras_hooks
+from tfpara.sync.reading import Order
+
+Dataset = tf.data.Dataset
+
+
+def test_arrays_of_different_lengths():
+    with pytest.raises(ValueError, match=r"the arrays have 4, 3 rows"):
+        dealing.deal_out_arrays(None, 2, {"x": np.ones((4, 2)), "y": np.ones((3, 1))})
+
+
+def strategy_of(order, replicas, ids):
+    elastic = types.SimpleNamespace(joining=True)
+    extended = types.SimpleNamespace(
+        order=order, elastic=elastic, worker_devices=["CPU:0"] * len(ids)
+    )
+    return types.SimpleNamespace(
+        extended=extended,
+        num_replicas=replicas,
+        local_replica_ids=ids,
+        datasets_by_epoch=lambda minibatches: types.SimpleNamespace(made=minibatches),
+    )
+
+
+def dealt_out(data, parts, replicas, epochs=1, first=0, devices=1, order=None, **given):
+    """The rows of each minibatch of each epoch, in the order of their numbers.
+
+    Args:
+        data: given to `fit`.
+        parts: replicas with which the run began.
+        replicas: that there are.
+        epochs: number of them.
+        first: number of the first minibatch.
+        devices: of each worker.
+        order: of a run that is resumed; None: of a new one.
+        **given: other arguments of `fit`.
+    """
+    if order is None:
+        order = Order()
+        order.seed = 7
+    found = [{} for _ in range(epochs)]
+    for begin in range(0, replicas, devices):
+        ids = list(range(begin, begin + devices))
+        strategy = strategy_of(order, replicas, ids)
+        arguments = {"x": data, **given}
+        keras_hooks._deal_out(strategy, parts, arguments)
+        for epoch in range(epochs):
+            numbers = (s + own for s in range(first, 10_000, replicas) for own in ids)
+            for number, own in zip(numbers, arguments["x"].made(epoch, first), strict=False):
+                found[epoch][number] = tf.nest.map_structure(listed, own)
+    for epoch in found:
+        assert sorted(epoch) == list(range(first, first + len(epoch)))
+    return [[epoch[number] for number in sorted(epoch)] for epoch in found]
+
+
+def listed(tensor):
+    if isinstance(tensor, tf.SparseTensor):
+        tensor = tf.sparse.to_dense(tensor)
+    return tensor.to_list() if isinstance(tensor, tf.RaggedTensor) else tensor.numpy().tolist()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_epochs_of_so_many_steps_go_on_in_the_arrays(workers):
+    """Three steps of two replicas, with two rows of a minibatch of four each; ten rows."""
+    given = {"batch_size": 4, "steps_per_epoch": 3}
+    first, second, third = dealt_out(np.arange(10), 2, workers, 3, shuffle=False, **given)
+    ordered = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert first == [*ordered, ordered[0]]
+    assert second == [*ordered[1:], *ordered[:2]]
+    assert third == [*ordered[2:], *ordered[:3]]
+    epochs = dealt_out(np.arange(10), 2, workers, 5, **given)
+    shuffled = [row for epoch in epochs for row in sum(epoch, [])]
+    passes = [shuffled[start : start + 10] for start in range(0, 60, 10)]
+    assert all(sorted(each) == list(range(10)) for each in passes)
+    assert len({tuple(each) for each in passes}) == 6
+
+
+def test_arrays_are_divided_and_weighted_as_by_fit():
+    x, y = np.arange(10.0), np.arange(10) % 3
+    given = {"x": x, "y": y, "validation_split": 0.3, "class_weight": {0: 2.0, 2: 0.5}}
+    keras_hooks._divide_and_weight(given)
+    assert given["x"].tolist() == x[:7].tolist() and given["y"].tolist() == y[:7].tolist()
+    assert given["sample_weight"].tolist() == [2.0, 1.0, 0.5, 2.0, 1.0, 0.5, 2.0]
+    assert [part.tolist() for part in given["validation_data"][:2]] == [[7, 8, 9], [1, 2, 0]]
+    assert not given["validation_split"] and given["class_weight"] is None
+    with pytest.raises(ValueError, match="class_weight weighs the only labels"):
+        keras_hooks._divide_and_weight({"x": x, "y": y, "sample_weight": x, "class_weight": {0: 1}})
+
+
+def test_what_is_no_array_is_left_alone():
+    given = {"x": iter([]), "batch_size": 3}
+    dealing.deal_out_arrays(None, 2, given)
+    assert given["batch_size"] == 3
+
+
+def test_a_resumed_run_keeps_the_size_of_its_minibatches():
+    """It began with three replicas, and goes on with two."""
+    order = Order()
+    order.set_state({"seed": 7, "parts": 3})
+    assert order.get_state() == {"seed": 7, "parts": 3}
+    (whole,) = dealt_out(np.arange(20), 3, 3, batch_size=6)
+    (rest,) = dealt_out(np.arange(20), 2, 2, first=4, order=order, batch_size=6)
+    assert rest == whole[4:]
+    order.set_state(9)  # of version 0.1
+    assert order.known() == (9, 3)
+
+
+@pytest.mark.parametrize(
+    "parts,replicas,first,devices",
+    [(2, 2, 0, 1), (4, 3, 0, 1), (3, 2, 4, 1), (4, 4, 0, 2), (4, 2, 2, 2), (9, 3, 1, 1)],
+)
+def test_batches_of_a_dataset_are_cut_for_those_that_began(parts, replicas, first, devices):
+    data = Dataset.range(23).map(lambda n: (n, 2 * n)).batch(8)
+    size = -(-8 // parts)
+    batches = [list(range(23))[start : start + 8] for start in (0, 8, 16)]
+    rows = [own[start : start + size] for own in batches for start in range(0, len(own), size)]
+    (found,) = dealt_out(data, parts, replicas, first=first, devices=devices)
+    assert found == [(own, [2 * n for n in own]) for own in rows][first:]
+
+
+def test_batches_of_unknown_size_are_cut_one_by_one():
+    data = (
+        Dataset.range(4).map(lambda n: tf.range(3 * n)[:7]).filter(lambda rows: tf.size(rows) > 0)
+    )
+    (found,) = dealt_out(data, 2, 2)
+    assert found == [[0, 1], [2], [0, 1, 2], [3, 4, 5], [0, 1, 2, 3], [4, 5, 6]]
+
+
+def test_sparse_and_ragged_batches_are_cut():
+    rows = Dataset.from_tensor_slices(np.eye(5))
+    (sparse,) = dealt_out(rows.map(tf.sparse.from_dense).batch(3), 2, 2)
+    assert sum(sparse, []) == np.eye(5).tolist() and [len(own) for own in sparse] == [2, 1, 2]
+    (ragged,) = dealt_out(Dataset.range(4).map(tf.range).ragged_batch(3), 2, 2)
+    assert ragged == [[[], [0]], [[0, 1]], [[0, 1, 2]]]
+
+
+class Rows(keras.utils.PyDataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return np.arange(4 * number, 4 * number + 4), np.full(4, number % 2)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    "parts,replicas,first,devices,threads",
+    [(2, 2, 0, 1, 1), (3, 3, 0, 1, 2), (4, 4, 0, 2, 1), (4, 2, 2, 2, 2), (3, 2, 5, 1, 1)],
+)
+def test_rows_of_a_py_dataset_are_trained_once(parts, replicas, first, devices, threads, shuffle):
+    data = Rows(workers=threads)
+    data.read = []
+    options = {"devices": devices, "shuffle": shuffle}
+    whole = dealt_out(data, parts, parts, 2, **options)
+    for epoch in whole:
+        assert sorted(sum((x for x, _ in epoch), [])) == list(range(28))
+    assert (whole[0] == whole[1]) is not shuffle
+    data.read.clear()
+    rest = dealt_out(data, parts, replicas, 2, first=first, **options)
+    assert rest == [epoch[first:] for epoch in whole]
+    workers = parts // devices
+    if replicas == parts:  # each batch has one reader, but for the last that do not go round
+        last = 7 % workers
+        assert len(data.read) == 2 * (7 - last + last * workers) + 2 * workers  # two for the spec
+
+
+def test_class_weights_of_datasets():
+    data = Dataset.range(4).map(lambda n: (n, n % 2)).batch(4)
+    ((_, _, weights),) = dealt_out(data, 1, 1, class_weight={0: 3.0, 1: 1.0})[0]
+    assert weights == [3.0, 1.0, 3.0, 1.0]
+    rows = Rows()
+    rows.read = []
+    found = dealt_out(rows, 1, 1, class_weight={0: 3.0, 1: 0.5}, shuffle=False)[0]
+    assert [own[2][0] for own in found] == [3.0, 0.5, 3.0, 0.5, 3.0, 0.5, 3.0]
+
+
+def off(data):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return data.with_options(options)
+
+
+def any_order(data):
+    options = tf.data.Options()
+    options.deterministic = False
+    return data.with_options(options)
+
+
+def eight():
+    return Dataset.range(8)
+
+
+@pytest.mark.parametrize(
+    "make,sentence",
+    [
+        (lambda: eight().shuffle(3).batch(2), "has shuffle without a seed"),
+        (lambda: eight().shuffle(3, seed=1).batch(2), "another order whenever it is read"),
+        (lambda: eight().batch(2).repeat(), "has no end"),
+        (lambda: eight(), "are not batches"),
+        (lambda: off(eight().batch(2)), "has AutoShardPolicy.OFF"),
+        (lambda: any_order(eight().batch(2)), "has the option deterministic=False"),
+        (
+            lambda: eight().batch(2).map(abs, num_parallel_calls=2, deterministic=False),
+            r"has map\(deterministic=False\)",
+        ),
+        (
+            lambda: Dataset.sample_from_datasets([eight().batch(2), eight().batch(2)]),
+            "has random without a seed",
+        ),
+        (
+            lambda: eight().interleave(lambda n: Dataset.range(n).shuffle(2, seed=1)).batch(2),
+            "has shuffle inside the function of interleave",
+        ),
+        (
+            lambda: Dataset.from_generator(
+                lambda: iter([[1, 2]]), output_signature=tf.TensorSpec([2], tf.int32)
+            ),
+            "reads a Python function",
+        ),
+    ],
+)
+def test_datasets_whose_order_cannot_be_repeated(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        dealt_out(make(), 2, 2)
+
+
+class Reshuffled(Rows):
+    def on_epoch_end(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "data,sentence",
+    [
+        (Reshuffled(), "Reshuffled.on_epoch_end changes the dataset"),
+        (Rows(workers=2, use_multiprocessing=True), "Write use_multiprocessing=False"),
+    ],
+)
+def test_py_datasets_that_are_refused(data, sentence):
+    data.read = []
+    with pytest.raises(ValueError, match=sentence):
+        dealt_out(data, 2, 2)
+
+
+def test_minibatches_by_epoch():
+    """Each epoch has an order of its own; workers read their own part of it, in turn."""
+
+    def made(epoch):
+        return Dataset.range(10).shuffle(10, seed=epoch).batch(2)
+
+    for epoch in (0, 3):
+        whole = [own.numpy().tolist() for own in made(epoch)]
+        for ids in ([0], [1, 2]):
+            minibatches = dealing.by_epoch(strategy_of(Order(), 3, ids), made)
+            for first in (0, 2):
+                found = [own.numpy().tolist() for own in minibatches(epoch, first)]
+                numbers = [s + own for s in range(first, 5, 3) for own in ids]
+                assert found == [whole[number] for number in numbers if number < 5]
+
+
+@pytest.mark.parametrize(
+    "make,error,sentence",
+    [
+        (lambda epoch: [epoch], TypeError, r"gave \[0\] for epoch 0: no tf.data.Dataset"),
+        (lambda epoch: eight().shuffle(3).batch(2), ValueError, "has shuffle without a seed"),
+        (lambda epoch: eight().batch(2).repeat(), ValueError, "has no end"),
+    ],
+)
+def test_functions_of_an_epoch_that_are_refused(make, error, sentence):
+    with pytest.raises(error, match=sentence):
+        dealing.by_epoch(strategy_of(Order(), 1, [0]), make)(0, 0)
+
+
+def test_a_seed_for_all_is_no_seed_of_a_function_of_an_epoch():
+    tf.random.set_seed(1)
+    try:
+        with pytest.raises(ValueError, match="has other seeds when it is called again"):
+            minibatches = dealing.by_epoch(
+                strategy_of(Order(), 1, [0]), lambda epoch: eight().shuffle(3).batch(2)
+            )
+            minibatches(0, 0)
+    finally:
+        tf.random.set_seed(None)
