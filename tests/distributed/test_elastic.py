@@ -397,7 +397,6 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
         pytest.param("arrays", marks=pytest.mark.one_version),
         "dataset",
         pytest.param("py_dataset", marks=pytest.mark.one_version),
-        pytest.param("by_epoch", marks=pytest.mark.one_version),
     ],
 )
 def test_rows_are_dealt_out_anew(kind, tmp_path):

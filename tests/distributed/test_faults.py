@@ -23,11 +23,23 @@ def test_without_a_fault_all_train():
 @pytest.mark.parametrize(
     ("option", "other", "words"),
     [
-        ({}, {"sync_period": 4}, ["sync_period: worker 0 has '3', worker 1 has '4'"]),
-        ({}, {"rule": "tfpara.BMUF()"}, ["rule: worker 0 has 'BSP()'", "BMUF(block_momentum=0.5"]),
-        ({"data_plan": {"seed": 1}}, {"data_plan": {"seed": 2}}, ["data_plan.seed: worker 0 has"]),
+        (
+            {"data_plan": {"seed": 1}},
+            {
+                "sync_period": 4,
+                "rule": "tfpara.BMUF()",
+                "local_state": "reset",
+                "data_plan": {"seed": 2},
+            },
+            [
+                "sync_period: worker 0 has '3', worker 1 has '4'",
+                "rule: worker 0 has 'BSP()'",
+                "BMUF(block_momentum=0.5",
+                "local_state: worker 0 has 'auto'",
+                "data_plan.seed: worker 0 has 1, worker 1 has 2",
+            ],
+        ),
         ({"data_plan": {"seed": 1}}, {}, ["data_plan.seed: worker 0 has", "worker 1 has None"]),
-        ({}, {"local_state": "reset"}, ["local_state: worker 0 has 'auto'"]),
         ({}, {"units": 8}, ["(6, 7)", "(6, 8)", "model, variable"]),
         (
             {"momentum": 0.9},

@@ -9,7 +9,7 @@ Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
 checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
-`fit` is given in place of arrays: a dataset, py_dataset or by_epoch of the same rows), weights (a
+`fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
 file for them), replay (a record and the number of replicas: it is trained again, in this process),
 fits (calls of `fit`; between two of them a layer is frozen and the model compiled anew), holds and
 faults.
@@ -280,19 +280,12 @@ class Batches(keras.utils.PyDataset):
         return x, self.given["y"][rows]
 
 
-def dataset_of(given):
-    return tf.data.Dataset.from_tensor_slices((given["x"], given["y"]))
-
-
 KINDS = {
     "arrays": dict,
-    "dataset": lambda given: {"x": dataset_of(given).batch(given["batch_size"])},
-    "py_dataset": lambda given: {"x": Batches(given)},
-    "by_epoch": lambda given: {
-        "x": strategy.minibatches_by_epoch(
-            lambda epoch: dataset_of(given).shuffle(60, seed=epoch).batch(1)
-        )
+    "dataset": lambda given: {
+        "x": tf.data.Dataset.from_tensor_slices((given["x"], given["y"])).batch(given["batch_size"])
     },
+    "py_dataset": lambda given: {"x": Batches(given)},
 }
 
 
