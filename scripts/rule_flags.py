@@ -27,16 +27,17 @@ _RULE = flags.DEFINE_enum(
     "asynchronous, with parameter servers (tfpara-launch --ps 1); none: one replica, which is "
     "plain Keras bit for bit",
 )
-_ETA = flags.DEFINE_float(
+_ETA = flags.DEFINE_string(
     "block_momentum",
     None,
-    "BMUF: in [0, 1); 1 - 1/replicas if not set, and at most 0.9 with the warm-up",
+    "BMUF: in [0, 1); linear: 1 - 1/replicas; sqrt: 1 - 1/√replicas, with Adam if not set, else "
+    "linear; at most 0.9 with the warm-up",
 )
 _WARMUP = flags.DEFINE_boolean(
     "block_momentum_warmup",
     None,
-    "BMUF: reach the block momentum over the first syncs, 1 - 1/(t + 1) after t of them; set if "
-    "--block_momentum and --compat are not",
+    "BMUF: reach the block momentum over the first syncs, 1 - 1/(t + 1) after t of them (t/20 with "
+    "sqrt); set if --block_momentum is no number and --compat is not set",
 )
 _ZETA = flags.DEFINE_float(
     "block_learning_rate", 1.0, "BMUF and Downpour: positive; 1/workers for Downpour's long periods"

@@ -3,6 +3,8 @@
 The references are NumPy, plain Keras models trained alone, and runs that were left alone.
 """
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
 from tfpara.optimizers import NGSGD
-from tfpara.sync.settings import warn_of_outlasting_momentum
+from tfpara.sync.settings import Settings, warn_of_outlasting_momentum
 
 EVEN = [[4] * 8] * 2
 UNEVEN = [[4] * 8, [4, 2]]  # the second replica's data end in the first block
@@ -349,27 +351,65 @@ def test_a_later_period_has_a_line_of_its_own(capfd):
     assert len(told) == 1 and "blocks are of 5 steps" in told[0]
 
 
+SQRT = tfpara.BMUF(0.5, warmup=20.0)
+
+
 @pytest.mark.parametrize(
-    ("rule", "optimizer", "devices", "told"),
+    ("rule", "optimizers", "wanted"),
     [
-        (tfpara.BMUF, keras.optimizers.AdamW, 4, True),
-        (tfpara.BMUF, keras.optimizers.AdamW, 2, False),  # a gain of two
-        (lambda: tfpara.BMUF(0.75), keras.optimizers.Adam, 4, False),  # the user's own
-        (tfpara.BMUF, keras.optimizers.SGD, 4, False),
-        (tfpara.BSP, keras.optimizers.Adam, 4, False),
-        (tfpara.BMUFAdam, keras.optimizers.Adam, 4, False),
+        (tfpara.BMUF(), ["AdamW"], SQRT),
+        (tfpara.BMUF(nesterov=False), ["RMSprop"], dataclasses.replace(SQRT, nesterov=False)),
+        (tfpara.BMUF(warmup=3), ["Lion", "Adam"], dataclasses.replace(SQRT, warmup=3.0)),
+        (tfpara.BMUFAdam(), ["Adam"], tfpara.BMUFAdam(0.5, warmup=20.0)),
+        (tfpara.BMUF(), ["SGD"], None),
+        (tfpara.BMUF(), ["SGD", "Adam"], None),
+        (tfpara.BMUF("linear"), ["Adam"], None),
+        (tfpara.BMUF(0.75), ["Adam"], None),
+        (tfpara.BMUF(warmup=False), ["Adam"], None),  # as published
+        (tfpara.BMUF(compat="fairseq"), ["Adam"], None),
+        (tfpara.BSP(), ["Adam"], None),
     ],
 )
-def test_who_trains_with_adam_is_told_of_bsp_once(rule, optimizer, devices, told, capfd):
-    strategy = tfpara.PeriodicSyncStrategy(
-        rule(), sync_period=2, devices=[f"CPU:{number}" for number in range(devices)]
+def test_the_default_block_momentum_is_that_of_the_local_optimizer(rule, optimizers, wanted):
+    settings = Settings(
+        rule=rule,
+        sync_period=2,
+        averages={},
+        local_state="auto",
+        aggregation="auto",
+        timeout_seconds=1.0,
+        communication="AUTO",
+        collectives="auto",
+        data_plan={},
+        following_rule=rule,
+    ).resolved(4)
+    given = [getattr(keras.optimizers, name)() for name in optimizers]
+    given[0] = keras.optimizers.LossScaleOptimizer(given[0])
+    found = settings.for_optimizers(given)
+    assert found.rule == (settings.rule if wanted is None else wanted)
+    assert found.following_rule.resolve(16) == (
+        rule.resolve(16) if wanted is None else dataclasses.replace(wanted, block_momentum=0.75)
     )
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile(optimizer(0.01), "mse")
-    for _ in range(2):  # a second training
-        model.fit(np.ones((8, 1)), np.ones((8, 1)), verbose=0)
-    assert capfd.readouterr().err.count("BSP() learned faster") == told
+    assert found.of_a_run() == settings.of_a_run()
+
+
+def test_who_trains_with_adam_is_told_of_the_block_momentum_once(capfd):
+    """It is that which the rule says in numbers."""
+    weights = []
+    for rule in (tfpara.BMUF(), SQRT):
+        strategy = tfpara.PeriodicSyncStrategy(
+            rule, sync_period=1, devices=[f"CPU:{number}" for number in range(4)]
+        )
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.AdamW(0.01), "mse")
+        model.set_weights([np.ones((1, 1)), np.ones(1)])
+        for _ in range(2):  # a second training
+            model.fit(np.ones((24, 1)), np.zeros((24, 1)), batch_size=4, verbose=0)
+        assert strategy.rule == SQRT
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_array_equal(*weights)
+    assert capfd.readouterr().err.count("the local optimizer is of Adam's kind") == 1
 
 
 @pytest.mark.filterwarnings("ignore:the local optimizer's momentum")

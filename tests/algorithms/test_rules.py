@@ -102,6 +102,20 @@ def test_bmuf_with_a_warmup_by_hand():
     assert got == [(1.0, 1.5), (1.75, 2.5), (3.5, pytest.approx(3.5 + 1.75 * 5 / 7))]
 
 
+def test_bmuf_with_a_slow_warmup_by_hand():
+    # η: 0, 1/3, 1/2, 3/5, and 2/3 from there on. B0 = 0; Δ = 1, W = 1, B = 1 + 1/3. G = 2/3,
+    # Δ = 1/3 + 2/3, W = 2, B = 2 + 1/2. G = 1/2, Δ = 1, W = 3, B = 3.6. G = 0.4, Δ = 1, W = 4,
+    # B = 4 + 2/3. G = 1/3, Δ = 1, W = 5, B = 5 + 2/3.
+    rule = BMUF("sqrt", warmup=2)
+    got = follow(rule, 0.0, [1.0, 2.0, 3.0, 4.0, 5.0], num_replicas=9)
+    anchors = [1 + 1 / 3, 2.5, 3.6, 4 + 2 / 3, 5 + 2 / 3]
+    assert [w for w, _ in got] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert [anchor for _, anchor in got] == pytest.approx(anchors)
+    slow = BMUF("sqrt").resolve(4)  # a gain of 2 after 20 blocks
+    momenta = [slow._momentum(4, blocks) for blocks in (0.0, 5.0, 19.0, 20.0, 99.0)]
+    assert momenta == pytest.approx([0.0, 1 / 5, 19 / 39, 0.5, 0.5])
+
+
 @pytest.mark.parametrize(
     ("momentum", "steps", "expected"),
     [(0.9, 1, (0.0, 5.0)), (0.9, 8, (0.375, 3.125)), (0.9, 20, (0.75, 1.25)), (0.9, 50, (0.9, 1.0))]
@@ -195,6 +209,16 @@ def test_default_block_momentum_is_one_minus_one_over_n_up_to_ten():
     published = (BMUF(warmup=False), BMUF(compat="cntk"))
     assert [rule.resolve(16).block_momentum for rule in published] == [0.9375] * 2
     assert BMUF(0.95, warmup=True).resolve(16).block_momentum == 0.95  # as it was given
+    assert BMUF("linear").resolve(16) == BMUF().resolve(16)
+
+
+def test_block_momentum_by_the_square_root():
+    sizes = (1, 4, 16, 100, 144)
+    momenta = [BMUF("sqrt").resolve(n).block_momentum for n in sizes]
+    assert momenta == pytest.approx([0.0, 0.5, 0.75, 0.9, 0.9])
+    assert BMUF("sqrt", warmup=False).resolve(144).block_momentum == pytest.approx(11 / 12)
+    assert BMUF("sqrt").resolve(16) == BMUF(0.75, warmup=20.0).resolve(16)
+    assert BMUF("sqrt", compat="cntk").resolve(16) == BMUF(0.75, compat="cntk").resolve(16)
 
 
 @given(models, trajectories)
@@ -332,6 +356,9 @@ def test_averages_of_a_start_without_syncs():
         (lambda: BMUF(-0.1), "block_momentum=-0.1"),
         (lambda: BMUF(float("nan")), "block_momentum=nan"),
         (lambda: BMUF(0.5, 0.0), "block_learning_rate=0.0 must be positive"),
+        (lambda: BMUF("square"), "block_momentum='square' is no number and none of linear, sqrt"),
+        (lambda: BMUF(warmup=0.0), "warmup=0.0 is no positive number of blocks"),
+        (lambda: BMUF(warmup=float("inf")), "warmup=inf"),
         (lambda: BMUF(compat="CNTK"), "compat='CNTK' is not one of"),
         (lambda: BMUF(compat="cntk", warmup=True), "warmup=True and compat='cntk' contradict"),
         (lambda: EASGD(-0.1), "elasticity=-0.1"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
 from tfpara.algorithms.arithmetic import minimum
@@ -11,6 +12,12 @@ from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar
 
 _COMPAT = (None, "cntk", "fairseq")
+# The steady gain 1/(1 − η) for N replicas that a name stands for, and the blocks in which the
+# warm-up raises it by one.
+_SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
+    "linear": (float, 1.0),
+    "sqrt": (math.sqrt, 20.0),
+}
 _LARGEST_DEFAULT = 0.9  # of η with a warm-up; a gain of 10
 
 
@@ -58,31 +65,35 @@ class BMUF(Rule):
     so every G moves the model by ζG/(1−η) in the end, as in a whole block, and η = 0, ζ = 1 is BSP.
 
     The filter's steady gain, 1/(1−η), is that of 1/(1−η) blocks, and a young run has not seen so
-    many. With `warmup`, the momentum is therefore, after t blocks (a share f counts f),
+    many. With `warmup` = k, the gain rises by one in k blocks at most: after t blocks (a share f
+    counts f) the momentum is
 
-        η_t = min(η, 1 − 1/(t + 1)),   a gain of t + 1
+        η_t = min(η, 1 − 1/(t/k + 1)),   a gain of t/k + 1
 
     and the equations above have η_t of the last sync for the η that is in B and that multiplies
-    the former Δ, and the next one in the point from which every replica goes on. For two replicas
-    it is 1/2 from the first sync on, as without.
+    the former Δ, and the next one in the point from which every replica goes on.
 
     Args:
-        block_momentum: η, 0 ≤ η < 1. None: 1 − 1/N for N replicas (with ζ = 1 that is C = 1 in
-            ζ / (N(1−η)) = C), with `warmup`; and with that at most 0.9, since of 16 replicas a
-            gain of 10 was as good or better than one of 16 at all rates and periods that were
-            tried (docs/rules.md).
+        block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:
+            "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt",
+            η = 1 − 1/√N. With `warmup` these are at most 0.9, since of 16 replicas a gain of 10 was
+            as good or better than one of 16 at all rates and periods that were tried. None: "sqrt"
+            where the local optimizer is of Adam's kind, whose step does not grow with the gradient,
+            else "linear" (docs/rules.md has figures).
         block_learning_rate: ζ > 0.
         nesterov: the form; see above.
         compat: None, "cntk" or "fairseq".
-        warmup: whether η is reached over the first blocks. None: where `block_momentum` is None
-            and `compat` is, too. False: η from the first sync on, 1 − 1/N for any N, as published.
+        warmup: k > 0, the blocks in which the gain may rise by one. True: 1, and 20 with "sqrt".
+            False: η from the first sync on, for any N, as published. None: True where
+            `block_momentum` is no number and `compat` is None, else False.
 
     Raises:
         ValueError: a value outside its range, or `warmup` with `compat`.
 
     Source: Li et al. (2017), eqs. 3-6; Chen & Huo, "Scalable training of deep learning machines
     by incremental block training with intra-block parallel optimization and blockwise
-    model-update filtering" (ICASSP 2016).
+    model-update filtering" (ICASSP 2016). Malladi et al., "On the SDEs and scaling rules for
+    adaptive gradient algorithms" (2022), for √N.
 
     Example:
         >>> rule = BMUF(block_momentum=0.5, nesterov=False)
@@ -92,11 +103,11 @@ class BMUF(Rule):
         BMUFState(global_model=2.5, delta=1.5, blocks=2.0)
     """
 
-    block_momentum: float | None = None
+    block_momentum: float | str | None = None
     block_learning_rate: float = 1.0
     nesterov: bool = True
     compat: str | None = None
-    warmup: bool | None = None
+    warmup: bool | float | None = None
 
     # Checkpoints of versions without a warm-up are of runs without one.
     absent: ClassVar[Mapping[str, float]] = {"blocks": 1e9}
@@ -105,10 +116,20 @@ class BMUF(Rule):
 
     def __post_init__(self) -> None:
         eta, zeta = self.block_momentum, self.block_learning_rate
-        if eta is not None and not 0.0 <= eta < 1.0:
+        if isinstance(eta, str):
+            if eta not in _SCALINGS:
+                raise ValueError(
+                    f"block_momentum={eta!r} is no number and none of {', '.join(_SCALINGS)}."
+                )
+        elif eta is not None and not 0.0 <= eta < 1.0:
             raise ValueError(
                 f"block_momentum={eta!r} is outside [0, 1): at 1 or more the model update grows "
                 "without bound. Give 0 ≤ block_momentum < 1, or None for 1 - 1/N."
+            )
+        if not (self.warmup is None or self.warmup is False or 0.0 < self.warmup < math.inf):
+            raise ValueError(
+                f"warmup={self.warmup!r} is no positive number of blocks in which the gain rises "
+                "by one. Give True, False, or such a number."
             )
         if not zeta > 0.0:
             raise ValueError(
@@ -124,8 +145,10 @@ class BMUF(Rule):
 
     def resolve(self, num_replicas: int) -> BMUF:
         """Returns this rule with the defaults of η and `warmup` filled in."""
-        eta = self._steady_momentum(num_replicas)
-        return dataclasses.replace(self, block_momentum=eta, warmup=self._warms_up)
+        eta, blocks = self._steady_momentum(num_replicas), self._blocks_for_one
+        return dataclasses.replace(
+            self, block_momentum=eta, warmup=blocks if blocks not in (0.0, 1.0) else bool(blocks)
+        )
 
     def init(self, weights: Array) -> BMUFState:
         """Returns the state of a run that starts at the flat vector `weights`."""
@@ -151,8 +174,10 @@ class BMUF(Rule):
     def broadcast(self, before: BMUFState | None, after: BMUFState) -> Array:
         """Returns the point from which the replicas go on: W or W + ηΔ."""
         del before
-        if self.block_momentum is None:
-            raise ValueError("Call resolve(num_replicas) first: block_momentum is still None.")
+        if self._is_default:
+            raise ValueError(
+                f"Call resolve(num_replicas) first: block_momentum is {self.block_momentum!r}."
+            )
         return self._anchor(after, self._momentum(1, after.blocks))
 
     def carry(self, state: BMUFState, former: Rule) -> BMUFState:
@@ -171,22 +196,35 @@ class BMUF(Rule):
         return bool(self.block_momentum)
 
     @property
-    def _warms_up(self) -> bool:
-        if self.warmup is None:
-            return self.block_momentum is None and self.compat is None
-        return self.warmup
+    def _is_default(self) -> bool:
+        """Whether η is to be found by the number of replicas."""
+        return self.block_momentum is None or isinstance(self.block_momentum, str)
+
+    @property
+    def _scaling(self) -> str:
+        return self.block_momentum if isinstance(self.block_momentum, str) else "linear"
+
+    @property
+    def _blocks_for_one(self) -> float:
+        """Returns k, the blocks in which the gain may rise by one; 0 if there is no warm-up."""
+        given = self.warmup
+        if given is None:
+            given = self._is_default and self.compat is None
+        return _SCALINGS[self._scaling][1] if given is True else float(given)
 
     def _steady_momentum(self, num_replicas: int) -> float:
         """Returns η."""
-        if self.block_momentum is not None:
-            return self.block_momentum
-        eta = 1.0 - 1.0 / num_replicas
-        return min(eta, _LARGEST_DEFAULT) if self._warms_up else eta
+        if not self._is_default:
+            return self.block_momentum  # type: ignore[return-value]  # in graphs a tensor
+        eta = 1.0 - 1.0 / _SCALINGS[self._scaling][0](num_replicas)
+        return min(eta, _LARGEST_DEFAULT) if self._blocks_for_one else eta
 
     def _momentum(self, num_replicas: int, blocks: Scalar) -> Scalar:
         """Returns η_t, with t = `blocks`."""
-        eta = self._steady_momentum(num_replicas)
-        return minimum(eta, 1.0 - 1.0 / (blocks + 1.0)) if self._warms_up else eta
+        eta, slowness = self._steady_momentum(num_replicas), self._blocks_for_one
+        if not slowness:
+            return eta
+        return minimum(eta, 1.0 - slowness / (blocks + slowness))
 
     def _anchor(self, state: BMUFState, eta: Scalar) -> Array:
         if self.nesterov and not self.compat:

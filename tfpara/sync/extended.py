@@ -48,7 +48,6 @@ from tfpara.sync.replaying import Replay
 from tfpara.sync.replicas import Site
 from tfpara.sync.settings import (
     Settings,
-    is_slow_with_adam,
     momentum_of,
     warn_of_outlasting_momentum,
 )
@@ -394,6 +393,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # All workers of an elastic run begin with the rule for as many as began it.
         began = elastic.founders * len(self.worker_devices) if elastic else None
         self.settings = settings.resolved(began or self._num_replicas_in_sync)
+        self.rule = self.settings.rule  # of the model that was made last
         if elastic is not None and settings.following_rule is None:
             check_sizes(self.settings.rule, elastic.max_workers, len(self.worker_devices))
         # Weights travel between the lead devices, everything small between the hosts.
@@ -648,7 +648,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 with self.place.meeting(COMPILED_ANEW):
                     former.synchronizer.finish_block()
         build_optimizer(model)
-        settings = self.settings
+        settings = self.settings.for_optimizers(optimizers(model))
         local_results = self._container_strategy().experimental_local_results
         variables = replica_variables(model, local_results, settings)
         # Layers' names are left out: their numbers count every model that a process has made.
@@ -662,11 +662,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
-        if any(is_slow_with_adam(settings, optimizer) for optimizer in optimizers(model)):
+        if settings is not self.settings and settings.rule.has_momentum():
             self._note(
-                "the local optimizer is of Adam's kind. From random weights BSP() learned faster "
-                "with it than BMUF() did (2.8 against 3.3 bits per character with 4 replicas): "
-                "docs/rules.md"
+                f"the local optimizer is of Adam's kind, so {settings.rule!r}: the block momentum "
+                "is 1 - 1/√N, reached over some syncs, in place of 1 - 1/N: docs/rules.md"
             )
         site = Site(
             # Who joins an elastic run has made fewer of them for its one model.
@@ -695,6 +694,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 f"model {model.name!r} shares weights with another that was trained under this "
                 "strategy; each would keep a global model of them. Train one model that has both."
             )
+        self.rule = settings.rule
         self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
         self.recent = model
         if self.elastic is not None:

@@ -19,6 +19,16 @@ LOCAL_STATE = ("auto", "keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 
+# Optimizers whose step does not grow with the gradient; some versions of Keras lack some.
+_ADAMS_KIND = tuple(
+    getattr(keras.optimizers, name)
+    for name in (
+        *("Adam", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta"),
+        *("Adafactor", "Lion", "Lamb"),
+    )
+    if hasattr(keras.optimizers, name)
+)
+
 # Metadata of settings. "workers": the setting must be equal on all workers. "run": it must also be
 # equal to that of the checkpoint from which a run is resumed.
 _WORKERS = {"workers": True}
@@ -50,7 +60,8 @@ class Settings:
     fragments: int = dataclasses.field(default=1, metadata=_RUN)
     device_sync_period: int | None = dataclasses.field(default=None, metadata=_RUN)
     compression: str = dataclasses.field(default="none", metadata=_RUN)
-    asked_rule: str = ""  # repr of the rule before `resolved` filled in its defaults
+    asked_rule: Rule | None = None  # before `resolved` filled in its defaults
+    replicas: int = 0  # N, for which it did
     # Where hyper-parameters follow the number of replicas: the rule as the user gave it, and as it
     # is for the largest number that may come.
     following_rule: Rule | None = None
@@ -77,12 +88,12 @@ class Settings:
         A user's own rule or average is tried out, which may run TensorFlow. So call this only once
         TensorFlow knows the cluster.
         """
-        rule, asked = self.rule.resolve(num_replicas), repr(self.rule)
+        rule = self.rule.resolve(num_replicas)
         if _is_of_a_user(rule):
             algorithms.check_rule(checked_rule(rule), num_replicas)
         for average in filter(_is_of_a_user, self.averages.values()):
             algorithms.check_average(average)
-        return dataclasses.replace(self, rule=rule, asked_rule=asked)
+        return dataclasses.replace(self, rule=rule, asked_rule=self.rule, replicas=num_replicas)
 
     def elastic(self) -> Settings:
         """Returns the settings for a run whose members change.
@@ -126,7 +137,7 @@ class Settings:
             value = getattr(self, each.name)
             if "run" in each.metadata and value != each.default:
                 compared[each.name] = value if isinstance(value, int | str) else str(value)
-        return {**compared, "rule": self.asked_rule, **self._data()}
+        return {**compared, "rule": repr(self.asked_rule), **self._data()}
 
     def _data(self) -> dict[str, Json]:
         return {f"data_plan.{key}": value for key, value in self.data_plan.items()}
@@ -223,6 +234,24 @@ class Settings:
         """
         return any(each.has_momentum() for each in (self.rule, self.largest_rule) if each)
 
+    def for_optimizers(self, given: Sequence[keras.optimizers.Optimizer]) -> Settings:
+        """Returns these settings for a model with these local optimizers.
+
+        The default block momentum is that of "sqrt" where all are of Adam's kind.
+        """
+        rule = self.asked_rule
+        if not isinstance(rule, algorithms.BMUF) or rule.block_momentum is not None:
+            return self
+        if rule.compat or rule.warmup is False:  # as published
+            return self
+        if not given or not all(map(is_of_adams_kind, given)):
+            return self
+        asked = dataclasses.replace(rule, block_momentum="sqrt")
+        following = None if self.following_rule is None else asked
+        return dataclasses.replace(
+            self, rule=asked.resolve(self.replicas), following_rule=following
+        )
+
     @property
     def slots_at_sync(self) -> str:
         """What a sync makes of the optimizers' slots: "keep", "reset" or "average"."""
@@ -266,16 +295,13 @@ def warn_of_outlasting_momentum(
         )
 
 
-def is_slow_with_adam(settings: Settings, optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the rule is BMUF with its default gain N > 2, and the local optimizer Adam or AdamW.
+def is_of_adams_kind(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer divides by the size of gradients, so that their mean is no mean step.
 
-    See "Rules compared" in docs/rules.md.
+    The length of its steps is about its learning rate, whatever the number of replicas.
     """
-    rule = settings.rule
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if type(rule) is not algorithms.BMUF or not isinstance(inner, keras.optimizers.Adam):
-        return False
-    return bool(rule.warmup) and (rule.block_momentum or 0.0) > 0.5
+    return isinstance(inner, _ADAMS_KIND)
 
 
 def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:

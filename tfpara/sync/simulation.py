@@ -100,6 +100,7 @@ def _replayed(
     strategy.extended.settings = dataclasses.replace(
         settings,
         rule=rule.resolve(founders),
+        replicas=founders,
         following_rule=following,
         largest_rule=largest,
     )

@@ -332,8 +332,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     @property
     def rule(self) -> Rule:
-        """The synchronisation rule, with defaults filled in for N replicas."""
-        return self.extended.settings.rule
+        """The synchronisation rule, with defaults filled in for N replicas.
+
+        Once a model trains, they are also those for its local optimizer.
+        """
+        return self.extended.rule
 
     @property
     def averages(self) -> dict[str, Average]:
