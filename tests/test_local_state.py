@@ -183,7 +183,7 @@ FITTED = {
         (tfpara.BSP(), {}, "sgd", False, False),
         (tfpara.EASGD(), {}, "sgd", False, False),
         (tfpara.BMUF(0.9), {}, "without momentum", False, False),
-        (tfpara.BMUF(0.9, nesterov=False), {}, "adam", False, False),
+        (tfpara.BMUF(0.9, nesterov=False), {}, "adam", True, False),
         (tfpara.BMUF(0.9), {}, "rmsprop", False, False),
         (tfpara.Outer(lambda: keras.optimizers.Adam(0.1)), {}, "sgd", False, False),
         (tfpara.BMUFAdam(0.9), {}, "adam", False, False),
@@ -351,31 +351,42 @@ def test_a_later_period_has_a_line_of_its_own(capfd):
     assert len(told) == 1 and "blocks are of 5 steps" in told[0]
 
 
-SQRT = tfpara.BMUF(0.5, warmup=20.0)
+LINEAR, SQRT = tfpara.BMUF(0.75, warmup=5.0), tfpara.BMUF(0.5, warmup=20.0)
+KEPT = {"local_state": "keep"}
 
 
 @pytest.mark.parametrize(
-    ("rule", "optimizers", "wanted"),
+    ("rule", "optimizers", "others", "wanted"),
     [
-        (tfpara.BMUF(), ["AdamW"], SQRT),
-        (tfpara.BMUF(nesterov=False), ["RMSprop"], dataclasses.replace(SQRT, nesterov=False)),
-        (tfpara.BMUF(warmup=3), ["Lion", "Adam"], dataclasses.replace(SQRT, warmup=3.0)),
-        (tfpara.BMUFAdam(), ["Adam"], tfpara.BMUFAdam(0.5, warmup=20.0)),
-        (tfpara.BMUF(), ["SGD"], None),
-        (tfpara.BMUF(), ["SGD", "Adam"], None),
-        (tfpara.BMUF("linear"), ["Adam"], None),
-        (tfpara.BMUF(0.75), ["Adam"], None),
-        (tfpara.BMUF(warmup=False), ["Adam"], None),  # as published
-        (tfpara.BMUF(compat="fairseq"), ["Adam"], None),
-        (tfpara.BSP(), ["Adam"], None),
+        (tfpara.BMUF(), ["AdamW"], {}, LINEAR),
+        (tfpara.BMUF(), ["RMSprop"], {}, LINEAR),  # no average of gradients
+        (tfpara.BMUF(), ["Nadam"], {}, SQRT),  # whose average is not shortened
+        (tfpara.BMUF(), ["AdamW"], KEPT, SQRT),
+        (
+            tfpara.BMUF(nesterov=False),
+            ["Adam", "Lion"],
+            {},
+            dataclasses.replace(SQRT, nesterov=False),
+        ),
+        (tfpara.BMUF(warmup=3.0), ["Adam", "AdamW"], {}, dataclasses.replace(LINEAR, warmup=3.0)),
+        (tfpara.BMUFAdam(), ["Adam"], {}, tfpara.BMUFAdam(0.5, warmup=20.0)),
+        (tfpara.BMUF(), ["SGD"], {}, None),
+        (tfpara.BMUF(), ["SGD", "Adam"], {}, None),
+        (tfpara.BMUF("linear"), ["Adam"], {}, None),
+        (tfpara.BMUF(0.75), ["Adam"], {}, None),
+        (tfpara.BMUF(warmup=False), ["Adam"], {}, None),  # as published
+        (tfpara.BMUF(compat="fairseq"), ["Adam"], {}, None),
+        (tfpara.BSP(), ["Adam"], {}, None),
     ],
 )
-def test_the_default_block_momentum_is_that_of_the_local_optimizer(rule, optimizers, wanted):
+def test_the_default_block_momentum_is_that_of_the_local_optimizer(
+    rule, optimizers, others, wanted
+):
     settings = Settings(
         rule=rule,
         sync_period=2,
         averages={},
-        local_state="auto",
+        local_state=others.get("local_state", "auto"),
         aggregation="auto",
         timeout_seconds=1.0,
         communication="AUTO",
@@ -387,29 +398,13 @@ def test_the_default_block_momentum_is_that_of_the_local_optimizer(rule, optimiz
     given[0] = keras.optimizers.LossScaleOptimizer(given[0])
     found = settings.for_optimizers(given)
     assert found.rule == (settings.rule if wanted is None else wanted)
-    assert found.following_rule.resolve(16) == (
-        rule.resolve(16) if wanted is None else dataclasses.replace(wanted, block_momentum=0.75)
-    )
+    of_16 = found.following_rule.resolve(16)
+    if wanted is None:
+        assert of_16 == rule.resolve(16)
+    else:
+        assert of_16.block_momentum == (0.9 if wanted.block_momentum == 0.75 else 0.75)
+        assert of_16.warmup == wanted.warmup
     assert found.of_a_run() == settings.of_a_run()
-
-
-def test_who_trains_with_adam_is_told_of_the_block_momentum_once(capfd):
-    """It is that which the rule says in numbers."""
-    weights = []
-    for rule in (tfpara.BMUF(), SQRT):
-        strategy = tfpara.PeriodicSyncStrategy(
-            rule, sync_period=1, devices=[f"CPU:{number}" for number in range(4)]
-        )
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.AdamW(0.01), "mse")
-        model.set_weights([np.ones((1, 1)), np.ones(1)])
-        for _ in range(2):  # a second training
-            model.fit(np.ones((24, 1)), np.zeros((24, 1)), batch_size=4, verbose=0)
-        assert strategy.rule == SQRT
-        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
-    np.testing.assert_array_equal(*weights)
-    assert capfd.readouterr().err.count("the local optimizer is of Adam's kind") == 1
 
 
 @pytest.mark.filterwarnings("ignore:the local optimizer's momentum")
@@ -446,6 +441,7 @@ class BmufAdam:
     """
 
     betas = (0.9, 0.999)
+    tau = TAU
 
     def __init__(self, start, replicas, eta, rate):
         self.eta, self.rate = eta, rate
@@ -469,8 +465,8 @@ class BmufAdam:
     def step(self, replica, gradient):
         self.steps[replica] += 1
         m, v = self.moments[replica]
-        m += 0.1 * (gradient - m)
-        v += 0.001 * (gradient**2 - v)
+        m += (1 - self.betas[0]) * (gradient - m)
+        v += (1 - self.betas[1]) * (gradient**2 - v)
         b1, b2 = (1 - beta ** self.steps[replica] for beta in self.betas)
         self.local[replica] -= self.rate * (m / b1) / (np.sqrt(v / b2) + 1e-7 / np.sqrt(b2))
 
@@ -496,10 +492,10 @@ class BmufAdam:
             own[:] = self.w + self.eta * self.delta
 
     def epoch(self, minibatches, like, syncs=True):
-        for start in range(0, len(minibatches[0]), TAU):
+        for start in range(0, len(minibatches[0]), self.tau):
             samples = [0] * len(minibatches)
             for replica, sizes in enumerate(minibatches):
-                for step, size in list(enumerate(sizes))[start : start + TAU]:
+                for step, size in list(enumerate(sizes))[start : start + self.tau]:
                     weights = simulation.unflat(self.local[replica], like)
                     _, gradients = simulation.gradients(
                         weights, *simulation.batch(replica, step, size)
@@ -507,8 +503,53 @@ class BmufAdam:
                     self.step(replica, simulation.flat(gradients))
                     samples[replica] += size
             if syncs:
-                steps = min(TAU, len(minibatches[0]) - start)
-                self.sync(samples, steps, steps / TAU)
+                steps = min(self.tau, len(minibatches[0]) - start)
+                self.sync(samples, steps, steps / self.tau)
+
+
+class FittedAdam(BmufAdam):
+    """The same with the replicas' own moments, whose β₁ is 1 − 5/8 in blocks of 8 steps.
+
+    After t blocks η is t/(t + 5), up to 1/2, which is 1 − 1/N.
+    """
+
+    betas = (0.375, 0.999)
+    tau = 8
+    blocks = 0.0
+
+    def sync(self, samples, tau, part):
+        shares = np.array(samples) / np.sum(samples)
+        eta = min(0.5, self.blocks / (self.blocks + 5))
+        moved = shares @ np.array(self.local) - (self.w + eta * self.delta)
+        whole = eta * self.delta + moved / part
+        self.w = self.w + part * whole
+        self.delta = self.delta + part * (whole - self.delta)
+        self.blocks += part
+        eta = min(0.5, self.blocks / (self.blocks + 5))
+        for own in self.local:
+            own[:] = self.w + eta * self.delta
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, keras.optimizers.AdamW])
+def test_default_bmuf_over_adam_is_what_numpy_computes(optimizer, capfd):
+    """Blocks of eight, eight and four steps, four times."""
+    strategy = make(tfpara.BMUF(), sync_period=8)
+    decay = {} if optimizer is keras.optimizers.Adam else {"weight_decay": 0.0}
+    model = built(strategy, lambda: optimizer(0.01, **decay))
+    initial = model.get_weights()
+    reference = FittedAdam(simulation.flat(initial).astype("float64"), 2, 0.5, 0.01)
+    minibatches = [[4] * 20, [2, 4] * 10]
+    for _ in range(2):
+        model.fit(data_of(strategy, minibatches), epochs=2, verbose=0)
+    for _ in range(4):
+        reference.epoch(minibatches, initial)
+    assert reference.blocks > 5
+    for got, want in zip(of_replicas(strategy, model), reference.local, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    assert strategy.rule == tfpara.BMUF(0.5, warmup=5.0) and model.optimizer.beta_1 == 0.9
+    told = capfd.readouterr().err
+    assert told.count(f"so local {optimizer.__name__} takes them with beta_1 0.38 in place") == 1
+    assert told.count("for this local optimizer the rule is BMUF(block_momentum=0.5") == 1
 
 
 @pytest.mark.one_version

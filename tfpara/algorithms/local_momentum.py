@@ -1,4 +1,4 @@
-"""The momentum of local SGD within a block, where the rule has a momentum of its own."""
+"""The local momentum within a block, where the rule has a momentum of its own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ def in_a_block(momentum: float, steps: Scalar) -> tuple[Scalar, Scalar]:
 
         m' = min(m, max(0, 1 − 5/τ));  rate' = max(1, ½ (1 − m') / (1 − m)) · rate
 
-    A gradient moves the weights by rate/(1 − m) in the end. The factor restores half of that: with
-    all of it, training diverged at learning rates that one replica takes. Blocks of 5/(1 − m) steps
-    and more change nothing.
+    Adam's β₁ is such an m. Its average of gradients has weights that add up to one, whatever β₁ is,
+    and its rate stays.
+
+    A gradient moves the weights of SGD by rate/(1 − m) in the end. The factor restores half of
+    that: with all of it, training diverged at learning rates that one replica takes. Blocks of
+    5/(1 − m) steps and more change nothing.
 
     Args:
         momentum: m of the optimizer, 0 ≤ m < 1.

@@ -48,6 +48,8 @@ from tfpara.sync.replaying import Replay
 from tfpara.sync.replicas import Site
 from tfpara.sync.settings import (
     Settings,
+    inner,
+    memory_of,
     momentum_of,
     warn_of_outlasting_momentum,
 )
@@ -663,10 +665,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
         if settings is not self.settings and settings.rule.has_momentum():
-            self._note(
-                f"the local optimizer is of Adam's kind, so {settings.rule!r}: the block momentum "
-                "is 1 - 1/√N, reached over some syncs, in place of 1 - 1/N: docs/rules.md"
-            )
+            self._note(f"for this local optimizer the rule is {settings.rule!r}: docs/rules.md")
         site = Site(
             # Who joins an elastic run has made fewer of them for its one model.
             name="model" if self.elastic else f"model{self._synchronizers_made}",
@@ -720,6 +719,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Says so where every second block is too short for the local momentum."""
+        if not momentum_of(optimizer):
+            return  # Adam's steps stay bounded
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block
@@ -734,27 +735,33 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
         # A warm start has no period at first.
-        momentum, period = momentum_of(optimizer), self.sync_period or self.settings.sync_period
+        momentum, period = memory_of(optimizer), self.sync_period or self.settings.sync_period
         steps = float(self._steps_of_a_block(optimizer, float(period)))
         fitted, factor = in_a_block(momentum, steps)
-        if fitted != momentum or factor != 1.0:
-            self._note(
-                f"blocks are of {steps:g} steps, so local SGD takes them with momentum "
-                f"{fitted:.2g} in place of {momentum:g} and {factor:.3g} times its rate, since the "
-                'rule has a momentum of its own (local_state="auto"): docs/rules.md'
-            )
+        if fitted == momentum and factor == 1.0:
+            return
+        if momentum_of(optimizer):
+            how = f"momentum {fitted:.2g} in place of {momentum:g} and {factor:.3g} times its rate"
+        else:
+            how = f"beta_1 {fitted:.2g} in place of {momentum:g}"
+        self._note(
+            f"blocks are of {steps:g} steps, so local {type(inner(optimizer)).__name__} takes them "
+            f'with {how}, since the rule has a momentum of its own (local_state="auto"): '
+            "docs/rules.md"
+        )
 
     def fit_momentum(
         self, optimizer: keras.optimizers.Optimizer
     ) -> tuple[tf.Tensor, tf.Tensor] | None:
-        """Returns the momentum and the factor of the rate with which local SGD takes a step.
+        """Returns the momentum with which an optimizer takes a step, and the factor of its rate.
 
-        None: its own. See `tfpara.algorithms.local_momentum`.
+        The momentum is Adam's β₁, which goes without that factor. None: its own. See
+        `tfpara.algorithms.local_momentum`.
         """
         if not self.settings.fits_momentum(optimizer):
             return None
         period = tf.cast(self._period.read_value(), tf.float32)
-        return in_a_block(momentum_of(optimizer), self._steps_of_a_block(optimizer, period))
+        return in_a_block(memory_of(optimizer), self._steps_of_a_block(optimizer, period))
 
     def _steps_of_a_block(self, optimizer: keras.optimizers.Optimizer, period: Scalar) -> Scalar:
         accumulated = optimizer.gradient_accumulation_steps or 1

@@ -103,6 +103,7 @@ def install() -> None:
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _replace(kind, "apply", _step_noted)
     _replace(keras.optimizers.SGD, "update_step", _fitted_to_the_block)
+    _replace(keras.optimizers.Adam, "update_step", _with_fitted_average)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
     for hook, make in _HOOKS.items():
         _replace(_CALLBACKS.CallbackList, hook, make)
@@ -494,6 +495,29 @@ def _fitted_to_the_block(update_step: Method) -> Method:
         if optimizer.nesterov:
             velocity = ops.subtract(ops.multiply(velocity, momentum), step)
         optimizer.assign_add(variable, velocity)
+
+    return updating
+
+
+def _with_fitted_average(update_step: Method) -> Method:
+    """Replaces the step of Adam: its β₁ is what `local_momentum` gives for a block."""
+
+    @functools.wraps(update_step)
+    def updating(
+        optimizer: keras.optimizers.Adam,
+        gradient: tf.Tensor,
+        variable: Variable,
+        learning_rate: tf.Tensor,
+    ) -> None:
+        if id(optimizer) not in _fitted:
+            update_step(optimizer, gradient, variable, learning_rate)
+            return
+        given = optimizer.beta_1
+        optimizer.beta_1 = keras.ops.cast(_fitted[id(optimizer)][0], variable.dtype)
+        try:
+            update_step(optimizer, gradient, variable, learning_rate)
+        finally:
+            optimizer.beta_1 = given
 
     return updating
 

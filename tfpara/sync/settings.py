@@ -20,7 +20,7 @@ AGGREGATIONS = ("auto", "replicated", "sharded")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 
 # Optimizers whose step does not grow with the gradient; some versions of Keras lack some.
-_ADAMS_KIND = tuple(
+_NORMALISED = tuple(
     getattr(keras.optimizers, name)
     for name in (
         *("Adam", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta"),
@@ -28,6 +28,7 @@ _ADAMS_KIND = tuple(
     )
     if hasattr(keras.optimizers, name)
 )
+_ADAMS_WARMUP = 5.0  # blocks in which the default gain rises by one; see docs/rules.md
 
 # Metadata of settings. "workers": the setting must be equal on all workers. "run": it must also be
 # equal to that of the checkpoint from which a run is resumed.
@@ -237,16 +238,22 @@ class Settings:
     def for_optimizers(self, given: Sequence[keras.optimizers.Optimizer]) -> Settings:
         """Returns these settings for a model with these local optimizers.
 
-        The default block momentum is that of "sqrt" where all are of Adam's kind.
+        Where all divide by the size of gradients, as Adam does, the default block momentum is
+        reached more slowly; and it is that of "sqrt" where an average of gradients outlasts a
+        block, since that is not shortened.
         """
         rule = self.asked_rule
         if not isinstance(rule, algorithms.BMUF) or rule.block_momentum is not None:
             return self
         if rule.compat or rule.warmup is False:  # as published
             return self
-        if not given or not all(map(is_of_adams_kind, given)):
+        if not given or not all(isinstance(inner(one), _NORMALISED) for one in given):
             return self
-        asked = dataclasses.replace(rule, block_momentum="sqrt")
+        short = all(self.fits_momentum(one) or not memory_of(one) for one in given)
+        own = rule.warmup not in (None, True)
+        warmup = rule.warmup if own or not short else _ADAMS_WARMUP
+        scaling = "linear" if short else "sqrt"
+        asked = dataclasses.replace(rule, block_momentum=scaling, warmup=warmup)
         following = None if self.following_rule is None else asked
         return dataclasses.replace(
             self, rule=asked.resolve(self.replicas), following_rule=following
@@ -261,12 +268,35 @@ class Settings:
         """Whether an optimizer's momentum is fitted to the block: see `local_momentum`.
 
         That is so with local_state="auto", where the rule has a momentum of its own, of SGD with
-        momentum and of optimizers that take its step. Adam's first moment is an average of
-        gradients, and its steps are bounded by the learning rate.
+        momentum, of Adam, and of optimizers that take the step of either. A rule that filters
+        Adam's moments itself takes them as they are.
         """
-        fits = self.local_state == "auto" and self.has_momentum and momentum_of(optimizer) > 0.0
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        return fits and type(inner).update_step is keras.optimizers.SGD.update_step
+        if self.local_state != "auto" or not self.has_momentum or not memory_of(optimizer):
+            return False
+        step = type(inner(optimizer)).update_step
+        if step is keras.optimizers.Adam.update_step:
+            return not hasattr(self.rule, "check_optimizer")
+        return step is keras.optimizers.SGD.update_step
+
+
+def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that loss scaling is around, else the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """The momentum of SGD and its kin, or β₁ of Adam and its kin, below 1; 0 where there is none.
+
+    It is 0, too, where it is no number.
+    """
+    own = inner(optimizer)
+    given = getattr(own, "momentum", None) or getattr(own, "beta_1", None) or 0.0
+    return float(given) if isinstance(given, int | float) and 0.0 <= given < 1.0 else 0.0
+
+
+def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """The momentum of SGD and its kin, 0 ≤ m < 1; 0 for others, and where it is no number."""
+    return memory_of(optimizer) if isinstance(inner(optimizer), keras.optimizers.SGD) else 0.0
 
 
 def warn_of_outlasting_momentum(
@@ -293,22 +323,6 @@ def warn_of_outlasting_momentum(
             f"{fix}, or a longer sync_period.",
             stacklevel=2,
         )
-
-
-def is_of_adams_kind(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer divides by the size of gradients, so that their mean is no mean step.
-
-    The length of its steps is about its learning rate, whatever the number of replicas.
-    """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return isinstance(inner, _ADAMS_KIND)
-
-
-def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """The momentum of SGD and its kin, 0 ≤ m < 1; 0 for others, and where it is no number."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    given = inner.momentum if isinstance(inner, keras.optimizers.SGD) else 0.0
-    return float(given) if isinstance(given, int | float) and 0.0 <= given < 1.0 else 0.0
 
 
 def _is_of_a_user(given: object) -> bool:
