@@ -78,8 +78,8 @@ _replaced: set[tuple[int, str, Method]] = set()
 # Optimizers without slots, by id, while `build_optimizers` traces a step: the weights that each
 # trains, once its `apply` was called.
 _unbuilt: dict[int, keras.optimizers.Optimizer] = {}
-# During a step of local SGD whose momentum is fitted to the block, by its id: that momentum and the
-# factor of the learning rate.
+# During a step of an optimizer whose momentum is fitted to the block, by its id: that momentum (or
+# Adam's β₁) and the factor of SGD's learning rate.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 _element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
 
