@@ -15,7 +15,9 @@ Dataset = tf.data.Dataset
 
 def test_arrays_of_different_lengths():
     with pytest.raises(ValueError, match=r"the arrays have 4, 3 rows"):
-        dealing.deal_out_arrays(None, 2, {"x": np.ones((4, 2)), "y": np.ones((3, 1))})
+        dealing.deal_out_arrays(
+            None, dealing.Began(2, 1), {"x": np.ones((4, 2)), "y": np.ones((3, 1))}
+        )
 
 
 def strategy_of(order, replicas, ids):
@@ -52,7 +54,7 @@ def dealt_out(data, parts, replicas, epochs=1, first=0, devices=1, order=None, *
         ids = list(range(begin, begin + devices))
         strategy = strategy_of(order, replicas, ids)
         arguments = {"x": data, **given}
-        keras_hooks._deal_out(strategy, parts, arguments)
+        keras_hooks._deal_out(strategy, dealing.Began(parts, devices), arguments)
         for epoch in range(epochs):
             numbers = (s + own for s in range(first, 10_000, replicas) for own in ids)
             for number, own in zip(numbers, arguments["x"].made(epoch, first), strict=False):
@@ -98,20 +100,29 @@ def test_arrays_are_divided_and_weighted_as_by_fit():
 
 def test_what_is_no_array_is_left_alone():
     given = {"x": iter([]), "batch_size": 3}
-    dealing.deal_out_arrays(None, 2, given)
+    dealing.deal_out_arrays(None, dealing.Began(2, 1), given)
     assert given["batch_size"] == 3
 
 
 def test_a_resumed_run_keeps_the_size_of_its_minibatches():
     """It began with three replicas, and goes on with two."""
     order = Order()
-    order.set_state({"seed": 7, "parts": 3})
-    assert order.get_state() == {"seed": 7, "parts": 3}
+    order.set_state({"seed": 7, "parts": 3, "devices": 1})
+    assert order.get_state() == {"seed": 7, "parts": 3, "devices": 1}
     (whole,) = dealt_out(np.arange(20), 3, 3, batch_size=6)
     (rest,) = dealt_out(np.arange(20), 2, 2, first=4, order=order, batch_size=6)
     assert rest == whole[4:]
     order.set_state(9)  # of version 0.1
-    assert order.known() == (9, 3)
+    assert order.known() == (9, 3, 1)
+    order.set_state({"seed": None, "parts": None, "devices": None})  # of a run without elastic=
+    order.set_state(None)
+    assert order.known() == (9, 3, 1)
+
+
+def cut(rows, parts):
+    """Parts that differ by one row at most, in NumPy's words."""
+    bounds = np.arange(parts + 1) * len(rows) // parts
+    return [rows[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
 @pytest.mark.parametrize(
@@ -120,27 +131,24 @@ def test_a_resumed_run_keeps_the_size_of_its_minibatches():
 )
 def test_batches_of_a_dataset_are_cut_for_those_that_began(parts, replicas, first, devices):
     data = Dataset.range(23).map(lambda n: (n, 2 * n)).batch(8)
-    size = -(-8 // parts)
     batches = [list(range(23))[start : start + 8] for start in (0, 8, 16)]
-    rows = [own[start : start + size] for own in batches for start in range(0, len(own), size)]
+    rows = [part for own in batches for part in cut(own, parts)]
     (found,) = dealt_out(data, parts, replicas, first=first, devices=devices)
     assert found == [(own, [2 * n for n in own]) for own in rows][first:]
 
 
-def test_batches_of_unknown_size_are_cut_one_by_one():
-    data = (
-        Dataset.range(4).map(lambda n: tf.range(3 * n)[:7]).filter(lambda rows: tf.size(rows) > 0)
-    )
-    (found,) = dealt_out(data, 2, 2)
-    assert found == [[0, 1], [2], [0, 1, 2], [3, 4, 5], [0, 1, 2, 3], [4, 5, 6]]
+def test_batches_whose_tensors_differ_in_rows():
+    data = Dataset.zip(Dataset.range(8).batch(4), Dataset.range(4).batch(2))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the tensors of a batch differ in rows"):
+        dealt_out(data, 2, 2)
 
 
 def test_sparse_and_ragged_batches_are_cut():
     rows = Dataset.from_tensor_slices(np.eye(5))
     (sparse,) = dealt_out(rows.map(tf.sparse.from_dense).batch(3), 2, 2)
-    assert sum(sparse, []) == np.eye(5).tolist() and [len(own) for own in sparse] == [2, 1, 2]
+    assert sum(sparse, []) == np.eye(5).tolist() and [len(own) for own in sparse] == [1, 2, 1, 1]
     (ragged,) = dealt_out(Dataset.range(4).map(tf.range).ragged_batch(3), 2, 2)
-    assert ragged == [[[], [0]], [[0, 1]], [[0, 1, 2]]]
+    assert ragged == [[[]], [[0], [0, 1]], [], [[0, 1, 2]]]
 
 
 class Rows(keras.utils.PyDataset):
@@ -171,7 +179,7 @@ def test_rows_of_a_py_dataset_are_trained_once(parts, replicas, first, devices, 
     workers = parts // devices
     if replicas == parts:  # each batch has one reader, but for the last that do not go round
         last = 7 % workers
-        assert len(data.read) == 2 * (7 - last + last * workers) + 2 * workers  # two for the spec
+        assert len(data.read) == 2 * (7 - last + last * workers) + 3 * workers  # three for the spec
 
 
 def test_class_weights_of_datasets():
@@ -200,6 +208,15 @@ def eight():
     return Dataset.range(8)
 
 
+def drawn(rows):
+    return tf.random.uniform([]) < 0.5
+
+
+def shuffled_before(data):
+    shuffled = data.shuffle(4)
+    return lambda _: shuffled
+
+
 @pytest.mark.parametrize(
     "make,sentence",
     [
@@ -221,6 +238,18 @@ def eight():
             lambda: eight().interleave(lambda n: Dataset.range(n).shuffle(2, seed=1)).batch(2),
             "has shuffle inside the function of interleave",
         ),
+        (lambda: eight().batch(2).filter(drawn), "draws at random which rows there are inside"),
+        (lambda: eight().batch(2).map(tf.random.shuffle), "draws at random which rows there are"),
+        (
+            lambda: Dataset.range(1).flat_map(shuffled_before(eight().batch(2))),
+            "reads another dataset inside the function of flat_map",
+        ),
+        (
+            lambda: eight().interleave(
+                lambda n: eight().map(abs, num_parallel_calls=2, deterministic=False).batch(2)
+            ),
+            "reorders what is ready first",
+        ),
         (
             lambda: Dataset.from_generator(
                 lambda: iter([[1, 2]]), output_signature=tf.TensorSpec([2], tf.int32)
@@ -239,11 +268,53 @@ class Reshuffled(Rows):
         pass
 
 
+class Empty(Rows):
+    def __len__(self):
+        return 0
+
+
+def test_labels_beside_a_py_dataset():
+    with pytest.raises(ValueError, match="y= does not go with a PyDataset"):
+        dealt_out(Rows(), 2, 2, y=np.ones(28))
+
+
+class OfLengths(Rows):
+    """Batches of one row, whose lengths differ."""
+
+    def __getitem__(self, number):
+        return np.ones((1, 5 + number % 2))
+
+
+def test_batches_of_a_py_dataset_may_differ_in_length():
+    (found,) = dealt_out(OfLengths(), 1, 1, shuffle=False)
+    assert [len(own[0][0]) for own in found] == [5, 6, 5, 6, 5, 6, 5]
+
+
+def of_value(value):
+    return Dataset.from_tensor_slices(np.full(8, value)).batch(2)
+
+
+def test_workers_that_begin_with_other_data(monkeypatch):
+    """Each hears of it, before the first step."""
+    other = {"seed": 1, "facts": dealing.division.facts_of_dataset(of_value(2.0))}
+    monkeypatch.setattr(dealing, "everyones", lambda mine, *_: [mine, other])
+    order = Order()
+    strategy = strategy_of(order, 2, [0])
+    strategy.extended.elastic.joining = False
+    strategy.extended.control = None
+    with pytest.raises(ValueError, match="rows: those of worker 1 are not those of worker 0"):
+        keras_hooks._deal_out(strategy, dealing.Began(2, 1), {"x": of_value(1.0)})
+    assert order.seed is None
+    keras_hooks._deal_out(strategy, dealing.Began(2, 1), {"x": of_value(2.0)})
+    assert order.seed is not None
+
+
 @pytest.mark.parametrize(
     "data,sentence",
     [
         (Reshuffled(), "Reshuffled.on_epoch_end changes the dataset"),
         (Rows(workers=2, use_multiprocessing=True), "Write use_multiprocessing=False"),
+        (Empty(), "the data have no batch: their length is 0"),
     ],
 )
 def test_py_datasets_that_are_refused(data, sentence):
@@ -261,11 +332,20 @@ def test_minibatches_by_epoch():
     for epoch in (0, 3):
         whole = [own.numpy().tolist() for own in made(epoch)]
         for ids in ([0], [1, 2]):
-            minibatches = dealing.by_epoch(strategy_of(Order(), 3, ids), made)
+            data = dealing.by_epoch(strategy_of(Order(), 3, ids), made)
             for first in (0, 2):
-                found = [own.numpy().tolist() for own in minibatches(epoch, first)]
+                found = [own.numpy().tolist() for own in data.made(epoch, first)]
                 numbers = [s + own for s in range(first, 5, 3) for own in ids]
                 assert found == [whole[number] for number in numbers if number < 5]
+
+
+def test_a_seeded_shuffle_inside_a_function_of_an_epoch():
+    def made(epoch):
+        return eight().interleave(lambda n: eight().shuffle(8, seed=epoch + 1)).batch(4)
+
+    data = dealing.by_epoch(strategy_of(Order(), 1, [0]), made)
+    first, again = ([own.numpy().tolist() for own in data.made(2, 0)] for _ in range(2))
+    assert first == again != [own.numpy().tolist() for own in data.made(3, 0)]
 
 
 @pytest.mark.parametrize(
@@ -274,20 +354,27 @@ def test_minibatches_by_epoch():
         (lambda epoch: [epoch], TypeError, r"gave \[0\] for epoch 0: no tf.data.Dataset"),
         (lambda epoch: eight().shuffle(3).batch(2), ValueError, "has shuffle without a seed"),
         (lambda epoch: eight().batch(2).repeat(), ValueError, "has no end"),
+        (lambda epoch: eight(), ValueError, "are not batches"),
+        (
+            lambda epoch: eight().interleave(lambda n: eight().shuffle(3)).batch(2),
+            ValueError,
+            "has shuffle without a seed inside the function of interleave",
+        ),
+        (lambda epoch: of_value(np.random.uniform()), ValueError, "has other rows, or seeds"),
     ],
 )
 def test_functions_of_an_epoch_that_are_refused(make, error, sentence):
     with pytest.raises(error, match=sentence):
-        dealing.by_epoch(strategy_of(Order(), 1, [0]), make)(0, 0)
+        dealing.by_epoch(strategy_of(Order(), 1, [0]), make).made(0, 0)
 
 
 def test_a_seed_for_all_is_no_seed_of_a_function_of_an_epoch():
     tf.random.set_seed(1)
     try:
-        with pytest.raises(ValueError, match="has other seeds when it is called again"):
-            minibatches = dealing.by_epoch(
+        with pytest.raises(ValueError, match="has other rows, or seeds, when it is called again"):
+            data = dealing.by_epoch(
                 strategy_of(Order(), 1, [0]), lambda epoch: eight().shuffle(3).batch(2)
             )
-            minibatches(0, 0)
+            data.made(0, 0)
     finally:
         tf.random.set_seed(None)

@@ -12,7 +12,7 @@ import itertools
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -22,9 +22,18 @@ from tfpara.cluster.place import FIT_BEGIN
 from tfpara.sync import division
 from tfpara.sync.exchange import everyones
 from tfpara.sync.reading import Order, ahead, shuffled
+from tfpara.typing import Json
 
+Facts: TypeAlias = dict[str, Json]
 PARTS = ("x", "y", "sample_weight")  # arguments of `fit`
 _BATCH_SIZE = 32  # Keras' own
+
+
+class Began(NamedTuple):
+    """The replicas with which a run began, and how many of them each worker had."""
+
+    replicas: int
+    devices: int
 
 
 def leaves_of(given: Mapping[str, Any]) -> list[Any]:
@@ -39,7 +48,7 @@ def are_arrays(given: Mapping[str, Any]) -> bool:
     return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
 
 
-def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None:
+def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces arrays among the arguments of `fit` by `strategy.datasets_by_epoch`.
 
     A replica's minibatch has `batch_size` / N rows, rounded up, for the N replicas with which the
@@ -50,7 +59,7 @@ def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None
 
     Args:
         strategy: of the run.
-        replicas: N.
+        began: N, and the devices of each worker.
         given: the arguments of `fit`, changed in place; left alone if they are no arrays.
 
     Raises:
@@ -65,7 +74,9 @@ def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None
         raise ValueError(
             f"the arrays have {', '.join(str(len(leaf)) for leaf in leaves)} rows. Give as many."
         )
-    order, batch_size = _agree(strategy, replicas), given.get("batch_size") or _BATCH_SIZE
+    batch_size = given.get("batch_size") or _BATCH_SIZE
+    facts: Facts = {"kind": "arrays", "rows": rows, "batch_size": batch_size}
+    order = _agree(strategy, began, {**facts, "values": division.values_of(leaves)})
     shuffle = given.get("shuffle", True)
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
@@ -75,7 +86,7 @@ def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None
     steps = given.get("steps_per_epoch")
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
-        seed, parts = order.known()
+        seed, parts, _ = order.known()
         size = -(-batch_size // parts)
         in_a_pass = -(-rows // size)  # minibatches
         in_an_epoch = steps * parts if steps else in_a_pass
@@ -96,26 +107,26 @@ def deal_out_arrays(strategy: Any, replicas: int, given: dict[str, Any]) -> None
         return dataset.map(taken, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     given["x"] = strategy.datasets_by_epoch(minibatches)
+    given["x"].facts = facts
     for name in ("y", "sample_weight", "batch_size", "steps_per_epoch"):
         given[name] = None
 
 
-def deal_out_dataset(strategy: Any, replicas: int, given: dict[str, Any]) -> None:
+def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces a `tf.data.Dataset` of batches among the arguments of `fit`, as arrays are.
 
-    A batch of B rows, where the dataset says that all but the last have so many, is cut into
-    minibatches of B / N rows, rounded up, for the N replicas with which the run begins; else each
-    batch by its own number of rows. Every worker reads the whole dataset, and keeps the parts that
-    are its own.
+    Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
+    differ by one at most. Every worker reads the whole dataset, and keeps the parts that are its
+    own.
 
     Args:
         strategy: of the run.
-        replicas: N.
+        began: N, and the devices of each worker.
         given: the arguments of `fit`, changed in place; left alone if they are no such dataset.
 
     Raises:
         ValueError: the dataset has no batches, or no end, or another order whenever it is read; or
-            each worker has a part of its own.
+            each worker has a part of its own; or workers have different data.
     """
     dataset = given.get("x")
     if not isinstance(dataset, tf.data.Dataset) or given.get("steps_per_epoch") is not None:
@@ -126,16 +137,19 @@ def deal_out_dataset(strategy: Any, replicas: int, given: dict[str, Any]) -> Non
             "the dataset has AutoShardPolicy.OFF, so each worker has data of its own, and elastic= "
             "gives what a lost worker has not trained to others. Give all workers the same data."
         )
-    _check_order(dataset, f"Write {_BY_EPOCH}, and the batches' size for one replica.")
+    _check_order(
+        dataset,
+        "For one order in all epochs give shuffle a seed and reshuffle_each_iteration=False; for "
+        f"an order of each epoch's own, give fit data = {_BY_EPOCH}.",
+    )
     facts = division.facts_of_dataset(dataset)
-    facts.pop("values")  # machines may compute their last digits differently
-    order, batch_size = _agree(strategy, replicas), division.batch_size(dataset)
+    order = _agree(strategy, began, facts)
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
-        return _parts_of(dataset, batch_size, order.known()[1], _Own(strategy, first))
+        return _parts_of(dataset, order.known()[1], _Own(strategy, first))
 
     given["x"] = strategy.datasets_by_epoch(minibatches)
-    given["x"].facts = facts
+    given["x"].facts = _without_values(facts)
 
 
 class Batches(NamedTuple):
@@ -144,18 +158,20 @@ class Batches(NamedTuple):
     Attributes:
         number: of the batches.
         signature: the spec of a batch.
+        values: some of the first batches' values, by which workers' data are compared.
         standard: makes what the dataset returns a batch.
         part_of: returns part k of n of a batch.
     """
 
     number: int
     signature: Any
+    values: list[Json]
     standard: Callable[[Any], Any]
     part_of: Callable[[Any, int, int], Any]
 
 
 def deal_out_py_dataset(
-    strategy: Any, replicas: int, given: dict[str, Any], batches: Batches
+    strategy: Any, began: Began, given: dict[str, Any], batches: Batches
 ) -> None:
     """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, as arrays are.
 
@@ -165,12 +181,13 @@ def deal_out_py_dataset(
 
     Args:
         strategy: of the run.
-        replicas: N.
+        began: N, and the devices of each worker.
         given: the arguments of `fit`, changed in place.
         batches: of the dataset.
 
     Raises:
-        ValueError: the dataset changes itself between epochs, or reads in processes.
+        ValueError: the dataset changes itself between epochs, or reads in processes; or workers
+            have different data.
     """
     data: keras.utils.PyDataset = given["x"]
     for hook in ("on_epoch_begin", "on_epoch_end"):
@@ -184,11 +201,12 @@ def deal_out_py_dataset(
             "PyDataset(use_multiprocessing=True) would start its processes anew at each change of "
             "an elastic run's members. Write use_multiprocessing=False, for threads."
         )
-    order, devices = _agree(strategy, replicas), len(strategy.extended.worker_devices)
+    facts: Facts = {"kind": "PyDataset", "batches": batches.number}
+    order = _agree(strategy, began, {**facts, "values": batches.values})
     shuffle = given.get("shuffle", True)
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
-        count, (seed, parts) = batches.number, order.known()
+        count, (seed, parts, devices) = batches.number, order.known()
         numbers = _numbers(strategy, first, count * parts)
         places = [_place(number, count, parts, devices) for number in numbers]
         in_order = shuffled(count, seed, epoch) if shuffle else range(count)
@@ -209,41 +227,43 @@ def deal_out_py_dataset(
         return tf.data.Dataset.from_generator(read, output_signature=batches.signature)
 
     given["x"] = strategy.datasets_by_epoch(minibatches)
-    given["x"].facts = {"kind": "PyDataset", "batches": batches.number}
+    given["x"].facts = facts
     given["class_weight"] = None
 
 
-def by_epoch(
-    strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]
-) -> Callable[[int, int], tf.data.Dataset]:
-    """Returns the function that `strategy.datasets_by_epoch` takes, of datasets of an epoch."""
-    compared = False
+def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any:
+    """Returns what `strategy.minibatches_by_epoch` does."""
+    facts: Facts = {}
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         dataset = dataset_fn(epoch)
         if not isinstance(dataset, tf.data.Dataset):
             raise TypeError(f"the function gave {dataset!r} for epoch {epoch}: no tf.data.Dataset.")
-        nonlocal compared
-        _check_order(dataset, f"Write {_BY_EPOCH}.", made_anew=True)
-        # Where TensorFlow has a seed for all, what has none of its own gets another each time.
-        if not compared and division.seeds_of(dataset) != division.seeds_of(dataset_fn(epoch)):
-            raise ValueError(
-                f"the function's dataset of epoch {epoch} has other seeds when it is called again, "
-                f"and so another order. Write {_BY_EPOCH}."
-            )
-        compared = True
+        division.check_batched(dataset.element_spec)
+        _check_order(dataset, "Give a seed to all that is drawn.", made_anew=True)
+        if not facts:
+            # What has no seed of its own gets another each time where TensorFlow has one for all.
+            facts.update(division.facts_of_dataset(dataset))
+            if facts != division.facts_of_dataset(dataset_fn(epoch)):
+                raise ValueError(
+                    f"the function's dataset of epoch {epoch} has other rows, or seeds, when it is "
+                    "called again, and so another order. Let the epoch decide what is drawn: "
+                    "dataset.shuffle(1000, seed=epoch), np.random.default_rng(epoch)."
+                )
         own = _Own(strategy, 0)
         numbered = dataset.skip(first).enumerate()
         return numbered.filter(lambda number, element: own.has(number)).map(
             lambda number, element: element
         )
 
-    return minibatches
+    data = strategy.datasets_by_epoch(minibatches)
+    data.facts = _without_values(facts)
+    return data
 
 
 _BY_EPOCH = (
     "strategy.minibatches_by_epoch(lambda epoch: files.shuffle(1000, seed=epoch).batch(32)), with "
-    "a seed for all that is drawn"
+    "batches for one replica"
 )
 
 
@@ -258,15 +278,32 @@ def _check_order(dataset: tf.data.Dataset, fix: str, made_anew: bool = False) ->
         )
 
 
-def _agree(strategy: Any, replicas: int) -> Order:
-    """Returns the run's order of data, with a seed that is equal on all workers."""
+def _without_values(facts: Facts) -> Facts:
+    """Facts that are compared as they are: machines may compute the last digits of values."""
+    return {name: fact for name, fact in facts.items() if name != "values"}
+
+
+def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
+    """Returns the run's order of data, with a seed that is equal on all workers.
+
+    Raises:
+        ValueError: the workers with which the run begins have different data.
+    """
     extended = strategy.extended
     if extended.order.seed is None:
         drawn = random.getrandbits(48)
-        joins = extended.elastic is None or extended.elastic.joining
-        extended.order.seed = drawn if joins else everyones(drawn, extended.control, FIT_BEGIN)[0]
+        if extended.elastic is not None and not extended.elastic.joining:
+            mine = {"seed": drawn, "facts": facts}
+            everyone = everyones(mine, extended.control, FIT_BEGIN)
+            drawn = everyone[0]["seed"]
+            problem = division.difference(
+                [each["facts"] for each in everyone], "Give all workers of an elastic run the same."
+            )
+            if problem:
+                raise ValueError(problem)
+        extended.order.seed = drawn
     if extended.order.parts is None:
-        extended.order.parts = replicas
+        extended.order.parts, extended.order.devices = began
     return extended.order
 
 
@@ -290,40 +327,35 @@ class _Own:
         return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
 
 
-def _parts_of(
-    dataset: tf.data.Dataset, batch_size: int | None, parts: int, own: _Own
-) -> tf.data.Dataset:
+def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Dataset:
     """Returns those minibatches of a dataset of batches that are a worker's own."""
 
-    def size(element: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """The rows of an element's minibatches, and the number of these."""
-        rows = _rows_of(element)
-        each = tf.maximum(-(-tf.cast(batch_size or rows, tf.int64) // parts), 1)
-        return each, -(-rows // each)
+    def cut(batch: tf.Tensor, element: Any) -> tf.data.Dataset:
+        leaves = tf.nest.flatten(element)
+        rows = _rows_of(leaves[0])
+        alike = [
+            tf.debugging.assert_equal(_rows_of(leaf), rows, "the tensors of a batch differ in rows")
+            for leaf in leaves[1:]
+        ]
 
-    def numbered(number: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
-        return number + size(element)[1], (number, element)
+        def part(number: tf.Tensor) -> Any:
+            begin, end = (rows * (number % parts + k) // parts for k in (0, 1))
+            return tf.nest.map_structure(lambda leaf: slice_of(leaf, begin, end), element)
 
-    def cut(number: tf.Tensor, element: Any) -> tf.data.Dataset:
-        each, count = size(element)
+        with tf.control_dependencies(alike):
+            first = tf.identity(batch) * parts
+        return tf.data.Dataset.range(first, first + parts).filter(own.has).map(part)
 
-        def part(wanted: tf.Tensor) -> Any:
-            begin = (wanted - number) * each
-            return tf.nest.map_structure(lambda leaf: _slice_of(leaf, begin, begin + each), element)
-
-        return tf.data.Dataset.range(number, number + count).filter(own.has).map(part)
-
-    return dataset.scan(np.int64(0), numbered).flat_map(cut)
+    return dataset.enumerate().flat_map(cut)
 
 
-def _rows_of(element: Any) -> tf.Tensor:
-    leaf = tf.nest.flatten(element)[0]
+def _rows_of(leaf: Any) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
 
 
-def _slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+def slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
     """The rows of a batch from `begin` to before `end`, as far as there are any."""
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[begin:end]

@@ -33,12 +33,13 @@ _REMEDY = (
 )
 
 
-def difference(facts: Sequence[Mapping[str, Json]]) -> str:
+def difference(facts: Sequence[Mapping[str, Json]], remedy: str = _REMEDY) -> str:
     """Returns a text on what differs between the workers' data, and the fix; "" if nothing does.
 
     Args:
         facts: facts about each worker's data, by rank. The floats in "values" may differ by 1e-3 of
             their size, since machines may compute the last digits differently.
+        remedy: what to do, in a sentence.
     """
     if all(one.get("kind") == OWN for one in facts):
         return ""
@@ -56,7 +57,7 @@ def difference(facts: Sequence[Mapping[str, Json]]) -> str:
             "keras.utils.set_random_seed(1) on every worker, after the strategy is made, or "
             "dataset.shuffle(…, seed=1)."
         )
-    return f"the workers have different data ({differing}). {_REMEDY}"
+    return f"the workers have different data ({differing}). {remedy}"
 
 
 def _close(a: Sequence[Json], b: Sequence[Json]) -> bool:
@@ -165,15 +166,53 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
             return f"has {_method(name)}(deterministic=False), which reorders what is ready first"
         if _is_drawn(part) and not any(_seeds(part)):
             return f"has {_method(name)} without a seed, so each worker has an order of its own"
-        if getattr(part, "_reshuffle_each_iteration", False) and not made_anew:
-            return "has shuffle, which gives another order whenever it is read"
+        if not made_anew and any(getattr(part, each, False) for each in _EACH_ITERATION):
+            return f"has {_method(name)}, which gives another order whenever it is read"
         for function in part._functions():
-            called = _operations(function.function.graph.as_graph_def())
-            if any("ShuffleDataset" in operation for operation in called):
-                return f"has shuffle inside the function of {_method(name)}, of unknown order"
-            if "GeneratorDataset" in called and not made_anew:
-                return "reads a Python function (from_generator), of unknown order"
+            problem = _why_function_differs(function.function, name, made_anew)
+            if problem:
+                return problem
     return ""
+
+
+# Attributes of datasets that are drawn anew whenever they are read.
+_EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
+# Operations that draw, and methods whose functions decide by them which rows there are.
+_DRAWING = {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "Multinomial"}
+_CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
+
+
+def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
+    """Returns why the rows that a dataset's function decides on differ; "" if they do not."""
+    graph, where = function.graph.as_graph_def(), f"inside the function of {_method(name)}"
+    bodies = [graph.node, *(each.node_def for each in graph.library.function)]
+    called = {node.op for body in bodies for node in body}
+    if not made_anew and any("ShuffleDataset" in operation for operation in called):
+        return f"has shuffle {where}, of unknown order"
+    if any(_is_unseeded_shuffle(node, body) for body in bodies for node in body):
+        return f"has shuffle without a seed {where}"
+    if "GeneratorDataset" in called and not made_anew:
+        return "reads a Python function (from_generator), of unknown order"
+    if any(node.attr["deterministic"].s == b"false" for body in bodies for node in body):
+        return f"reorders what is ready first (deterministic=False) {where}"
+    if "RandomShuffle" in called or (called & _DRAWING and any(k in name for k in _CHOOSING)):
+        return f"draws at random which rows there are {where}"
+    if not made_anew and any(each.dtype == tf.variant for each in function.captured_inputs):
+        return f"reads another dataset {where}, of unknown order"
+    return ""
+
+
+def _is_unseeded_shuffle(node: Any, body: Any) -> bool:
+    """Whether an operation is a dataset's shuffle with the seeds (0, 0)."""
+    if "ShuffleDataset" not in node.op:
+        return False
+    made = {other.name: other for other in body}
+    seeds = [made.get(name.partition(":")[0]) for name in node.input[2:4]]
+    values = [
+        int(tf.make_ndarray(seed.attr["value"].tensor)) if seed and seed.op == "Const" else 1
+        for seed in seeds
+    ]
+    return not any(values)
 
 
 def seeds_of(dataset: tf.data.Dataset) -> list[list[int | None]]:
@@ -194,12 +233,6 @@ def _method(name: str) -> str:
     """The method that makes a dataset of a class with this name, as `map` for _MapDataset."""
     words = re.findall("[A-Z][a-z]*", name.replace("Dataset", "").replace("Parallel", ""))
     return "_".join(words).lower() or name
-
-
-def _operations(graph: Any) -> set[str]:
-    """The types of all operations of a graph and of the functions that it calls."""
-    own = {node.op for node in graph.node}
-    return own.union(*({node.op for node in f.node_def} for f in graph.library.function))
 
 
 def check_batched(spec: Nest) -> None:

@@ -60,6 +60,7 @@ from tfpara.sync import chiefs_callbacks, division, reading, scope
 from tfpara.sync.dealing import (
     PARTS,
     Batches,
+    Began,
     are_arrays,
     deal_out_arrays,
     deal_out_dataset,
@@ -233,7 +234,7 @@ def _together(fit: Method) -> Method:
         changing: Any = extended.elastic or extended.replay
         if changing is not None:
             bound = signature.bind(model, *args, **kwargs)
-            _deal_out(strategy, changing.founding_replicas, bound.arguments)
+            _deal_out(strategy, Began(*changing.began), bound.arguments)
             changing.check(model, bound.arguments)
             args, kwargs = bound.args[1:], bound.kwargs
         elastic = changing.training(model) if changing else contextlib.nullcontext()
@@ -252,31 +253,54 @@ def _together(fit: Method) -> Method:
     return fitting
 
 
-def _deal_out(strategy: Any, replicas: int, given: dict[str, Any]) -> None:
+def _deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces data among the arguments of `fit` by such as can be dealt out anew, in place."""
     data, class_weight = given.get("x"), given.get("class_weight")
     if isinstance(data, tf.data.Dataset):
         if class_weight:
             weighted = _adapters.TFDatasetAdapter(data, class_weight=class_weight)
             given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
-        deal_out_dataset(strategy, replicas, given)
-    elif isinstance(data, keras.utils.PyDataset) and given.get("steps_per_epoch") is None:
-        adapter = _adapters.PyDatasetAdapter(data, class_weight, given.get("shuffle", True))
-        adapter.enqueuer = None  # whose threads would read for nobody
-        count = adapter.num_batches
-        if not count:
-            raise ValueError(f"elastic= needs the number of a PyDataset's batches; it is {count}.")
-
-        def standard(batch: Data) -> Data:
-            return _without_none(adapter._standardize_batch(batch))
-
-        first = [standard(data[number]) for number in {0, count - 1}]
-        signature = _adapter_utils.get_tensor_spec(first)
-        batches = Batches(count, signature, standard, _part)
-        deal_out_py_dataset(strategy, replicas, given, batches)
+        deal_out_dataset(strategy, began, given)
+    elif isinstance(data, keras.utils.PyDataset):
+        if given.get("steps_per_epoch") is None:
+            deal_out_py_dataset(strategy, began, given, _batches_of(data, given))
     else:
         _divide_and_weight(given)
-        deal_out_arrays(strategy, replicas, given)
+        deal_out_arrays(strategy, began, given)
+
+
+def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
+    """Returns the batches of a dataset that `fit` was given."""
+    for name in ("y", "sample_weight", "validation_split"):
+        if given.get(name) is not None and not (name == "validation_split" and not given[name]):
+            raise ValueError(
+                f"{name}= does not go with a PyDataset, whose batches have the labels and weights. "
+                "Leave it out."
+            )
+    adapter = _adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
+    adapter.enqueuer = None  # whose threads would read for nobody
+    count = adapter.num_batches
+    if count is None:
+        raise ValueError("the PyDataset has no end, which elastic= needs: write its __len__.")
+    if count == 0:
+        raise ValueError("the data have no batch: their length is 0.")
+
+    def standard(batch: Data) -> Data:
+        return _without_none(adapter._standardize_batch(batch))
+
+    first = [standard(data[number]) for number in sorted({0, min(1, count - 1), count - 1})]
+    return Batches(
+        count, _adapter_utils.get_tensor_spec(first), _shown_values(first), standard, _part
+    )
+
+
+def _shown_values(batches: list[Data]) -> list[Json]:
+    """Returns values by which batches are compared.
+
+    Inputs may differ between workers, for example by noise. So the labels are compared, if there
+    are any; they show the order too.
+    """
+    return division.values_of([b[1] if isinstance(b, tuple) and len(b) > 1 else b for b in batches])
 
 
 def _divide_and_weight(given: dict[str, Any]) -> None:
@@ -803,10 +827,7 @@ class _Steps(_adapters.data_adapter.DataAdapter):
 
     def facts(self) -> dict[str, Json]:
         """Returns facts by which these data are compared with other workers'."""
-        # Inputs may differ between workers, for example by noise. So the labels are compared, if
-        # there are any; they show the order too.
-        batches = [b[1] if isinstance(b, tuple) and len(b) > 1 else b for b in self._first]
-        return {"elements": repr(self._signature), "values": division.values_of(batches)}
+        return {"elements": repr(self._signature), "values": _shown_values(self._first)}
 
     @property
     def num_batches(self) -> int | None:

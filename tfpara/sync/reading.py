@@ -66,24 +66,27 @@ class Order:
 
     Attributes:
         seed: of the orders of shuffled Python data.
-        parts: into which an elastic run cuts each batch, the replicas with which it first began.
+        parts: into which an elastic run cuts each batch: the replicas with which it first began.
+        devices: that each of its workers had then.
     """
 
     seed: int | None = None
     parts: int | None = None
+    devices: int | None = None
 
-    def known(self) -> tuple[int, int]:
-        """Returns the seed and the parts, once workers have agreed on them."""
-        assert self.seed is not None and self.parts is not None
-        return self.seed, self.parts
+    def known(self) -> tuple[int, int, int]:
+        """Returns the seed, the parts and the devices, once workers have agreed on them."""
+        assert self.seed is not None and self.parts is not None and self.devices is not None
+        return self.seed, self.parts, self.devices
 
     def get_state(self) -> Json:
-        return {"seed": self.seed, "parts": self.parts}
+        return {"seed": self.seed, "parts": self.parts, "devices": self.devices}
 
     def set_state(self, state: Json) -> None:
-        # Version 0.1 kept the seed alone.
-        own = state if isinstance(state, dict) else {"seed": state}
-        self.seed, self.parts = own["seed"], own.get("parts") or self.parts
+        # Version 0.1 kept the seed alone. Runs that need none of these have none.
+        for name, value in (state if isinstance(state, dict) else {"seed": state}).items():
+            if value is not None:
+                setattr(self, name, value)
 
 
 def random_states() -> dict[str, list[Json]]:

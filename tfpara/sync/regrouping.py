@@ -522,17 +522,17 @@ class Regrouping:
             "state": f"{len(slots)} variables, {zlib.crc32(' '.join(slots).encode()):08x}",
             **hyperparameters(self._model),
             "data": str(data.element_spec),
-            "minibatches of the first epoch": int(data.cardinality()),
-            **self._facts,
+            **(self._facts or {"minibatches of the first epoch": int(data.cardinality())}),
         }
         return {key: json.loads(json.dumps(value, default=repr)) for key, value in terms.items()}
 
     # -- training ----------------------------------------------------------------------------
 
     @property
-    def founding_replicas(self) -> int:
-        """Replicas with which the run began."""
-        return self.founders * len(self._extended.worker_devices)
+    def began(self) -> tuple[int, int]:
+        """Replicas with which the run began, and those of each worker."""
+        devices = len(self._extended.worker_devices)
+        return self.founders * devices, devices
 
     def check(self, model: keras.Model, given: Mapping[str, Any]) -> None:
         """Looks at what `fit` is given.

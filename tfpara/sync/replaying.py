@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.elastic import record
+from tfpara.sync.dealing import slice_of
 from tfpara.sync.state import Kind, model_slots
 from tfpara.sync.train_function import stepping
 from tfpara.typing import Nest
@@ -96,6 +97,11 @@ class Replay:
         )
         return self._rows[epoch]
 
+    @property
+    def began(self) -> tuple[int, int]:
+        """Replicas with which the run began, and those of each worker."""
+        return self.founding_replicas, self._devices
+
     def check(self, model: keras.Model, given: Mapping[str, Any]) -> None:
         """Looks at what `fit` is given.
 
@@ -114,7 +120,7 @@ class Replay:
                 "replicas between steps. Compile the model with 1."
             )
         if not hasattr(given.get("x"), "built_for"):
-            raise ValueError("a replay needs the data of the run: strategy.datasets_by_epoch(...).")
+            raise ValueError("a replay needs the data that fit had in the run.")
 
     @contextlib.contextmanager
     def training(self, model: keras.Model) -> Iterator[None]:
@@ -192,10 +198,13 @@ def _copy(model: keras.Model, to: int, since: int) -> None:
             slot.variable.assign(values[slot.name])
 
 
-def _open(spec: tf.TensorSpec) -> tf.TensorSpec:
+def _open(spec: Any) -> Any:
     """The spec of minibatches that may be empty."""
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return spec  # that of ragged or sparse tensors is open
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
-def _emptied(tensor: tf.Tensor) -> tf.Tensor:
-    return tensor[:0] if tensor.shape.rank else tensor
+def _emptied(leaf: Any) -> Any:
+    nothing = tf.constant(0, tf.int64)
+    return slice_of(leaf, nothing, nothing) if leaf.shape.rank else leaf

@@ -453,7 +453,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             TypeError: it returns no dataset.
             ValueError: a dataset has no end, or an order that cannot be repeated.
         """
-        return self.datasets_by_epoch(by_epoch(self, dataset_fn))
+        return by_epoch(self, dataset_fn)
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
         """Adds the state of an object to checkpoints, from which it is restored.
