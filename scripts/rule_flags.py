@@ -197,12 +197,21 @@ def _check() -> None:
         raise ValueError(_ALONE)
 
 
+def _block_momentum() -> float | str | None:
+    """Returns what --block_momentum says: a number, or a name that BMUF checks."""
+    given = _ETA.value
+    try:
+        return None if given is None else float(given)
+    except ValueError:
+        return given
+
+
 def _rule() -> Any:
     name = _RULE.value
     if name in _BMUF:
         kind = algorithms.BMUF if name == "bmuf" else algorithms.BMUFAdam
         return kind(
-            _ETA.value,
+            _block_momentum(),
             _ZETA.value,
             nesterov=_NESTEROV.value,
             compat=_COMPAT.value,

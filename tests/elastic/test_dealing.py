@@ -13,6 +13,12 @@ from tfpara.sync.reading import Order
 Dataset = tf.data.Dataset
 
 
+@pytest.fixture(autouse=True)
+def _no_seed_for_all():
+    """Other tests may have set one."""
+    tf.random.set_seed(None)
+
+
 def test_arrays_of_different_lengths():
     with pytest.raises(ValueError, match=r"the arrays have 4, 3 rows"):
         dealing.deal_out_arrays(
@@ -139,7 +145,9 @@ def test_batches_of_a_dataset_are_cut_for_those_that_began(parts, replicas, firs
 
 def test_batches_whose_tensors_differ_in_rows():
     data = Dataset.zip(Dataset.range(8).batch(4), Dataset.range(4).batch(2))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="the tensors of a batch differ in rows"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="the tensors of a batch differ in rows"
+    ):
         dealt_out(data, 2, 2)
 
 
@@ -370,11 +378,6 @@ def test_functions_of_an_epoch_that_are_refused(make, error, sentence):
 
 def test_a_seed_for_all_is_no_seed_of_a_function_of_an_epoch():
     tf.random.set_seed(1)
-    try:
-        with pytest.raises(ValueError, match="has other rows, or seeds, when it is called again"):
-            data = dealing.by_epoch(
-                strategy_of(Order(), 1, [0]), lambda epoch: eight().shuffle(3).batch(2)
-            )
-            data.made(0, 0)
-    finally:
-        tf.random.set_seed(None)
+    data = dealing.by_epoch(strategy_of(Order(), 1, [0]), lambda epoch: eight().shuffle(3).batch(2))
+    with pytest.raises(ValueError, match="has other rows, or seeds, when it is called again"):
+        data.made(0, 0)

@@ -26,6 +26,14 @@ def test_sync_periods(text, values):
         assert schedule_flags.sync_periods() == values
 
 
+@pytest.mark.parametrize("text,value", [("0.5", 0.5), ("sqrt", "sqrt"), (None, None)])
+def test_block_momentum_is_a_number_or_a_name(text, value):
+    with flagsaver.flagsaver(rule="bmuf", block_momentum=text):
+        assert rule_flags._rule().block_momentum == value
+    with flagsaver.flagsaver(rule="bmuf", block_momentum="square"), pytest.raises(ValueError):
+        rule_flags._rule()
+
+
 def test_minibatches_change_within_epochs():
     with flagsaver.flagsaver(minibatch="64,0.25:256,2.25:1024"):
         assert schedule_flags.minibatches() == {0: 64, 0.25: 256, 2.25: 1024}
