@@ -190,6 +190,15 @@ def test_rows_of_a_py_dataset_are_trained_once(parts, replicas, first, devices, 
         assert len(data.read) == 2 * (7 - last + last * workers) + 3 * workers  # three for the spec
 
 
+@pytest.mark.parametrize("workers,devices", [(1, 1), (1, 3), (2, 1), (3, 2), (4, 1)])
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_each_part_of_each_batch_has_one_place(workers, devices, count):
+    parts = workers * devices
+    numbers = range(count * parts)
+    places = [dealing._place(number, count, parts, devices) for number in numbers]
+    assert sorted(places) == [(batch, part) for batch in range(count) for part in range(parts)]
+
+
 def test_class_weights_of_datasets():
     data = Dataset.range(4).map(lambda n: (n, n % 2)).batch(4)
     ((_, _, weights),) = dealt_out(data, 1, 1, class_weight={0: 3.0, 1: 1.0})[0]
@@ -345,6 +354,11 @@ def test_minibatches_by_epoch():
                 found = [own.numpy().tolist() for own in data.made(epoch, first)]
                 numbers = [s + own for s in range(first, 5, 3) for own in ids]
                 assert found == [whole[number] for number in numbers if number < 5]
+
+
+def test_rows_that_are_no_number_are_no_other_rows():
+    data = dealing.by_epoch(strategy_of(Order(), 1, [0]), lambda epoch: of_value(np.nan))
+    assert len(list(data.made(0, 0))) == 4
 
 
 def test_a_seeded_shuffle_inside_a_function_of_an_epoch():

@@ -244,7 +244,7 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
         if not facts:
             # What has no seed of its own gets another each time where TensorFlow has one for all.
             facts.update(division.facts_of_dataset(dataset))
-            if facts != division.facts_of_dataset(dataset_fn(epoch)):
+            if division.difference([facts, division.facts_of_dataset(dataset_fn(epoch))]):
                 raise ValueError(
                     f"the function's dataset of epoch {epoch} has other rows, or seeds, when it is "
                     "called again, and so another order. Let the epoch decide what is drawn: "
