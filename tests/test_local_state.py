@@ -369,6 +369,7 @@ KEPT = {"local_state": "keep"}
             dataclasses.replace(SQRT, nesterov=False),
         ),
         (tfpara.BMUF(warmup=3.0), ["Adam", "AdamW"], {}, dataclasses.replace(LINEAR, warmup=3.0)),
+        (tfpara.BMUF(warmup=1.0), ["Adam"], {}, dataclasses.replace(LINEAR, warmup=True)),
         (tfpara.BMUFAdam(), ["Adam"], {}, tfpara.BMUFAdam(0.5, warmup=20.0)),
         (tfpara.BMUF(), ["SGD"], {}, None),
         (tfpara.BMUF(), ["SGD", "Adam"], {}, None),

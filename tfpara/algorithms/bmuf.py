@@ -77,9 +77,10 @@ class BMUF(Rule):
         block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:
             "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt",
             η = 1 − 1/√N. With `warmup` these are at most 0.9, since of 16 replicas a gain of 10 was
-            as good or better than one of 16 at all rates and periods that were tried. None: "sqrt"
-            where the local optimizer is of Adam's kind, whose step does not grow with the gradient,
-            else "linear" (docs/rules.md has figures).
+            as good or better than one of 16 at all rates and periods that were tried. None:
+            "linear"; but where `warmup` is not False and the local optimizer divides by the size
+            of gradients, as Adam does, with `warmup` = 5, and "sqrt" where its average of gradients
+            outlasts a block (docs/rules.md has figures).
         block_learning_rate: ζ > 0.
         nesterov: the form; see above.
         compat: None, "cntk" or "fairseq".

@@ -250,8 +250,8 @@ class Settings:
         if not given or not all(isinstance(inner(one), _NORMALISED) for one in given):
             return self
         short = all(self.fits_momentum(one) or not memory_of(one) for one in given)
-        own = rule.warmup not in (None, True)
-        warmup = rule.warmup if own or not short else _ADAMS_WARMUP
+        default = rule.warmup is None or rule.warmup is True
+        warmup = _ADAMS_WARMUP if default and short else rule.warmup
         scaling = "linear" if short else "sqrt"
         asked = dataclasses.replace(rule, block_momentum=scaling, warmup=warmup)
         following = None if self.following_rule is None else asked
