@@ -129,7 +129,7 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
             each worker has a part of its own; or workers have different data.
     """
     dataset = given.get("x")
-    if not isinstance(dataset, tf.data.Dataset) or given.get("steps_per_epoch") is not None:
+    if not isinstance(dataset, tf.data.Dataset):
         return
     division.check_batched(dataset.element_spec)
     if not division.divided_between_workers(dataset):

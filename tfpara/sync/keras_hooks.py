@@ -65,6 +65,7 @@ from tfpara.sync.dealing import (
     deal_out_arrays,
     deal_out_dataset,
     deal_out_py_dataset,
+    slice_of,
 )
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
@@ -103,7 +104,7 @@ def install() -> None:
     # A custom loop does not say which optimizers it has, so each step of an optimizer is noted.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _replace(kind, "apply", _step_noted)
-    _replace(keras.optimizers.SGD, "update_step", _fitted_to_the_block)
+    _replace(keras.optimizers.SGD, "update_step", _with_fitted_momentum)
     _replace(keras.optimizers.Adam, "update_step", _with_fitted_average)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
     for hook, make in _HOOKS.items():
@@ -234,7 +235,7 @@ def _together(fit: Method) -> Method:
         changing: Any = extended.elastic or extended.replay
         if changing is not None:
             bound = signature.bind(model, *args, **kwargs)
-            _deal_out(strategy, Began(*changing.began), bound.arguments)
+            _deal_out(strategy, changing.began, bound.arguments)
             changing.check(model, bound.arguments)
             args, kwargs = bound.args[1:], bound.kwargs
         elastic = changing.training(model) if changing else contextlib.nullcontext()
@@ -255,6 +256,8 @@ def _together(fit: Method) -> Method:
 
 def _deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces data among the arguments of `fit` by such as can be dealt out anew, in place."""
+    if given.get("steps_per_epoch") is not None and not are_arrays(given):
+        return  # which the run refuses
     data, class_weight = given.get("x"), given.get("class_weight")
     if isinstance(data, tf.data.Dataset):
         if class_weight:
@@ -262,8 +265,7 @@ def _deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
             given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
         deal_out_dataset(strategy, began, given)
     elif isinstance(data, keras.utils.PyDataset):
-        if given.get("steps_per_epoch") is None:
-            deal_out_py_dataset(strategy, began, given, _batches_of(data, given))
+        deal_out_py_dataset(strategy, began, given, _batches_of(data, given))
     else:
         _divide_and_weight(given)
         deal_out_arrays(strategy, began, given)
@@ -271,8 +273,10 @@ def _deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
 def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
     """Returns the batches of a dataset that `fit` was given."""
-    for name in ("y", "sample_weight", "validation_split"):
-        if given.get(name) is not None and not (name == "validation_split" and not given[name]):
+    beside = {"y": given.get("y"), "sample_weight": given.get("sample_weight")}
+    beside["validation_split"] = given.get("validation_split") or None
+    for name, value in beside.items():
+        if value is not None:
             raise ValueError(
                 f"{name}= does not go with a PyDataset, whose batches have the labels and weights. "
                 "Leave it out."
@@ -495,55 +499,74 @@ def _step_noted(apply: Method) -> Method:
     return applying
 
 
-def _fitted_to_the_block(update_step: Method) -> Method:
-    """Replaces the step of SGD: m ← m'm − rate'·g, with what `local_momentum` gives for a block."""
+def _where_fitted(step: Callable[..., None]) -> Callable[[Method], Method]:
+    """Returns what replaces an optimizer's `update_step`, by `step` where momentum is fitted.
 
-    @functools.wraps(update_step)
-    def updating(
-        optimizer: keras.optimizers.SGD,
-        gradient: tf.Tensor,
-        variable: Variable,
-        learning_rate: tf.Tensor,
-    ) -> None:
-        if id(optimizer) not in _fitted:
-            update_step(optimizer, gradient, variable, learning_rate)
-            return
-        # Keras asks whether its momentum is 0, which no value of a graph can answer. Its operations
-        # take gradients of some rows, too.
-        ops = keras.ops
-        momentum, factor = (ops.cast(each, variable.dtype) for each in _fitted[id(optimizer)])
-        rate = ops.cast(learning_rate, variable.dtype) * factor
-        step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
-        velocity = optimizer.momentums[optimizer._get_variable_index(variable)]
-        optimizer.assign(velocity, ops.subtract(ops.multiply(velocity, momentum), step))
-        if optimizer.nesterov:
-            velocity = ops.subtract(ops.multiply(velocity, momentum), step)
-        optimizer.assign_add(variable, velocity)
+    Args:
+        step: called as `step(update_step, optimizer, gradient, variable, rate, momentum, factor)`,
+            with the last two of `local_momentum` for a block.
+    """
 
-    return updating
+    def replacing(update_step: Method) -> Method:
+        @functools.wraps(update_step)
+        def updating(
+            optimizer: keras.optimizers.Optimizer,
+            gradient: tf.Tensor,
+            variable: Variable,
+            learning_rate: tf.Tensor,
+        ) -> None:
+            given = optimizer, gradient, variable, learning_rate
+            if id(optimizer) not in _fitted:
+                update_step(*given)
+                return
+            fitted = (keras.ops.cast(each, variable.dtype) for each in _fitted[id(optimizer)])
+            step(update_step, *given, *fitted)
+
+        return updating
+
+    return replacing
 
 
-def _with_fitted_average(update_step: Method) -> Method:
-    """Replaces the step of Adam: its β₁ is what `local_momentum` gives for a block."""
+@_where_fitted
+def _with_fitted_momentum(
+    update_step: Method,
+    optimizer: keras.optimizers.SGD,
+    gradient: tf.Tensor,
+    variable: Variable,
+    learning_rate: tf.Tensor,
+    momentum: tf.Tensor,
+    factor: tf.Tensor,
+) -> None:
+    """Takes a step of SGD: m ← m'm − rate'·g."""
+    # Keras asks whether its momentum is 0, which no value of a graph can answer. Its operations
+    # take gradients of some rows, too.
+    ops = keras.ops
+    rate = ops.cast(learning_rate, variable.dtype) * factor
+    step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
+    velocity = optimizer.momentums[optimizer._get_variable_index(variable)]
+    optimizer.assign(velocity, ops.subtract(ops.multiply(velocity, momentum), step))
+    if optimizer.nesterov:
+        velocity = ops.subtract(ops.multiply(velocity, momentum), step)
+    optimizer.assign_add(variable, velocity)
 
-    @functools.wraps(update_step)
-    def updating(
-        optimizer: keras.optimizers.Adam,
-        gradient: tf.Tensor,
-        variable: Variable,
-        learning_rate: tf.Tensor,
-    ) -> None:
-        if id(optimizer) not in _fitted:
-            update_step(optimizer, gradient, variable, learning_rate)
-            return
-        given = optimizer.beta_1
-        optimizer.beta_1 = keras.ops.cast(_fitted[id(optimizer)][0], variable.dtype)
-        try:
-            update_step(optimizer, gradient, variable, learning_rate)
-        finally:
-            optimizer.beta_1 = given
 
-    return updating
+@_where_fitted
+def _with_fitted_average(
+    update_step: Method,
+    optimizer: keras.optimizers.Adam,
+    gradient: tf.Tensor,
+    variable: Variable,
+    learning_rate: tf.Tensor,
+    momentum: tf.Tensor,
+    factor: tf.Tensor,
+) -> None:
+    """Takes a step of Adam with another β₁."""
+    given = optimizer.beta_1
+    optimizer.beta_1 = momentum
+    try:
+        update_step(optimizer, gradient, variable, learning_rate)
+    finally:
+        optimizer.beta_1 = given
 
 
 def build_optimizers(model: keras.Model) -> None:
@@ -951,8 +974,7 @@ def _part(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
         if rows.stop - rows.start < at_least:
             rows = slice(0, at_least)
         if isinstance(leaf, tf.SparseTensor):
-            start = [rows.start, *[0] * (leaf.shape.rank - 1)]
-            return tf.sparse.slice(leaf, start, [rows.stop - rows.start, *leaf.shape[1:]])
+            return slice_of(leaf, *(tf.constant(row, tf.int64) for row in (rows.start, rows.stop)))
         return leaf[rows]
 
     return keras.tree.map_structure(rows_of, batch, none_is_leaf=False)

@@ -37,6 +37,7 @@ from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.keras_model import hyperparameters
 from tfpara.strategy import StateHolder
 from tfpara.sync.chiefs_callbacks import HAS_WEIGHTS
+from tfpara.sync.dealing import Began
 from tfpara.sync.hand_over import hand_over, hand_over_arrays
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
@@ -529,10 +530,10 @@ class Regrouping:
     # -- training ----------------------------------------------------------------------------
 
     @property
-    def began(self) -> tuple[int, int]:
+    def began(self) -> Began:
         """Replicas with which the run began, and those of each worker."""
         devices = len(self._extended.worker_devices)
-        return self.founders * devices, devices
+        return Began(self.founders * devices, devices)
 
     def check(self, model: keras.Model, given: Mapping[str, Any]) -> None:
         """Looks at what `fit` is given.

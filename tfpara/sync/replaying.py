@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.elastic import record
-from tfpara.sync.dealing import slice_of
+from tfpara.sync.dealing import Began, slice_of
 from tfpara.sync.state import Kind, model_slots
 from tfpara.sync.train_function import stepping
 from tfpara.typing import Nest
@@ -98,9 +98,9 @@ class Replay:
         return self._rows[epoch]
 
     @property
-    def began(self) -> tuple[int, int]:
+    def began(self) -> Began:
         """Replicas with which the run began, and those of each worker."""
-        return self.founding_replicas, self._devices
+        return Began(self.founding_replicas, self._devices)
 
     def check(self, model: keras.Model, given: Mapping[str, Any]) -> None:
         """Looks at what `fit` is given.
