@@ -13,8 +13,8 @@ import tensorflow as tf
 from tfpara.sync.averaging import phase
 from tfpara.sync.flight import FLYING, LANDED, NONE, Flight
 from tfpara.sync.replicas import Site
-from tfpara.sync.reports import asked, is_bad, stop_if
-from tfpara.sync.sync_graph import SyncGraph, not_inlined, now, where
+from tfpara.sync.reports import stop_if
+from tfpara.sync.sync_graph import SyncGraph, Verdict, if_any, not_inlined, now, where
 
 
 class Overlap:
@@ -35,7 +35,12 @@ class Overlap:
         self._flight_in_graph = tf.function(self._fly_step, autograph=False)
         layout = graph.replicas.layout
         self.flight = Flight(
-            self._fly, site.devices, layout.bucket_sizes, graph.width, site.num_replicas, site.make
+            self._fly,
+            site.devices,
+            layout.bucket_sizes,
+            graph.columns.width,
+            site.num_replicas,
+            site.make,
         )
         self._land = not_inlined(self._land_step)
         self._merge = not_inlined(self._merge_step)
@@ -87,28 +92,25 @@ class Overlap:
 
     def _fly_step(self) -> tf.Tensor:
         """Exchanges reports and, if they allow it, weights, from the flight's copies."""
-        graph, flight, columns = self._graph, self.flight, self._graph.columns
+        graph, flight = self._graph, self.flight
         reports = graph.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
             flight.table.assign(reports)
-            flight.apart.assign(graph.apart(reports))
-        committed = tf.cond(
-            asked(lambda table: is_bad(table, columns), reports),
-            lambda: tf.constant(0, tf.int64),  # `_touch_down` tells the training why
-            lambda: graph.of_fragment(
-                flight.fragment,
-                lambda f: graph.if_any(f, reports, lambda: self._exchange(f, reports)),
-            ),
+            apart = flight.apart.assign(graph.apart(reports))
+        # If the reports forbid the sync, `_touch_down` tells the training why.
+        verdict = graph.decide(reports, apart, patient=False)
+        committed = graph.of_fragment(
+            flight.fragment,
+            lambda f: if_any(verdict.parts[f], lambda: self._exchange(f, verdict)),
         )
         return flight.committed.assign(committed)
 
-    def _exchange(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
+    def _exchange(self, fragment: int, verdict: Verdict) -> tf.Tensor:
         graph, flight = self._graph, self.flight
         buckets = graph.replicas.layout.buckets[fragment]
-        graph.begin_waiting()
+        graph.begin_waiting(verdict)
         local = [[v.read_value() for v in own[buckets]] for own in flight.snapshots]
-        shares = graph.shares(fragment, reports)
-        arrival, distance = graph.exchange(fragment, local, shares)
+        arrival, distance = graph.exchange(fragment, local, verdict.parts[fragment].shares)
         with tf.control_dependencies([distance, *tf.nest.flatten(arrival.received)]):
             graph.commit(fragment, arrival, distance)
             for kept, new in zip(flight.arrived, arrival.received, strict=True):
@@ -155,12 +157,11 @@ class Overlap:
 
     def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
         graph, flight = self._graph, self.flight
-        reports = flight.table.read_value()
-        problem = graph.problem(reports, flight.apart.read_value())
+        verdict = graph.decide(flight.table.read_value(), flight.apart.read_value())
 
         def landed() -> None:
             committed = flight.committed.read_value()
-            graph.note(reports, committed, tf.fill([2], waited))
+            graph.note(verdict, committed, tf.fill([2], waited))
             flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
 
         def forbidden() -> None:
@@ -168,9 +169,9 @@ class Overlap:
             graph.block.reopen(flight.fragment, rows[0, columns.steps], rows[:, columns.samples])
             flight.state.assign(NONE)
 
-        where(problem == "", landed)
-        where(problem != "", forbidden)
-        return problem
+        where(verdict.allowed, landed)
+        where(~verdict.allowed, forbidden)
+        return verdict.problem
 
     def _merge_step(self) -> tuple[tf.Tensor, tf.Tensor]:
         graph, flight = self._graph, self.flight

@@ -12,7 +12,6 @@ from tfpara.cluster.place import Place
 from tfpara.collectives import Collectives, broadcast_to_devices
 from tfpara.collectives.members import Members
 from tfpara.sync.buffers import Layout
-from tfpara.sync.reports import first_nonfinite
 from tfpara.sync.settings import Settings
 from tfpara.typing import Array
 
@@ -111,9 +110,15 @@ class Replicas:
         slot_names = variables.slot_names if self.averaged_slots else []
         self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
 
-    def first_nonfinite(self, replica: int) -> tf.Tensor:
-        """Returns the index in `averaged_names` of the first variable with a NaN or Inf, or −1."""
-        return first_nonfinite([v[replica] for v in self._averaged], self.devices[replica])
+    def sums(self, replica: int) -> tf.Tensor:
+        """Returns for each of `averaged_names` the sum of its elements, float32.
+
+        A sum is finite only if all its terms are. It takes one pass and no memory.
+        """
+        with tf.device(self.devices[replica]):
+            return tf.stack(
+                [tf.reduce_sum(tf.cast(v[replica], tf.float32)) for v in self._averaged]
+            )
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
         """Returns the buckets of a replica's weights: of all, or of one fragment."""

@@ -19,7 +19,6 @@ a vector of float64 with these columns:
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -35,23 +34,32 @@ RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 # Learning rates count as equal if they differ by less than this, relatively: two kinds of machines
 # may round them differently.
 _ROUNDING = 1e-6
-# A worker waits this long before it fails, so that the others receive the table that says why. Its
-# failure would end what they have not received yet.
-_GRACE_SECONDS = 1.0
 
 
 class Columns(NamedTuple):
     """The columns of a report that depend on the model.
 
     samples, steps: since the last sync, one for each part; at first `samples`, then minibatches.
-    taken: all minibatches of the replica, one column. rates: learning rates of the optimizers. The
-    step counts that all share lie between `steps` and `taken`.
+    counts: the step counts that all share. taken: all minibatches of the replica, one column.
+    rates: learning rates of the optimizers.
     """
 
     samples: slice
     steps: slice
+    counts: slice
     taken: slice
     rates: slice
+
+    @classmethod
+    def of(cls, parts: int, counts: int, rates: int) -> Columns:
+        """Returns the columns for so many parts, shared step counts and learning rates."""
+        ends = np.cumsum([SAMPLES, parts, parts, counts, 1, rates]).tolist()
+        return cls(*map(slice, ends[:-1], ends[1:]))
+
+    @property
+    def width(self) -> int:
+        """The number of all columns of a report."""
+        return self.rates.stop
 
 
 class Request(enum.IntEnum):
@@ -64,14 +72,44 @@ class Request(enum.IntEnum):
     LEAVE = 4  # write a checkpoint and end the program, to be started again
 
 
-def first_nonfinite(weights: Sequence[tf.Variable], device: str) -> tf.Tensor:
-    """Returns the index of the first weight with a NaN or Inf, or −1."""
-    with tf.device(device):
-        # A sum is finite only if all its terms are. It takes one pass and no memory.
-        sums = [tf.reduce_sum(tf.cast(w, tf.float32)) for w in weights]
-        finite = tf.math.is_finite(tf.stack(sums))
-        first = tf.argmin(tf.cast(finite, tf.int32), output_type=tf.int32)
-        return tf.where(tf.reduce_all(finite), -1, first)
+def report_of(
+    weights: Sequence[float],
+    samples: Array,
+    counts: Sequence[float],
+    rates: Sequence[float],
+    *,
+    running: bool,
+    signature: float,
+    request: float,
+    mark: Array,
+    steps: Array,
+    taken: int,
+    idle: bool,
+    never: bool,
+) -> Array:
+    """Returns a replica's report, a row of the table; all arguments are NumPy's.
+
+    Args:
+        weights: a number for each weight, NaN or Inf if one of its elements is.
+        samples: since the last sync, one number for each part.
+        counts: the optimizers' step counts that all share.
+        rates: the optimizers' learning rates.
+        running: whether the replica has data left.
+        signature: of the weights with which the worker began.
+        request: of the worker.
+        mark: of the worker.
+        steps: minibatches since the last sync, one number for each part.
+        taken: all minibatches of the replica.
+        idle: whether the replica has trained nothing since the last sync.
+        never: whether the replicas are independent, so that nothing is averaged.
+    """
+    bad = np.flatnonzero(~np.isfinite(weights))
+    if never:
+        samples = np.zeros_like(samples)
+    if idle or never:
+        rates = np.full(len(rates), np.nan)  # it has trained nothing with its rate
+    flags = [running, bad[0] if len(bad) else -1, signature, request]
+    return np.concatenate([flags, mark, samples, steps, counts, [taken], rates])
 
 
 def signature_of(value: tf.Tensor) -> tf.Tensor:
@@ -103,11 +141,6 @@ def are_apart(reports: Array) -> bool:
     awaited = epoch[~running].min(initial=np.inf)
     outside = (running & (epoch == 0.0)).any() and (~running & (epoch > 0.0)).any()
     return bool(not ((met == met[0]) & same).all() or last > awaited or outside)
-
-
-def is_bad(reports: Array, columns: Columns) -> bool:
-    """Returns whether the reports forbid a sync; `problem_of` says why."""
-    return are_apart(reports) or problem_of(reports, columns) != ""
 
 
 def problem_of(
@@ -183,40 +216,70 @@ def _differing_rates(reports: Array, columns: Columns) -> Array:
         return alike & (np.abs(rates[:, np.newaxis] - rates) > _ROUNDING * larger)
 
 
+class Decision(NamedTuple):
+    """What all workers decide from the table of reports; a worker's `Shares` are its own.
+
+    problem: the sentence that says why the reports forbid the sync, "" if nothing does.
+    is_last: whether no replica has data left.
+    agreed: the largest request; the number of replicas with data left, and of all.
+    counts: for each of the shared step counts the largest value over all replicas.
+    trained: by worker, the minibatches of a replica since the last sync.
+    committed: by part, whether it is averaged: whether any replica has trained it, and no problem
+        forbids it.
+    steps: by part, the minibatches of the replica that has most.
+    portions: by part, n_i / Σ_j n_j for the n_i samples of each local replica.
+    divisor: by part, N if all replicas have equal shares, else 1.
+    of_block: by part, its block's length as a fraction of a whole one, 0 < f ≤ 1.
+    """
+
+    problem: str
+    is_last: bool
+    agreed: Array
+    counts: Array
+    trained: Array
+    committed: Array
+    steps: Array
+    portions: Array
+    divisor: Array
+    of_block: Array
+
+
+def decide(
+    reports: Array, columns: Columns, problem: str, *, local: slice, replicas: int, block: float
+) -> Decision:
+    """Returns what follows from the table of reports.
+
+    Args:
+        reports: the table, NumPy.
+        columns: the columns that depend on the model.
+        problem: what forbids the sync, "" if nothing does.
+        local: the rows of this worker's replicas.
+        replicas: N. The table may have rows of idle replicas beyond it.
+        block: minibatches of a whole block.
+    """
+    running = reports[:, RUNNING]
+    samples = reports[:, columns.samples]
+    totals = samples.sum(0)
+    steps = reports[:, columns.steps].max(0)
+    alike = (samples == samples[0]).all(0)
+    return Decision(
+        problem=problem,
+        is_last=not running.any(),
+        agreed=np.array([reports[:, REQUEST].max(), running.sum(), len(reports)]),
+        counts=reports[:, columns.counts].max(0),
+        trained=reports[:: local.stop - local.start, columns.steps.start],
+        committed=(totals > 0.0) & (problem == ""),
+        steps=steps,
+        portions=(samples[local] / np.where(totals > 0.0, totals, 1.0)).T,
+        divisor=np.where(alike, float(replicas), 1.0),
+        of_block=np.minimum(steps / block, 1.0),
+    )
+
+
 def asked(question: Callable[[Array], bool], reports: tf.Tensor) -> tf.Tensor:
     """Returns the answer of a Python function of the table of reports, within a graph."""
     answer = tf.numpy_function(lambda table: np.bool_(question(table)), [reports], tf.bool)
     return tf.ensure_shape(answer, [])
-
-
-def problem_in_graph(
-    reports: tf.Tensor,
-    columns: Columns,
-    weight_names: Sequence[str],
-    replicas_per_worker: int,
-    apart: tf.Tensor,
-) -> tf.Tensor:
-    """Returns `problem_of` within a graph, after a wait if there is a problem.
-
-    It runs as Python: as operations it would be a third of those of a sync, all of which have to be
-    made and optimised before the first step.
-
-    Args:
-        reports: the table of all replicas' reports.
-        columns: the columns that depend on the model.
-        weight_names: names of the weights, by the index that a report gives.
-        replicas_per_worker: number of devices of a worker.
-        apart: the sentence for workers that have come to different exchanges, else "".
-    """
-    several = reports.shape[0] is None or reports.shape[0] > replicas_per_worker
-
-    def problem(table: Array, apart: bytes) -> bytes:
-        text = apart or problem_of(table, columns, weight_names, replicas_per_worker).encode()
-        if text and several:
-            time.sleep(_GRACE_SECONDS)
-        return text
-
-    return tf.ensure_shape(tf.numpy_function(problem, [reports, apart], tf.string), [])
 
 
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -26,25 +27,52 @@ from tfpara.sync.compression import CompressedWire
 from tfpara.sync.global_state import GlobalState
 from tfpara.sync.replicas import Buckets, Replicas, ReplicaVariables, Site
 from tfpara.sync.reports import (
-    REQUEST,
-    RUNNING,
     SAMPLES,
     Columns,
     Request,
     are_apart,
     asked,
-    problem_in_graph,
+    decide,
+    problem_of,
+    report_of,
     signature_of,
     stop_if,
 )
 from tfpara.sync.settings import Settings
 from tfpara.sync.state import Kind, Slot
 from tfpara.sync.statistics import SyncStatistics
-from tfpara.typing import Nest
+from tfpara.typing import Array, Nest
 
+# A worker waits this long before it fails, so that the others receive the table that says why. Its
+# failure would end what they have not received yet.
+_GRACE_SECONDS = 1.0
 # The replicas' distance is measured at each of the first 16 syncs, then at every 16th, since it
 # needs a pass over the weights.
 MEASURED_SYNCS = 16
+
+
+class Part(NamedTuple):
+    """What was decided for a part of the model, as tensors: see `Decision`."""
+
+    committed: tf.Tensor
+    steps: tf.Tensor
+    shares: Shares
+
+
+class Verdict(NamedTuple):
+    """What all workers decided, as tensors: see `Decision`.
+
+    at: when they had decided, as by `now`. allowed: whether there is no problem.
+    """
+
+    at: tf.Tensor
+    allowed: tf.Tensor
+    problem: tf.Tensor
+    is_last: tf.Tensor
+    agreed: tf.Tensor
+    counts: tf.Tensor
+    trained: tf.Tensor
+    parts: list[Part]
 
 
 class SyncGraph:
@@ -60,7 +88,6 @@ class SyncGraph:
             state that no rule updates. Otherwise that state is averaged when a block is closed.
         block: the counters of the open block.
         columns: the columns of a report that depend on the model.
-        width: number of columns of a report.
         replicas: the local replicas' variables.
         global_state: the state of the rule and the averages.
         averaging: the exchanges.
@@ -80,15 +107,8 @@ class SyncGraph:
         with tf.device("CPU:0"):
             self.block = Block(settings, self.whole, site)
             self._make_counters()
-        steps_from = SAMPLES + self.block.parts
-        counts_from = steps_from + self.block.parts
-        taken = counts_from + len(self.replicas.shared_counts)
-        self.width = taken + 1 + len(variables.rates)
-        self.columns = Columns(
-            samples=slice(SAMPLES, steps_from),
-            steps=slice(steps_from, counts_from),
-            taken=slice(taken, taken + 1),
-            rates=slice(taken + 1, self.width),
+        self.columns = Columns.of(
+            self.block.parts, len(self.replicas.shared_counts), len(variables.rates)
         )
         # In a while loop (Keras' steps_per_execution) TensorFlow identifies a collective by the
         # loop's iteration too. Inlined there, the collectives of two workers that are in different
@@ -166,12 +186,9 @@ class SyncGraph:
         """
         began, rows = self.report(running)
         reports = self.gather(rows, began)
-        with tf.control_dependencies([reports]):
-            met = now()
-        is_last = tf.reduce_sum(reports[:, RUNNING]) == 0.0
-        problem = self.problem(reports, self.apart(reports))
-        where(problem == "", lambda: self._close_block(reports, is_last, began, met))
-        return is_last, problem
+        verdict = self.decide(reports, self.apart(reports))
+        self._close_block(verdict, began)
+        return verdict.is_last, verdict.problem
 
     def _meet_step(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Exchanges one number of each worker.
@@ -185,37 +202,39 @@ class SyncGraph:
         with tf.device("CPU:0"):
             began, mark = self._arrival()
             flags = tf.constant([0.0, -1.0, 0.0, 0.0], tf.float64)  # no data, no bad weight
-            others = tf.zeros([self.width - SAMPLES - 1], tf.float64)
+            others = tf.zeros([self.columns.width - SAMPLES - 1], tf.float64)
             row = tf.concat([flags, mark, number[tf.newaxis], others], 0)
             devices = len(self._site.devices)
             reports = self.gather(tf.stack([row] * devices), began)
             return reports[::devices, SAMPLES], self.apart(reports)
 
-    def _close_block(
-        self, reports: tf.Tensor, is_last: tf.Tensor, began: tf.Tensor, met: tf.Tensor
-    ) -> None:
+    def _close_block(self, verdict: Verdict, began: tf.Tensor) -> None:
         """Averages and commits what the reports allow; then updates the counters.
 
-        If an exchange fails, the counters stay as they are.
+        If an exchange fails, or the reports forbid the sync, the counters stay as they are.
         """
 
         def one(fragment: int) -> tf.Tensor:
-            return self.if_any(fragment, reports, lambda: self._commit_now(fragment, reports))
+            return if_any(verdict.parts[fragment], lambda: self._commit_now(fragment, verdict))
 
         def rest() -> tf.Tensor:
-            return self.if_any(self._fragments, reports, lambda: self._commit_others(reports))
+            return if_any(verdict.parts[-1], lambda: self._commit_others(verdict))
 
         def every() -> tf.Tensor:
             return tf.reduce_max(tf.stack([*map(one, range(self._fragments)), rest()]))
 
+        def closed() -> None:
+            ended = now()
+            self.note(verdict, committed, tf.stack([ended - began, verdict.at - began]))
+            self.block.close(self.block.turn.read_value(), verdict.is_last)
+
         if self.whole:
             committed = one(0)
         else:
-            committed = tf.cond(is_last, every, lambda: self.of_fragment(self.block.turn, one))
+            turn = self.block.turn
+            committed = tf.cond(verdict.is_last, every, lambda: self.of_fragment(turn, one))
         with tf.control_dependencies([committed]):
-            ended = now()
-            self.note(reports, committed, tf.stack([ended - began, met - began]))
-            self.block.close(self.block.turn.read_value(), is_last)
+            where(verdict.allowed, closed)
 
     # -- reports and the decision ------------------------------------------------------------
 
@@ -227,27 +246,28 @@ class SyncGraph:
         began, mark = self._arrival()
         block = self.block
         with tf.control_dependencies([mark]), phase("check"):
-            never = block.period >= NEVER
-            request = self._request.read_value()
-            steps = block.part_steps.read_value()
-            signature = tf.reduce_sum(self.signatures)
-            taken = tf.cast(self._steps.read_value(), tf.float64)
-            idle = never | (block.steps.read_value() == 0)
-        rows = []
-        running = tf.cast(running, tf.float64)
-        with phase("check"):
-            for replica, pending in enumerate(block.samples):
-                bad = tf.cast(self.replicas.first_nonfinite(replica), tf.float64)
-                samples = pending.read_value()
-                samples = tf.where(never, tf.zeros_like(samples), samples)
-                counts = [tf.cast(c[replica], tf.float64) for c in self.replicas.shared_counts]
-                # An idle replica has trained nothing with its learning rate.
-                rates = [tf.cast(r[replica], tf.float64) for r in self._variables.rates]
-                rates = [tf.where(idle, tf.cast(np.nan, tf.float64), rate) for rate in rates]
-                flags = [running, bad, signature, request]
-                own = [*counts, taken, *rates]
-                rows.append(tf.concat([flags, mark, samples, steps, own], 0))
-            return began, tf.stack(rows)
+            common = {
+                "mark": mark,
+                "running": running,
+                "request": self._request.read_value(),
+                "signature": self.signatures.read_value(),
+                "steps": block.part_steps.read_value(),
+                "taken": self._steps.read_value(),
+                "pending": block.steps.read_value(),
+                "period": block.period.read_value(),
+            }
+            each = [
+                (
+                    self.replicas.sums(r),
+                    block.samples[r].read_value(),
+                    [tf.convert_to_tensor(count[r]) for count in self.replicas.shared_counts],
+                    [tf.convert_to_tensor(rate[r]) for rate in self._variables.rates],
+                )
+                for r in range(len(self._site.devices))
+            ]
+            shape = [len(each), self.columns.width]
+            (rows,) = in_python(_rows, (common, each), tf.TensorSpec(shape, tf.float64))
+            return began, rows
 
     def _arrival(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns when this worker came to an exchange, as by `now`, and its mark."""
@@ -265,7 +285,7 @@ class SyncGraph:
         with phase("wait"):
             table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
         count = -1 if self._site.members else self._site.num_replicas
-        reports = tf.reshape(table, [count, self.width])
+        reports = tf.reshape(table, [count, self.columns.width])
         with tf.control_dependencies([reports]):
             # The wait is over. If the reports forbid the sync, no other wait follows.
             self._sync_began.assign(0.0)
@@ -287,10 +307,60 @@ class SyncGraph:
 
         return tf.cond(asked(are_apart, reports), told, lambda: tf.constant(""))
 
-    def problem(self, reports: tf.Tensor, apart: tf.Tensor) -> tf.Tensor:
-        """Returns what forbids the sync, the same on every worker; "" if nothing does."""
-        names, own = self.replicas.averaged_names, len(self._site.devices)
-        return problem_in_graph(reports, self.columns, names, own, apart)
+    def decide(self, reports: tf.Tensor, apart: tf.Tensor, *, patient: bool = True) -> Verdict:
+        """Returns what all workers decide from the table of reports.
+
+        It runs as Python: as operations it would be a third of those of a sync, all of which have
+        to be made and optimised before the first step.
+
+        Args:
+            reports: the table of all replicas' reports.
+            apart: the sentence for workers that have come to different exchanges, else "".
+            patient: whether to wait a little if the sync is forbidden. A worker that fails ends
+                what the others have not received yet, such as the table that says why.
+        """
+        site, columns, names = self._site, self.columns, self.replicas.averaged_names
+        own, fragments = len(site.devices), self._fragments
+        several = site.reports.size > 1 or site.members is not None
+
+        def decided(
+            table: np.ndarray, apart: bytes, replicas: int, first: int, period: int
+        ) -> Sequence[Array | bytes]:
+            at = time.monotonic()
+            text = apart.decode() or problem_of(table, columns, names, own)
+            if text and patient and several:
+                time.sleep(_GRACE_SECONDS)
+            # With F fragments, each fragment's block is F sync periods long.
+            block = float(period) * fragments
+            local = slice(first, first + own)
+            found = decide(table, columns, text, local=local, replicas=replicas, block=block)
+            return at, not text, *found
+
+        replicas, first = site.replicas_now()
+        arguments = reports, apart, replicas, first, self.block.period.read_value()
+        parts, f32, f64 = self.block.parts, tf.float32, tf.float64
+        at, allowed, problem, is_last, agreed, counts, trained, *of_parts = in_python(
+            decided,
+            arguments,
+            tf.TensorSpec([], f64),
+            tf.TensorSpec([], tf.bool),
+            tf.TensorSpec([], tf.string),
+            tf.TensorSpec([], tf.bool),
+            tf.TensorSpec([3], f64),
+            tf.TensorSpec([len(self.replicas.shared_counts)], f64),
+            tf.TensorSpec([None], tf.int64),
+            tf.TensorSpec([parts], tf.bool),
+            tf.TensorSpec([parts], f32),
+            tf.TensorSpec([parts, own], f32),
+            tf.TensorSpec([parts], f32),
+            tf.TensorSpec([parts], f32),
+        )
+        of_parts = zip(*map(tf.unstack, of_parts), strict=True)
+        made = [
+            Part(committed, steps, Shares(portions, divisor, of_block))
+            for committed, steps, portions, divisor, of_block in of_parts
+        ]
+        return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
 
     def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
         """Returns `function` of the fragment with this number, a tensor."""
@@ -298,11 +368,6 @@ class SyncGraph:
             return function(0)
         branches = [lambda fragment=f: function(fragment) for f in range(self._fragments)]
         return tf.switch_case(tf.convert_to_tensor(number), branches)
-
-    def if_any(self, part: int, reports: tf.Tensor, function: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Returns `function()` if any replica has processed samples of the part, else 0."""
-        total = tf.reduce_sum(reports[:, SAMPLES + part])
-        return tf.cond(total > 0.0, function, lambda: tf.constant(0, tf.int64))
 
     # -- the exchange ------------------------------------------------------------------------
 
@@ -322,47 +387,24 @@ class SyncGraph:
             )
         return arrival, distance
 
-    def shares(self, part: int, reports: tf.Tensor) -> Shares:
-        """Returns the shares of the local replicas in the means of a part."""
-        samples = reports[:, SAMPLES + part]
-        replicas, first = self._site.replicas_now()
-        local = samples[first:][: len(self._site.devices)]
-        local.set_shape([len(self._site.devices)])
-        portions = tf.cast(local / tf.reduce_sum(samples), tf.float32)
-        alike = tf.reduce_all(samples == samples[0])
-        # With F fragments, each fragment's block is F sync periods long.
-        whole = tf.cast(self.block.period, tf.float64) * float(self._fragments)
-        of_block = tf.cast(tf.minimum(self._longest(part, reports) / whole, 1.0), tf.float32)
-        return Shares(portions, tf.where(alike, tf.cast(replicas, tf.float32), 1.0), of_block)
-
-    def _longest(self, part: int, reports: tf.Tensor) -> tf.Tensor:
-        """Returns the minibatches of a part's block, from the replica that has the most."""
-        return tf.reduce_max(reports[:, self.columns.steps.start + part])
-
-    def _furthest(self, reports: tf.Tensor) -> tf.Tensor:
-        """Returns for each of the shared step counts the largest value over all replicas."""
-        counts = slice(self.columns.steps.stop, self.columns.taken.start)
-        return tf.reduce_max(reports[:, counts], 0)
-
     # -- the commit --------------------------------------------------------------------------
 
-    def _commit_now(self, fragment: int, reports: tf.Tensor) -> tf.Tensor:
+    def _commit_now(self, fragment: int, verdict: Verdict) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1."""
+        _, block_steps, shares = verdict.parts[fragment]
         # The wait is noted before anything is sent, so that the watchdog sees it.
-        with tf.control_dependencies([self.begin_waiting()]):
-            shares = self.shares(fragment, reports)
-            with phase("pack"):
-                local = self.replicas.all_weights(fragment)
+        with tf.control_dependencies([self.begin_waiting(verdict)]), phase("pack"):
+            local = self.replicas.all_weights(fragment)
         others = self.averaging.exchange_others(shares) if self.whole else []
         arrival, distance = self.exchange(fragment, local, shares)
         arrived = [distance, *others, *tf.nest.flatten(arrival.received)]
         moments = None
         if self._variables.moments:
             # At least 1, since an empty block has no mean gradient.
-            steps = tf.maximum(self._longest(fragment, reports), 1.0)
-            (counted,) = tf.unstack(self._furthest(reports), num=1)
+            steps = tf.maximum(block_steps, 1.0)
+            (counted,) = tf.unstack(verdict.counts, num=1)
             # Loss scaling skips steps of the optimizer, but not of the block that the rule counts.
-            counted = tf.maximum(counted, steps)
+            counted = tf.maximum(tf.cast(counted, tf.float32), steps)
             moments = self.averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
         with tf.control_dependencies(arrived), phase("unpack"):
@@ -373,7 +415,7 @@ class SyncGraph:
             self.replicas.write_weights(restarted, fragment)
             if self.whole:
                 self.averaging.commit_others(others)
-            self.replicas.write_counts(self._furthest(reports))
+            self.replicas.write_counts(verdict.counts)
         return tf.constant(1, tf.int64)
 
     def commit(self, fragment: int, arrival: Arrival, distance: tf.Tensor) -> None:
@@ -384,10 +426,10 @@ class SyncGraph:
         self._bytes_sent.assign_add(float(self.averaging.bytes_sent(fragment) + others))
         self.averaging.commit(arrival)
 
-    def _commit_others(self, reports: tf.Tensor) -> tf.Tensor:
+    def _commit_others(self, verdict: Verdict) -> tf.Tensor:
         """Averages the state that no rule updates; returns 0, since it does not count as a sync."""
-        self.begin_waiting()
-        means = self.averaging.exchange_others(self.shares(self._fragments, reports))
+        with tf.control_dependencies([self.begin_waiting(verdict)]):
+            means = self.averaging.exchange_others(verdict.parts[-1].shares)
         with tf.control_dependencies(means):
             self.forget_waiting()
             self._bytes_sent.assign_add(float(self.averaging.bytes_sent_of_others))
@@ -396,20 +438,17 @@ class SyncGraph:
 
     # -- counters, waits and requests --------------------------------------------------------
 
-    def note(self, reports: tf.Tensor, committed: tf.Tensor, seconds: tf.Tensor) -> None:
+    def note(self, verdict: Verdict, committed: tf.Tensor, seconds: tf.Tensor) -> None:
         """Updates the counters after a sync.
 
         Args:
-            reports: the table of reports.
+            verdict: what was decided.
             committed: 1 if the sync was committed, else 0.
             seconds: for which training stood still, and the part of these spent waiting.
         """
-        running = tf.reduce_sum(reports[:, RUNNING])
-        replicas = tf.cast(tf.shape(reports)[0], tf.float64)
-        self._agreed.assign(tf.stack([tf.reduce_max(reports[:, REQUEST]), running, replicas]))
+        self._agreed.assign(verdict.agreed)
         if self.dealt is not None:
-            steps = reports[:: len(self._site.devices), self.columns.steps.start]
-            self.dealt.assign_add(tf.cast(steps, tf.int64))
+            self.dealt.assign_add(verdict.trained)
         self._syncs.assign_add(committed)
         self._seconds.assign_add(seconds)
 
@@ -417,9 +456,9 @@ class SyncGraph:
         """Counts the time since `began`, when training stood still for a sync without waiting."""
         self._seconds.assign_add(tf.stack([now() - began, 0.0]))
 
-    def begin_waiting(self) -> tf.Tensor:
-        """Notes that a collective begins, which may wait for other workers."""
-        return self._sync_began.assign(now())
+    def begin_waiting(self, verdict: Verdict) -> tf.Tensor:
+        """Notes that after a decision a collective begins, which may wait for other workers."""
+        return self._sync_began.assign(verdict.at)
 
     def forget_waiting(self) -> None:
         """Notes that the sync no longer waits: all has arrived, or it has failed."""
@@ -486,6 +525,41 @@ class SyncGraph:
             Slot("counter/distance", Kind.WORKER, self._distance),
             Slot("counter/bytes_sent", Kind.WORKER, self._bytes_sent, absent=0.0),
         ]
+
+
+def _rows(common: dict[str, np.ndarray], replicas: Sequence[tuple]) -> tuple[np.ndarray]:
+    """Returns the reports of the local replicas, [local replicas, columns], from what they read."""
+    period, pending = common.pop("period"), common.pop("pending")
+    never, signature = period >= NEVER, common.pop("signature").sum()
+    flags = {"signature": signature, "never": never, "idle": pending == 0}
+    return (np.stack([report_of(*each, **common, **flags) for each in replicas]),)
+
+
+def in_python(
+    function: Callable[..., Sequence[Array]], arguments: Nest, *specs: tf.TensorSpec
+) -> list[tf.Tensor]:
+    """Returns as operations what a Python function returns; it gets and returns NumPy arrays.
+
+    Args:
+        function: called with `arguments` as arrays.
+        arguments: a tuple of tensors, or of structures of tensors.
+        *specs: of what it returns.
+    """
+    tensors = tf.nest.flatten(arguments)
+
+    def called(*values: np.ndarray) -> list[np.ndarray]:
+        returned = function(*tf.nest.pack_sequence_as(arguments, values))
+        return [np.asarray(r, s.dtype.as_numpy_dtype) for r, s in zip(returned, specs, strict=True)]
+
+    results = tf.numpy_function(called, tensors, [spec.dtype for spec in specs])
+    for result, spec in zip(results, specs, strict=True):
+        result.set_shape(spec.shape)
+    return results
+
+
+def if_any(part: Part, function: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Returns `function()` if the part is averaged, else 0."""
+    return tf.cond(part.committed, function, lambda: tf.constant(0, tf.int64))
 
 
 def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:

@@ -1,0 +1,95 @@
+"""The reports of replicas and what all workers decide from them, in NumPy."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfpara.sync.reports import SAMPLES, Columns, decide, report_of
+
+COLUMNS = Columns.of(parts=2, counts=1, rates=1)
+
+
+def report(samples, steps, *, count=7, running=True, request=0.0, **changed):
+    """A replica's row; what it trained since the last sync of each of two parts."""
+    given = {
+        "running": running,
+        "signature": 5.0,
+        "request": request,
+        "mark": np.zeros(3),
+        "taken": 9,
+        "idle": False,
+        "never": False,
+    } | changed
+    weights = given.pop("weights", [0.5, 1.0])
+    return report_of(weights, np.array(samples), [count], [0.1], steps=np.array(steps), **given)
+
+
+def test_the_decision_by_hand():
+    """Two workers with two replicas each, of which the last has no data left; blocks of 8."""
+    table = np.stack(
+        [
+            report([30.0, 0.0], [4.0, 0.0], count=7),
+            report([10.0, 0.0], [4.0, 0.0], count=9, request=2.0),
+            report([40.0, 0.0], [6.0, 0.0], count=8),
+            report([0.0, 0.0], [0.0, 0.0], count=2, running=False),
+        ]
+    )
+    found = decide(table, COLUMNS, "", local=slice(2, 4), replicas=4, block=8.0)
+    assert not found.is_last and found.problem == ""
+    assert found.agreed.tolist() == [2.0, 3.0, 4.0]
+    assert found.counts.tolist() == [9.0]
+    assert found.trained.tolist() == [4.0, 6.0]
+    assert found.committed.tolist() == [True, False]
+    assert found.steps.tolist() == [6.0, 0.0]
+    assert found.of_block.tolist() == [0.75, 0.0]
+    assert found.portions[0].tolist() == [0.5, 0.0]
+    assert found.divisor.tolist() == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("block", [6.0, 3.0, float(2**62)])
+def test_a_block_is_at_most_whole_and_a_problem_forbids_all(block):
+    table = np.stack([report([8.0, 8.0], [6.0, 3.0], running=False)] * 2)
+    found = decide(table, COLUMNS, "NaN", local=slice(0, 2), replicas=2, block=block)
+    assert found.of_block.tolist() == [min(1.0, 6 / block), min(1.0, 3 / block)]
+    assert found.is_last and not found.committed.any()
+    assert found.divisor.tolist() == [2.0, 2.0]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 512), min_size=2, max_size=2), min_size=1, max_size=4),
+    st.integers(1, 3),
+)
+def test_shares_of_all_workers_add_up_to_one(samples, workers):
+    """And they are as the samples are, on whichever worker a replica is."""
+    rows = [report([float(n) for n in each], [1.0, 1.0]) for each in samples] * workers
+    table, own = np.stack(rows), len(samples)
+    found = [
+        decide(table, COLUMNS, "", local=slice(w * own, (w + 1) * own), replicas=9, block=1.0)
+        for w in range(workers)
+    ]
+    portions = np.concatenate([each.portions for each in found], 1)
+    for part in range(2):
+        counts = np.array([each[part] for each in samples] * workers)
+        assert all(each.committed[part] == (counts.sum() > 0) for each in found)
+        if counts.any():
+            np.testing.assert_allclose(portions[part] * counts.sum(), counts, rtol=1e-12)
+            assert found[0].divisor[part] == (9.0 if len(set(counts)) == 1 else 1.0)
+
+
+def test_a_replica_that_trained_nothing_reports_no_rate_and_independent_ones_no_samples():
+    row = report([4.0, 2.0], [1.0, 1.0])
+    assert row[COLUMNS.rates] == [0.1] and row[COLUMNS.samples].tolist() == [4.0, 2.0]
+    assert np.isnan(report([0.0, 0.0], [0.0, 0.0], idle=True)[COLUMNS.rates])
+    never = report([4.0, 2.0], [1.0, 1.0], never=True)
+    assert np.isnan(never[COLUMNS.rates]) and not never[COLUMNS.samples].any()
+    assert never[COLUMNS.taken] == [9.0] and never[COLUMNS.counts] == [7.0]
+    assert len(row) == COLUMNS.width == SAMPLES + 2 + 2 + 1 + 1 + 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "first"),
+    [([1.0, 2.0], -1), ([1.0, np.nan], 1), ([np.inf, np.nan], 0), ([-np.inf, 0.0], 0)],
+)
+def test_the_first_weight_that_is_not_finite_is_reported(weights, first):
+    assert report([1.0, 1.0], [1.0, 1.0], weights=weights)[1] == first
