@@ -74,6 +74,7 @@ def main() -> None:
         common.only_for(
             _PAPER.value != "003", (_REPLICAS,), "other papers: the tables of 003 say how many"
         )
+        common.only_for(_SUITE.value == "replicas", study_grid.FLAGS, "--suite=replicas")
     if _SUITE.value == "replicas":
         _grid(out)
         return

@@ -49,6 +49,7 @@ _CHOSEN = flags.DEFINE_list(
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "replicas: of weights and data order")
 _PASSES = flags.DEFINE_float("passes", 1.0, "replicas: factor of the tasks' epochs", 0.0)
+FLAGS = (_TASKS, _COUNTS, _PERIODS, _CHOSEN, _SEEDS, _PASSES)
 
 _DECAY = "0.8"
 _WEIGHTS = {"global": "", f"ema-{_DECAY}": f", EMA({_DECAY})"}

@@ -303,10 +303,10 @@ def test_momentum_of_replicas_and_of_blocks_in_a_row(local_state, grows, capfd):
     assert capfd.readouterr().err.count(said) == (local_state == "auto")
 
 
-def on_one_weight(strategy):
+def on_one_weight(strategy, **options):
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-        model.compile(keras.optimizers.SGD(RATE, momentum=MOMENTUM), "mse")
+        model.compile(keras.optimizers.SGD(RATE, momentum=MOMENTUM, **options), "mse")
     model.set_weights([np.ones((1, 1), np.float32)])
     return model
 
@@ -341,6 +341,13 @@ def test_a_last_block_that_local_momentum_outlasts_is_told_of(steps, told, capfd
     model.fit(zeros_for_ones(steps), epochs=2, verbose=0)
     said = "an epoch has 14 steps, and its last block 2 of 12: shorter than what the local momentum"
     assert capfd.readouterr().err.count(said) == told
+
+
+def test_where_gradients_are_accumulated_local_momentum_lasts_for_more_minibatches(capfd):
+    """For 20 minibatches here, of which an optimizer without accumulation remembers 10."""
+    model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=24), gradient_accumulation_steps=2)
+    model.fit(zeros_for_ones(38), verbose=0)
+    assert "an epoch has 38 steps, and its last block 14 of 24" in capfd.readouterr().err
 
 
 def test_a_later_period_has_a_line_of_its_own(capfd):

@@ -724,7 +724,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block
-        memory = 1.0 / (1.0 - momentum_of(optimizer))
+        accumulated = optimizer.gradient_accumulation_steps or 1
+        memory = accumulated / (1.0 - momentum_of(optimizer))
         if block < steps < 2 * block and 0 < rest < memory < block:
             self._note(
                 f"an epoch has {steps} steps, and its last block {rest} of {block}: shorter than "
