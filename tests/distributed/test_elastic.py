@@ -1,5 +1,6 @@
 """Elastic runs: workers of real processes are killed, stopped, asked to leave, and come."""
 
+import csv
 import json
 import os
 import re
@@ -265,6 +266,37 @@ def test_callbacks_that_decide_decide_alike(tmp_path):
         }
         assert len(logs) == 4 == len({epoch for epoch, _ in logs}), "the logs of an epoch differ"
         assert any(event[0] == "epoch" for event in run.events(number)), "it came too late"
+
+
+def test_epochs_are_rejected_and_scored_within_where_workers_come_and_go(tmp_path):
+    """One is killed in the second epoch, which another comes within: all go back to its begin."""
+    options = {"callbacks": ["rejecting", "rate"], "scores": str(tmp_path / "scores.csv")}
+    options |= {**MIXED, "dropout": False}
+    options |= {"epochs": 4, "step_seconds": 0.1, "holds": {"1": "comes"}}
+    with elastic_runs.Run(tmp_path, 3, {2: ["weights", 9, "SIGKILL"]}, **options) as run:
+        run.wait_until(run.of_rank(0), "epoch", 0)
+        number = run.start()
+        last = run.check([KILLED], epochs=4)
+        assert len(last) == 3 and all(each[3] == 3 for each in last)
+        begins = [[e[1:] for e in run.events(n) if e[0] == "begins"] for n in range(4)]
+        rates = [e[1] for e in run.events(run.of_rank(0)) if e[0] in ("rate", "epoch")]
+    assert begins[number][0][0] == 1, "it came too late"
+    lost = next(n for n in range(3) if len(begins[n]) < 4)
+    others = [begins[n] for n in range(3) if n != lost]
+    of_run = dict(others[0])
+    assert len(set(of_run.values())) == 2, "an epoch was trained and not given up"
+    assert of_run[1] == of_run[2] == of_run[3]
+    assert all(dict(each) == of_run for each in others)
+    assert dict(begins[number][1:]) == {2: of_run[1], 3: of_run[1]}
+    for epoch in range(4):  # the rate falls with what all have trained, however many they are
+        own = rates[: rates.index(epoch)]
+        rates = rates[len(own) + 1 :]
+        first, last = (8.0 * (1.0 - own[k] / 0.003) - epoch for k in (0, -1))
+        assert own == sorted(own, reverse=True) and len(own) > 5
+        assert abs(first) < 1e-4 and 0.85 < last < 1.0, (epoch, own)
+    with open(options["scores"]) as file:
+        rows = [float(row["epoch"]) for row in csv.DictReader(file)]
+    assert [int(3.0 * passes + 1e-9) for passes in rows] == list(range(1, 13)), rows
 
 
 def json_of(logs):

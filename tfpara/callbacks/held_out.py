@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,6 +19,7 @@ from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.cluster.place import of_callback
 from tfpara.keras_model import carried_states
 from tfpara.strategy import Strategy
+from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Data, Json, Logs
 
@@ -44,7 +46,8 @@ class HeldOut(keras.callbacks.Callback):
         name: prefix of the results.
         times_per_epoch: how often in an epoch, its end included (paper 000 extracts four models);
             above 1 the length of an epoch must be known.
-        steps_per_epoch: minibatches of a replica in an epoch. None: as Keras knows it.
+        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run of one of those
+            with which it began. None: as Keras, or the data, know it.
         csv: file that gets a row for each score: epoch (passes over the data so far, a fraction),
             syncs, weights (one of `which`), and the metrics. When an interrupted run goes on, only
             the rows of the part that is trained again are removed. Written by the chief.
@@ -86,7 +89,9 @@ class HeldOut(keras.callbacks.Callback):
         self._epoch = 0
         self._steps_before = 0
         self._done = 0  # scores of this epoch
-        self._length = 0  # steps of this epoch, where it is divided
+        self._length = 0  # steps of this epoch, where it is divided; in an elastic run its units
+        self._elastic: Regrouping | None = None
+        self._taken: int | None = None  # scores of this epoch before this worker came to the others
         self._watch = SyncWatch()
 
     def set_model(self, model: keras.Model) -> None:
@@ -103,20 +108,29 @@ class HeldOut(keras.callbacks.Callback):
         if "global" in self._which:  # It comes first, so that its results have the short names.
             self._which.sort(key=lambda which: which != "global")
 
-    @property
-    def not_elastic(self) -> str:
-        """Why it cannot be used where workers come and go; "" if it can."""
-        if self._times == 1:
-            return ""
-        return "workers then have epochs of different lengths. Leave times_per_epoch out."
+        strategy: Any = Strategy.of(model)
+        if self._times > 1 and isinstance(strategy, PeriodicSyncStrategy):
+            self._elastic = strategy.extended.elastic
+            if self._elastic is not None:
+                self._elastic.keep_state("held out", self)
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns what a worker that comes within the epoch has to know."""
+        return {"done": self._done}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """Goes on within the epoch that begins here as the other workers do."""
+        self._taken = state["done"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._epoch, self._done = epoch, 0
         strategy = Strategy.of(self.model)
         self._steps_before = strategy.steps_resumed(epoch)
+        taken, self._taken = self._taken, None
         if self._times > 1:
             self._length = self._length_of_all()
-            self._done = int(self._times * self._part(self._steps_before))
+            known = int(self._times * self._part(self._steps_before))
+            self._done = known if taken is None else taken
             if isinstance(strategy, PeriodicSyncStrategy):
                 self._watch.begin(self.model)
         if self._table and strategy.is_chief:
@@ -126,11 +140,14 @@ class HeldOut(keras.callbacks.Callback):
         if self._times == 1 or self._done >= self._times - 1:
             return
         steps = self._steps_before + batch + 1
-        due = int(self._times * self._part(steps))
-        if self._all_at_a_sync(batch, due > self._done):
-            self._done = due
+
+        def due() -> int:
+            return int(self._times * self._part(steps))
+
+        if self._all_at_a_sync(batch, lambda: due() > self._done):
+            self._done, part = due(), self._part(steps)
             with self._epoch_kept():
-                self._score(self._epoch + self._part(steps))
+                self._score(self._epoch + part)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         results = self._score(float(epoch + 1))
@@ -141,9 +158,16 @@ class HeldOut(keras.callbacks.Callback):
             logs.update({f"{prefix}_{key}": value for key, value in results[which].items()})
 
     def _length_of_all(self) -> int:
-        """Returns the steps of this epoch of the worker that has most; their data may differ."""
-        mine = self._steps_per_epoch or self.params.get("steps") or 0
-        lengths = Strategy.of(self.model).everyones(int(mine), _LENGTH)
+        """Returns the steps of this epoch of the worker that has most; their data may differ.
+
+        In an elastic run it is the units of the epoch, which all workers share.
+        """
+        if self._elastic is not None:
+            given = self._steps_per_epoch
+            lengths = [given * self._elastic.founders if given else self._elastic.units()]
+        else:
+            mine = self._steps_per_epoch or self.params.get("steps") or 0
+            lengths = Strategy.of(self.model).everyones(int(mine), _LENGTH)
         if not all(lengths):
             raise ValueError(
                 f"HeldOut(times_per_epoch={self._times}): the number of steps in an epoch is not "
@@ -152,13 +176,19 @@ class HeldOut(keras.callbacks.Callback):
         return max(lengths)
 
     def _part(self, steps: int) -> float:
-        """Returns the part of an epoch that `steps` minibatches are."""
+        """Returns the part of an epoch that `steps` minibatches are.
+
+        In an elastic run, where workers take different numbers of steps, it is the part that is in
+        the model, which is the same on all workers where a sync ends.
+        """
+        if self._elastic is not None:
+            return min(1.0, self._elastic.trained_units() / self._length)
         return min(1.0, steps / self._length) if self._length else 0.0
 
-    def _all_at_a_sync(self, batch: int, due: bool) -> bool:
+    def _all_at_a_sync(self, batch: int, due: Callable[[], bool]) -> bool:
         if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
-            return due
-        return self._watch.after_batch(self.model, batch, lambda _: due) is not None
+            return due()
+        return self._watch.after_batch(self.model, batch, lambda _: due()) is not None
 
     @contextlib.contextmanager
     def _epoch_kept(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfpara import fit_call
 from tfpara.schedules import AdaComm, AdaCommState, Piecewise
 from tfpara.strategy import Strategy
+from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
@@ -76,8 +77,9 @@ class LearningRate(Schedule):
     Args:
         schedule: position in epochs → rate: `tfpara.schedules.Exponential`, `Hand`, `Piecewise`, or
             any function.
-        steps_per_epoch: minibatches of a replica in an epoch. If given, the rate is set before
-            every execution of `steps_per_execution` minibatches. None: when each epoch begins.
+        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run of one of those
+            with which it began. If given, the rate is set before every execution of
+            `steps_per_execution` minibatches. None: when each epoch begins.
         verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
 
     Unlike a schedule inside the optimizer, the rate is the same on workers that take more steps
@@ -106,16 +108,12 @@ class LearningRate(Schedule):
         self._done = 0  # all minibatches of the epoch so far
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
+        self._elastic: Regrouping | None = None
 
-    @property
-    def not_elastic(self) -> str:
-        """Why it cannot be used where workers come and go; "" if it can."""
-        if self._steps is None:
-            return ""
-        return (
-            "workers that come and go take different numbers of steps, and would have different "
-            "rates. Leave steps_per_epoch out: the rate is then that of the epoch."
-        )
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        if isinstance(model.distribute_strategy, PeriodicSyncStrategy):
+            self._elastic = model.distribute_strategy.extended.elastic
 
     def get_state(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "steps": self._done}
@@ -147,8 +145,16 @@ class LearningRate(Schedule):
         self._epoch = -1  # A checkpoint that is written now is not inside an epoch.
 
     def _share(self, done: int) -> float:
-        """Returns which share of the epoch `done` minibatches are, at most 1."""
-        return min(done / self._steps, 1.0) if self._steps else 0.0
+        """Returns which share of the epoch `done` minibatches are, at most 1.
+
+        In an elastic run, where workers take different numbers of steps, it is the share that all
+        have trained together.
+        """
+        if not self._steps:
+            return 0.0
+        if self._elastic is not None:
+            return min(self._elastic.reached() / (self._steps * self._elastic.founders), 1.0)
+        return min(done / self._steps, 1.0)
 
     def _set(self, position: float) -> None:
         rate = float(self._schedule(position))

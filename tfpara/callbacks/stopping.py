@@ -9,7 +9,7 @@ import keras
 from tfpara.callbacks.held_out import HeldOut
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.schedules import NewbobRule, NewbobState, OverfittingRule, OverfittingState
-from tfpara.sync.training_state import TrainingState
+from tfpara.sync.training_state import EpochStart
 from tfpara.typing import Data, Json, Logs
 
 
@@ -40,7 +40,7 @@ class Newbob(Schedule):
     Everything but the learning rate goes back, on every replica, to what it was when the epoch
     began: weights, statistics, random states, the optimizer with its counts of steps, the global
     model, block momentum and averages. (Training that was resumed in the middle of an epoch goes
-    back to that place.)
+    back to that place; a worker that came within it, in an elastic run, to where it then begins.)
 
     Raises:
         TypeError: the optimizer has a learning-rate schedule of its own.
@@ -65,7 +65,7 @@ class Newbob(Schedule):
         self._key = validation if named else f"{name}_{metric}"
         self._rule = rule or _rule_for(self._key)
         self._state = self._rule.init()
-        self._kept: TrainingState | None = None
+        self._start: EpochStart | None = None
         self._held_out = None if named else HeldOut(validation, which, name)
         self._first = self._held_out if score_first else None
         if named and initial is not None:
@@ -88,6 +88,7 @@ class Newbob(Schedule):
         for scores in (self._held_out, self._first):
             if scores is not None:
                 scores.set_model(model)
+        self._start = EpochStart(model) if self._rule.reject_worse else None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._first is not None and self._state.score is None:
@@ -95,20 +96,10 @@ class Newbob(Schedule):
             self._first.on_epoch_end(-1, scores)
             self._state = self._rule.update(self._state, self._score(scores))
 
-    @property
-    def not_elastic(self) -> str:
-        """Why it cannot be used where workers come and go; "" if it can."""
-        if not self._rule.reject_worse:
-            return ""
-        return (
-            "a rejected epoch takes back what it trained, and a worker that came within it does "
-            "not have the weights from before. Give Newbob a rule with reject_worse=False."
-        )
-
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_begin(epoch)
-        if self._rule.reject_worse:
-            self._kept = TrainingState(self.model)
+        if self._start is not None:
+            self._start.note()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         logs = {} if logs is None else logs
@@ -116,9 +107,10 @@ class Newbob(Schedule):
             self._held_out.on_epoch_end(epoch, logs)
         super().on_epoch_end(epoch, logs)
         self._state = self._rule.update(self._state, self._score(logs))
-        if self._state.rejected and self._kept is not None:
-            self._kept.restore()
-        self._kept = None
+        if self._start is not None:
+            if self._state.rejected:
+                self._start.go_back()
+            self._start.forget()
         self._act(epoch)
 
     def _act(self, epoch: int) -> None:

@@ -403,6 +403,18 @@ class Regrouping:
             "states": {} if self.joining else self._told_states(),
         }
 
+    def keep_state(self, name: str, holder: StateHolder) -> None:
+        """Has a worker that joins take over an object's state.
+
+        Args:
+            name: of the state; a number is added where another object has it.
+            holder: its arrays are handed over as well if its state says `HAS_WEIGHTS`; they are its
+                attribute `weights`, of the same shapes on all workers.
+        """
+        if holder not in self.states.values():
+            same = sum(known.startswith(name) for known in self.states)
+            self.states[f"{name} {same}"] = holder
+
     def _told_states(self) -> dict[str, Json]:
         holders = self._extended.states | self.states
         return {name: holder.get_state() for name, holder in holders.items()}
@@ -485,7 +497,7 @@ class Regrouping:
         (synchronizer,) = self._extended.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
-        hand_over(self._slots(), hosts, source, receives)
+        hand_over(self.slots(), hosts, source, receives)
         for name, state in sorted(ahead["states"].items()):
             if isinstance(state, dict) and state.get(HAS_WEIGHTS):
                 holder: Any = self.states.get(name)  # a callback that keeps the best weights
@@ -499,7 +511,7 @@ class Regrouping:
             synchronizer.graph._agreed.assign(ahead["agreed"])
             synchronizer.graph.met()
 
-    def _slots(self) -> list[Slot]:
+    def slots(self) -> list[Slot]:
         """What travels to a worker that is behind, or new."""
         kinds = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
         counters = ("counter/syncs", "counter/period")
@@ -513,7 +525,7 @@ class Regrouping:
         assert self._model is not None
         weights = [f"{tuple(v.shape)} {v.dtype}" for v in self._model.trainable_variables]
         data = self._units(0, 0, 1, 0)
-        slots = [f"{s.name} {s.variable.shape} {s.variable.dtype}" for s in self._slots()]
+        slots = [f"{s.name} {s.variable.shape} {s.variable.dtype}" for s in self.slots()]
         terms = {
             "tfpara": __version__,
             "TensorFlow": tf.__version__,
@@ -825,11 +837,35 @@ class Regrouping:
 
         `minibatches` are done, over all replicas, but for those of the units `owed`.
         """
-        (synchronizer,) = self._extended.synchronizers
-        dealt = _dealt(synchronizer.graph).numpy().tolist()
-        rest = self.plan.after(dealt, [0] * self.plan.size, self.plan.tasks)
+        rest = self._rest()
         devices = len(self._extended.worker_devices)
         return {"minibatches": rest.first * devices, "owed": list(rest.owed), "devices": devices}
+
+    def trained_units(self) -> int:
+        """Units of the epoch that are in the model; at a sync the same number on all workers."""
+        rest = self._rest()
+        return rest.first - len(rest.owed)
+
+    def reached(self) -> int:
+        """Units of the epoch that are trained, where all are as far in the open block as this one.
+
+        Workers that have taken as many steps since the last sync have the same number.
+        """
+        open_steps = sum(each.graph.block.trained for each in self._extended.synchronizers)
+        return self.trained_units() + open_steps * self.plan.size
+
+    def units(self) -> int:
+        """All units of the epoch; 0 if its data do not say how many they are."""
+        minibatches = int(self._units(self.plan.epoch, 0, 1, 0).cardinality())
+        return max(0, -(-minibatches // len(self._extended.worker_devices)))
+
+    def _rest(self) -> Plan:
+        """What is not in the model yet, for the present members."""
+        if not self._extended.synchronizers:
+            return self.plan
+        (synchronizer,) = self._extended.synchronizers
+        dealt = _dealt(synchronizer.graph).numpy().tolist()
+        return self.plan.after(dealt, [0] * self.plan.size, self.plan.tasks)
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's position, in the epoch that begins.

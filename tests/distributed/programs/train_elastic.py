@@ -8,6 +8,7 @@ be; `["epoch", number, log, workers]`, and at the end `["end", hash of the weigh
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
 checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
+scores (a CSV file: of three scores in each epoch),
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
 `fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
 file for them), replay (a record and the number of replicas: it is trained again, in this process),
@@ -226,6 +227,8 @@ class Watch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         epoch += self.first
+        if "rejecting" in self.options["callbacks"]:
+            self.log("begins", epoch, digest_of(self.model.get_weights()))
         self.faults.here("begin")
         until = time.monotonic() + 60.0
         while not self.may_begin(epoch) and time.monotonic() < until:
@@ -240,6 +243,8 @@ class Watch(keras.callbacks.Callback):
         return eval(self.options["holds"].get(str(epoch), "True"), names)
 
     def on_train_batch_end(self, batch, logs=None):
+        if "rate" in self.options["callbacks"]:
+            self.log("rate", float(tf.convert_to_tensor(self.model.optimizer.learning_rate)))
         self.faults.here("step")
         time.sleep(self.options["step_seconds"])
 
@@ -251,9 +256,18 @@ class Watch(keras.callbacks.Callback):
         self.log("epoch", epoch, {k: float(v) for k, v in logs.items()}, strategy.num_workers)
 
 
+def digest_of(values):
+    return hashlib.md5(b"".join(v.tobytes() for v in values)).hexdigest()
+
+
 def callbacks(options):
+    steps = options["minibatches"] // (3 * options["devices"])  # of one of three workers
+    # The rate falls, so this rule gives up every epoch but the first.
+    worse = tfpara.schedules.NewbobRule(0.0, 0.0, rising=True, relative=False, reject_worse=True)
     made = {
         "newbob": lambda: tfpara.callbacks.Newbob("loss"),
+        "rate": lambda: tfpara.callbacks.LearningRate(lambda at: 0.003 * (1.0 - at / 8.0), steps),
+        "rejecting": lambda: tfpara.callbacks.Newbob("learning_rate", rule=worse, verbose=0),
         "plateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1),
         # The loss falls, so the best weights are those of the first epoch.
         "stopping": lambda: keras.callbacks.EarlyStopping(
@@ -311,6 +325,7 @@ def main():
         "width": 4,
         "callbacks": [],
         "follows": True,
+        "scores": None,
         "timeouts": {},
         "arrays": None,
         "kind": "arrays",
@@ -387,6 +402,9 @@ def main():
     def found(number):
         """The callbacks of a call of fit."""
         made = [watch, *callbacks(options)]
+        if options["scores"]:
+            scores = {"times_per_epoch": 3, "csv": options["scores"]}
+            made.append(tfpara.callbacks.HeldOut(held_out, **scores))
         if options["checkpoints"]:
             directory = options["checkpoints"] + (f"-{number}" if number else "")
             every = options["every_syncs"]
@@ -427,7 +445,7 @@ def main():
         np.savez(options["weights"].format(pid=os.getpid()), *values)
     if options["replay"]:
         return
-    digest = hashlib.md5(b"".join(v.tobytes() for v in values)).hexdigest()
+    digest = digest_of(values)
     elastic = strategy.extended.elastic
     seen = np.asarray(model.seen.seen).tolist()
     log("end", digest, seen, elastic.form.number)
