@@ -106,10 +106,10 @@ def report_of(
     bad = np.flatnonzero(~np.isfinite(weights))
     if never:
         samples = np.zeros_like(samples)
-    if idle or never:
-        rates = np.full(len(rates), np.nan)  # it has trained nothing with its rate
+    # NaN: it has trained nothing with its rate.
+    used = np.full(len(rates), np.nan) if idle or never else rates
     flags = [running, bad[0] if len(bad) else -1, signature, request]
-    return np.concatenate([flags, mark, samples, steps, counts, [taken], rates])
+    return np.concatenate([flags, mark, samples, steps, counts, [taken], used])
 
 
 def signature_of(value: tf.Tensor) -> tf.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -355,10 +355,11 @@ class SyncGraph:
             tf.TensorSpec([parts], f32),
             tf.TensorSpec([parts], f32),
         )
-        of_parts = zip(*map(tf.unstack, of_parts), strict=True)
         made = [
             Part(committed, steps, Shares(portions, divisor, of_block))
-            for committed, steps, portions, divisor, of_block in of_parts
+            for committed, steps, portions, divisor, of_block in zip(
+                *map(tf.unstack, of_parts), strict=True
+            )
         ]
         return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
 
@@ -527,12 +528,12 @@ class SyncGraph:
         ]
 
 
-def _rows(common: dict[str, np.ndarray], replicas: Sequence[tuple]) -> tuple[np.ndarray]:
+def _rows(common: dict[str, Any], replicas: Sequence[tuple]) -> tuple[np.ndarray]:
     """Returns the reports of the local replicas, [local replicas, columns], from what they read."""
     period, pending = common.pop("period"), common.pop("pending")
-    never, signature = period >= NEVER, common.pop("signature").sum()
-    flags = {"signature": signature, "never": never, "idle": pending == 0}
-    return (np.stack([report_of(*each, **common, **flags) for each in replicas]),)
+    common["signature"] = common["signature"].sum()
+    common.update(never=period >= NEVER, idle=pending == 0)
+    return (np.stack([report_of(*each, **common) for each in replicas]),)
 
 
 def in_python(

@@ -81,7 +81,7 @@ class EpochStart:
         self._extended: Any = getattr(model.distribute_strategy, "extended", None)
         self._state: TrainingState | None = None
         self._taken: Sequence[np.ndarray] | None = None
-        self._elastic = getattr(self._extended, "elastic", None)
+        self._elastic: Any = getattr(self._extended, "elastic", None)
         if self._elastic is not None:
             self._elastic.keep_state("epoch start", self)
         elif getattr(self._extended, "replay", None) is not None:
