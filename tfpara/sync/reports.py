@@ -19,7 +19,7 @@ a vector of float64 with these columns:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -274,12 +274,6 @@ def decide(
         divisor=np.where(alike, float(replicas), 1.0),
         of_block=np.minimum(steps / block, 1.0),
     )
-
-
-def asked(question: Callable[[Array], bool], reports: tf.Tensor) -> tf.Tensor:
-    """Returns the answer of a Python function of the table of reports, within a graph."""
-    answer = tf.numpy_function(lambda table: np.bool_(question(table)), [reports], tf.bool)
-    return tf.ensure_shape(answer, [])
 
 
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:

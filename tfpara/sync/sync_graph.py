@@ -31,7 +31,6 @@ from tfpara.sync.reports import (
     Columns,
     Request,
     are_apart,
-    asked,
     decide,
     problem_of,
     report_of,
@@ -272,11 +271,10 @@ class SyncGraph:
     def _arrival(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns when this worker came to an exchange, as by `now`, and its mark."""
 
-        def arrival() -> np.ndarray:
-            return np.array([time.monotonic(), *self._site.place.mark()])
+        def arrival() -> list[np.ndarray]:
+            return [np.array([time.monotonic(), *self._site.place.mark()])]
 
-        numbers = tf.numpy_function(arrival, [], tf.float64)
-        numbers.set_shape([1 + MARKS])
+        (numbers,) = in_python(arrival, (), tf.TensorSpec([1 + MARKS], tf.float64))
         return numbers[0], numbers[1:]
 
     def gather(self, rows: tf.Tensor, began: tf.Tensor) -> tf.Tensor:
@@ -305,7 +303,8 @@ class SyncGraph:
             table = site.reports.all_gather(mine, f"{self._site.name}/places")
             return tf.numpy_function(lambda rows: sentence(rows).encode(), [table], tf.string)
 
-        return tf.cond(asked(are_apart, reports), told, lambda: tf.constant(""))
+        (differ,) = in_python(lambda t: [are_apart(t)], (reports,), tf.TensorSpec([], tf.bool))
+        return tf.cond(differ, told, lambda: tf.constant(""))
 
     def decide(self, reports: tf.Tensor, apart: tf.Tensor, *, patient: bool = True) -> Verdict:
         """Returns what all workers decide from the table of reports.
@@ -537,14 +536,14 @@ def _rows(common: dict[str, Any], replicas: Sequence[tuple]) -> tuple[np.ndarray
 
 
 def in_python(
-    function: Callable[..., Sequence[Array]], arguments: Nest, *specs: tf.TensorSpec
+    function: Callable[..., Sequence[Any]], arguments: Nest, *specs: tf.TensorSpec
 ) -> list[tf.Tensor]:
-    """Returns as operations what a Python function returns; it gets and returns NumPy arrays.
+    """Returns as operations what a Python function returns; it gets NumPy arrays.
 
     Args:
         function: called with `arguments` as arrays.
         arguments: a tuple of tensors, or of structures of tensors.
-        *specs: of what it returns.
+        *specs: of what it returns, arrays or what NumPy makes arrays of.
     """
     tensors = tf.nest.flatten(arguments)
 
