@@ -71,11 +71,16 @@ class Block:
             done: number of the fragment that was synced.
             is_last: whether all parts were synced, as at the end of the data.
         """
-        self.turn.assign(tf.where(is_last, 0, (done + 1) % self._fragments))
         self.steps.assign(0)
+        counters = (self.part_steps, *self.samples)
+        if self._whole:  # so that a first step does not trace what would change nothing
+            for pending in counters:
+                pending.assign([0.0])
+            return
+        self.turn.assign(tf.where(is_last, 0, (done + 1) % self._fragments))
         kept = 1.0 - tf.one_hot(done, self.parts, dtype=tf.float64)
-        for pending in (self.part_steps, *self.samples):
-            pending.assign(tf.where(is_last | self._whole, tf.zeros_like(pending), kept * pending))
+        for pending in counters:
+            pending.assign(tf.where(is_last, tf.zeros_like(pending), kept * pending))
 
     def reopen(self, fragment: tf.Tensor, steps: tf.Tensor, samples: tf.Tensor) -> None:
         """Restores the counters of a fragment whose sync was started and has failed.

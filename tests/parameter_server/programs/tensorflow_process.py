@@ -12,7 +12,7 @@ found = cluster.read()
 import tensorflow as tf  # noqa: E402
 
 from tfpara.parameter_server.control import serving  # noqa: E402
-from tfpara.parameter_server.control.lobby import Lobby  # noqa: E402
+from tfpara.parameter_server.control.lobby import Lobby, ParameterServerError  # noqa: E402
 
 if not found.is_chief:
     serving.serve_forever(found, STARTUP_SECONDS)
@@ -50,16 +50,25 @@ def run(pieces: int, times: int) -> None:
         time.sleep(0.01)
 
 
-run(4, 50)
-print("counted", *(int(counter.numpy()) for counter in counters), flush=True)
-if len(sys.argv) > 3:  # until someone ends it, or all is well again
-    while True:
-        lobby.check()
-        run(1, 1)
-        print("alive", *lobby.workers, flush=True)
-        if lobby.asked_to_end:
-            break
-        time.sleep(0.05)
+def go_on() -> None:
+    run(4, 50)
+    print("counted", *(int(counter.numpy()) for counter in counters), flush=True)
+    if len(sys.argv) > 3:  # until someone ends it, or all is well again
+        while not lobby.asked_to_end:
+            lobby.check()
+            run(1, 1)
+            print("alive", *lobby.workers, flush=True)
+            time.sleep(0.05)
+
+
+try:
+    go_on()
+except (ParameterServerError, tf.errors.OpError):
+    # TensorFlow may find a broken connection before the lobby does.
+    while lobby.failure is None:
+        time.sleep(0.01)
+    lobby.fail(lobby.failure)
+    lobby.check()
 lobby.finish()
 sys.stdout.flush()
 os._exit(0)
