@@ -593,6 +593,46 @@ def test_bmuf_adam_knows_how_old_the_moments_are(between, aggregation):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
+def test_a_block_that_is_begun_anew_has_the_moments_of_its_beginning(aggregation):
+    """As by a worker of an elastic run that missed a sync: where the last sync left replicas."""
+    strategy = make(tfpara.BMUFAdam(0.6), aggregation=aggregation)
+    model = built(strategy, OPTIMIZERS["adam"])
+
+    def moments():
+        optimizer = model.optimizer
+        return [
+            [value.numpy() for value in strategy.experimental_local_results(v.value)]
+            for v in (*optimizer._momentums, *optimizer._velocities)
+        ]
+
+    model.fit(data_of(strategy, [[4] * TAU] * 2), verbose=0)
+    weights, begun = of_replicas(strategy, model), moments()
+    keeper = Keeper(moments)
+    model.fit(data_of(strategy, [[4] * (TAU - 1)] * 2), verbose=0, callbacks=[keeper])
+    assert np.ptp(keeper.within[0][0] - begun[0][0]) > 1e-4
+    for got, want in zip(keeper.anew, begun, strict=True):
+        np.testing.assert_array_equal(got, want)
+    for got, want in zip(keeper.weights, weights, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+class Keeper(keras.callbacks.Callback):
+    """Begins the block anew after its second step; keeps the moments before and after that."""
+
+    def __init__(self, moments):
+        super().__init__()
+        self.moments = moments
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            strategy = self.model.distribute_strategy
+            self.within = self.moments()
+            synchronizer = strategy.extended.synchronizer_of(self.model)
+            synchronizer.start_from(synchronizer.broadcast_point())
+            self.anew, self.weights = self.moments(), of_replicas(strategy, self.model)
+
+
 @pytest.mark.one_version
 def test_bmuf_adam_of_one_replica_is_adam_where_loss_scaling_leaves_steps_out():
     """All steps of the first block are, so that Adam has counted none where it is synced."""

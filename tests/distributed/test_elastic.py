@@ -49,6 +49,7 @@ def test_a_killed_worker_is_done_without(place, times, rank, told, tmp_path):
         assert run.meeting.phase == "ended"
 
 
+@pytest.mark.one_version
 def test_founders_without_the_first_numbers(tmp_path):
     """Two were lost, and replaced, before the run began: numbers of tasks are not ranks."""
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 2, **MIXED}
@@ -82,6 +83,7 @@ def test_too_few_before_the_first_step(tmp_path):
         assert any(why in output for output in outputs)
 
 
+@pytest.mark.one_version
 def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
     faults = {0: ["step", 8, "SIGKILL"], 2: ["step", 8, "SIGKILL"]}
     with elastic_runs.Run(tmp_path, 3, faults, **MIXED) as run:
@@ -268,6 +270,7 @@ def test_callbacks_that_decide_decide_alike(tmp_path):
         assert any(event[0] == "epoch" for event in run.events(number)), "it came too late"
 
 
+@pytest.mark.one_version
 def test_epochs_are_rejected_and_scored_within_where_workers_come_and_go(tmp_path):
     """One is killed in the second epoch, which another comes within: all go back to its begin."""
     options = {"callbacks": ["rejecting", "rate"], "scores": str(tmp_path / "scores.csv")}
@@ -446,14 +449,8 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
     assert "restart" not in output
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("arrays", marks=pytest.mark.one_version),
-        "dataset",
-        pytest.param("py_dataset", marks=pytest.mark.one_version),
-    ],
-)
+@pytest.mark.one_version
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "py_dataset"])
 def test_rows_are_dealt_out_anew(kind, tmp_path):
     """Each row of an epoch is trained once, shuffled if that was said, whoever is lost or comes."""
     options = {"epochs": 5, "step_seconds": 0.1, "arrays": 3, "checkpoints": str(tmp_path / "run")}
@@ -483,6 +480,10 @@ def test_rows_are_dealt_out_anew(kind, tmp_path):
         ),
         pytest.param(
             {"rule": "tfpara.EASGD()", "follows": False, "max_workers": 3},
+            marks=pytest.mark.one_version,
+        ),
+        pytest.param(
+            {"rule": "tfpara.BMUFAdam()", "adam": True, "devices": 2},
             marks=pytest.mark.one_version,
         ),
     ],

@@ -36,6 +36,7 @@ CASES = {
 SOME = ["evaluate_in_epoch", "stop_in_epoch", "metric", "epochs", "order", "barrier"]
 
 
+@pytest.mark.one_version
 def test_two_models_in_another_order():
     """In exchanges of different names workers find out by another way, after a while."""
     options = {"odd": 1, "cases": ["alike", "former_model"], "timeout_seconds": 300}

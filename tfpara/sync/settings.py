@@ -109,11 +109,6 @@ class Settings:
             ("overlap", bool(self.overlap), f"a sync in the air {apart}"),
             ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
             ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
-            (
-                "rule",
-                hasattr(self.rule, "check_optimizer"),
-                "it filters the moments of a fixed number of replicas.",
-            ),
         ):
             if refused:
                 raise ValueError(

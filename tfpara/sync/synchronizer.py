@@ -276,6 +276,16 @@ class Synchronizer:
         for of_replicas, value in zip(self._variables.weights, weights, strict=True):
             of_replicas[replica].assign(value)
 
+    def start_moments(self, replicas: Sequence[int]) -> None:
+        """Sets moments that the rule filters to those of the open block's start.
+
+        Every worker must call it.
+
+        Args:
+            replicas: the local replicas whose moments are set.
+        """
+        self.graph.averaging.start_moments(replicas)
+
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns copies of the weights and the state of a local replica."""
         weights, state = self._variables.weights, self._variables.state
@@ -297,8 +307,13 @@ class Synchronizer:
         return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
 
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
-        """Sets all replicas to these weights, where a run is resumed on another number of them."""
+        """Has all replicas begin the block anew at these weights, with the moments of that point.
+
+        So begin replicas that took no part in the last sync, and those of a run that is resumed on
+        another number of them.
+        """
         self.set_weights([weights] * len(self._site.devices))
+        self.start_moments(range(len(self._site.devices)))
         if self.graph.compressed is not None:
             self.graph.compressed.set_points(self.graph.replicas.layout.pack(weights))
 
