@@ -48,9 +48,9 @@ check() { # check NAME COMMAND...
   "$@" || failed+=("$name")
 }
 
-# There are two processes more than cores, since some tests wait for time-outs. Each test file runs
-# in one of them. With "-n 0" among the arguments all run in one process, for a debugger.
-processes=$(($(nproc) + 2))
+# There is one process more than cores, since some tests wait for time-outs. Each test file runs in
+# one of them. With "-n 0" among the arguments all run in one process, for a debugger.
+processes=$(($(nproc) + 1))
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
 if [ -n "$fast" ]; then pytest_arguments+=(--no-processes --no-trainings); fi

@@ -162,6 +162,17 @@ def test_all_weights_are_scored_within_epochs_and_training_goes_on_as_without(tm
     assert written == pytest.approx({int(r["syncs"]): float(r["loss"]) for r in rows[2::3]})
 
 
+def test_the_end_of_an_epoch_is_scored_once(tmp_path):
+    """Its only sync is where the second half is due as well."""
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=8)
+    held_out = tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(8)
+    callback = tfpara.callbacks.HeldOut(held_out, times_per_epoch=2, csv=tmp_path / "scores.csv")
+    data = tf.data.Dataset.from_tensor_slices((X[:64], Y[:64])).batch(8)
+    make_model(strategy).fit(data, epochs=2, verbose=0, callbacks=[callback])
+    with (tmp_path / "scores.csv").open(newline="") as file:
+        assert [float(row["epoch"]) for row in csv.DictReader(file)] == [1.0, 2.0]
+
+
 def test_carried_states_go_on_as_without_scores_within_an_epoch():
     """A stateful layer's state after the scores is that before them."""
     x = RNG.normal(size=(8 * BATCH, 5, 4)).astype(np.float32)

@@ -593,6 +593,52 @@ def test_bmuf_adam_knows_how_old_the_moments_are(between, aggregation):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+def of_one_weight(period, momentum=0.9):
+    """Two replicas of one weight w with the loss w², which is 1 at first, and their data."""
+    strategy = make(tfpara.BMUF(0.5), 2, sync_period=period)
+    with strategy.scope():
+        ones = keras.initializers.Ones()
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer=ones)
+        model = keras.Sequential([keras.Input((1,)), dense])
+        model.compile(keras.optimizers.SGD(0.01, momentum=momentum), "mse")
+    return model, np.ones((20, 1), "float32"), np.zeros((20, 1), "float32")
+
+
+def with_momentum(steps):
+    """w after steps of SGD with momentum 0.9, from the equation."""
+    w, v = 1.0, 0.0
+    for _ in range(steps):
+        v = 0.9 * v - 0.01 * 2.0 * w
+        w += v
+    return w
+
+
+def test_momentum_is_not_fitted_while_no_sync_is_due(capfd):
+    """The epoch has ten steps, and its end is no sync that moves momentum on."""
+    model, x, y = of_one_weight(60)
+    model.distribute_strategy.set_sync_period(None)
+    model.fit(x, y, batch_size=2, verbose=0)
+    np.testing.assert_allclose(model.get_weights()[0][0, 0], with_momentum(10), rtol=1e-5)
+    assert "blocks are of" not in capfd.readouterr().err
+
+
+def test_an_epoch_that_was_broken_off_does_not_shorten_later_blocks():
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    model, x, y = of_one_weight(100)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=2, verbose=0, callbacks=[Breaks()])
+    model.set_weights([np.ones((1, 1))])
+    for variable in model.optimizer.variables[2:]:  # after the step count and the rate
+        variable.assign(np.zeros(variable.shape))
+    for _ in range(12):
+        model.train_on_batch(x[:2], y[:2])
+    (replica, _) = of_replicas(model.distribute_strategy, model)
+    np.testing.assert_allclose(replica, [with_momentum(12)], rtol=1e-4)
+
+
 @pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
 def test_a_block_that_is_begun_anew_has_the_moments_of_its_beginning(aggregation):
     """As by a worker of an elastic run that missed a sync: where the last sync left replicas."""

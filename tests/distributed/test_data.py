@@ -3,6 +3,7 @@
 import functools
 import json
 import multiprocessing
+import re
 
 import keras
 import kinds_of_data as kinds
@@ -170,6 +171,15 @@ def test_a_resumed_run_goes_on_in_the_orders_that_it_had(tmp_path):
     # Each fit reads two batches first, for their shapes.
     assert read[0] == [0, 1, *orders[0], *orders[1]]
     assert read[1] == [0, 1, *orders[2], *orders[3]]
+
+
+def test_a_seed_of_a_shuffle_gives_one_order_at_each_start():
+    """Also where nobody sets a seed of the program: on two workers and in plain TensorFlow."""
+    workers = run_all_well("orders.py", [{"workers": 2}] * 2)
+    (alone,) = run_all_well("orders.py", [{"workers": 1}], environ=[{"TF_CONFIG": ""}])
+    lines = [re.search("order .*", each.output)[0] for each in (*workers, alone)]
+    assert len(set(lines)) == 1 and len(lines[0].split()) == 51
+    assert lines[0].split()[1:] != list(map(str, range(50)))
 
 
 def test_nested_inputs_are_divided(strategy):

@@ -2,13 +2,18 @@
 
 import os
 import re
+import signal
 import subprocess
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import warm
 from cluster_of_processes import free_ports, tf_config
+from launched import Launched
 
 from tfpara.examples import classify
 
@@ -56,3 +61,18 @@ def test_examples_learn_and_leave_models_that_load(tmp_path):
     x = np.linspace(-3, 3, 101, dtype="float32")[:, None]
     model = keras.models.load_model(tmp_path / "loop.keras")
     assert np.mean((np.asarray(model(x)) - np.sin(x)) ** 2) < losses[0] / 5
+
+
+@pytest.mark.one_version
+def test_a_worker_of_the_elastic_example_is_killed_and_comes_again(tmp_path):
+    command = ("python", "-m", "tfpara.examples.elastic", "--epochs=1000")
+    arguments = ("-n", 2, "--elastic", "--threads", 1, "--", *command)
+    with Launched(*arguments, cwd=tmp_path, stderr=subprocess.STDOUT) as launched:
+        launched.read_until("Epoch 2/")
+        children = Path(f"/proc/{launched.process.pid}/task/{launched.process.pid}/children")
+        os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+        launched.read_until("1 worker trains on", "has come: 2 workers train on")
+        after = launched.seen.count(b"Epoch ")
+        until = time.monotonic() + DEADLINE
+        while launched.seen.count(b"Epoch ") < after + 2 and time.monotonic() < until:
+            launched.read_more("epoch")

@@ -80,6 +80,7 @@ def test_every_unit_is_in_the_model_exactly_once(data):
         else:
             stay = [data.draw(st.booleans()) for _ in range(size)]
             workers.change(stay, data.draw(st.integers(0, 2)))
+        assert workers.plan.in_the_model(workers.dealt) == len(workers.model)
     for rank in range(workers.plan.size):
         while workers.step(rank):
             pass

@@ -113,6 +113,11 @@ class HeldOut(keras.callbacks.Callback):
             self._elastic = strategy.extended.elastic
             if self._elastic is not None:
                 self._elastic.keep_state("held out", self)
+            elif strategy.extended.replay is not None:
+                raise ValueError(
+                    f"HeldOut(times_per_epoch={self._times}): a replay does not know how much of "
+                    "an epoch is trained at each of its syncs. Score once in an epoch."
+                )
 
     def get_state(self) -> dict[str, Json]:
         """Returns what a worker that comes within the epoch has to know."""
@@ -142,7 +147,8 @@ class HeldOut(keras.callbacks.Callback):
         steps = self._steps_before + batch + 1
 
         def due() -> int:
-            return int(self._times * self._part(steps))
+            part = self._part(steps)  # the end of the epoch is scored in any case
+            return int(self._times * part) if part < 1.0 else 0
 
         if self._all_at_a_sync(batch, lambda: due() > self._done):
             self._done, part = due(), self._part(steps)
@@ -163,8 +169,7 @@ class HeldOut(keras.callbacks.Callback):
         In an elastic run it is the units of the epoch, which all workers share.
         """
         if self._elastic is not None:
-            given = self._steps_per_epoch
-            lengths = [given * self._elastic.founders if given else self._elastic.units()]
+            lengths = [self._elastic.units(self._steps_per_epoch)]
         else:
             mine = self._steps_per_epoch or self.params.get("steps") or 0
             lengths = Strategy.of(self.model).everyones(int(mine), _LENGTH)

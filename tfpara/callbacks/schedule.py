@@ -109,11 +109,17 @@ class LearningRate(Schedule):
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
         self._elastic: Regrouping | None = None
+        self._units = 1  # of this epoch, in an elastic run
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if isinstance(model.distribute_strategy, PeriodicSyncStrategy):
             self._elastic = model.distribute_strategy.extended.elastic
+            if self._steps and model.distribute_strategy.extended.replay is not None:
+                raise ValueError(
+                    f"LearningRate(steps_per_epoch={self._steps}): a replay does not know how much "
+                    "of an epoch is trained at each of its steps. Rates by epoch can be replayed."
+                )
 
     def get_state(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "steps": self._done}
@@ -128,6 +134,8 @@ class LearningRate(Schedule):
         # Keras counts batches from where it resumes, AsyncStrategy from the start of the epoch.
         is_async = Strategy.of(self.model).running is not None
         self._before = 0 if is_async else self._done
+        if self._elastic is not None and self._steps:
+            self._units = self._elastic.units(self._steps)
         before, self._rate = self._rate, None
         self._set(epoch + self._share(self._done))
         if self._rate != before:
@@ -153,7 +161,7 @@ class LearningRate(Schedule):
         if not self._steps:
             return 0.0
         if self._elastic is not None:
-            return min(self._elastic.reached() / (self._steps * self._elastic.founders), 1.0)
+            return min(self._elastic.reached() / self._units, 1.0)
         return min(done / self._steps, 1.0)
 
     def _set(self, position: float) -> None:

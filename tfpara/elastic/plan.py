@@ -99,6 +99,14 @@ class Plan:
             self.fit,
         )
 
+    def in_the_model(self, dealt: Sequence[int]) -> int:
+        """The number of units that are in the model.
+
+        Args:
+            dealt: of each rank, how many of its steps are in the model.
+        """
+        return self.first - len(self.owed) - sum(map(len, self.carried)) + sum(dealt)
+
     def state(self) -> dict[str, Any]:
         """As JSON carries it."""
         return dataclasses.asdict(self)

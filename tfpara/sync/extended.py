@@ -81,6 +81,7 @@ _log = logging.getLogger(__name__)
 _SYNCHRONIZE = call("strategy.synchronize()")
 _GATHER = call("strategy.gather()")
 _REDUCE = call("strategy.reduce()")
+_SEED = 87654321  # which TensorFlow takes where a program has set none
 _START = Purpose("making a strategy", "make strategies and models on every worker alike")
 _TRAIN = Purpose("beginning to train a model", "train the same models on every worker")
 
@@ -551,15 +552,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             _START,
         )
         if self._num_workers > 1:
-            # Every worker's Keras shuffles arrays for itself. With different seeds the orders would
-            # differ, and the workers' parts would overlap. A seed that the user sets later replaces
-            # this one.
-            # Python's and NumPy's states too, for what scripts draw or a PyDataset shuffles.
-            own = [random.SystemRandom().randrange(2**31), random_states()]
-            seed, chiefs = everyones(own, self.control, _START)[0]
+            # Every worker shuffles data for itself. With different seeds the orders would differ,
+            # and the workers' parts would overlap. `shuffle(1000, seed=1)` depends on the program's
+            # seed, too, so a run that is resumed, or a worker that joins one, has to find the same
+            # one. A seed that the user sets later replaces it.
             if _context.global_seed() is None:
-                tf.random.set_seed(seed)
-            set_random_states(chiefs)
+                tf.random.set_seed(_SEED)
+            # Python's and NumPy's states too, for what scripts draw or a PyDataset shuffles.
+            set_random_states(everyones(random_states(), self.control, _START)[0])
 
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
@@ -567,8 +567,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         former = self.recent
         if self.trained(model):
             self.recent = model
-        with self.place.in_fit():
-            yield
+        try:
+            with self.place.in_fit():
+                yield
+        finally:
+            self._note_steps(NEVER)  # also where callbacks have not heard of the end
         if self.place.fits:  # this fit was called in a callback of another fit
             self.recent = former
 
@@ -711,11 +714,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """
         # Where workers come and go it changes within the epoch.
         changes = self.elastic is not None or self.replay is not None
-        self._steps_in_epoch = NEVER if steps is None or changes else steps
-        self._epoch_steps.assign(self._steps_in_epoch)
+        self._note_steps(NEVER if steps is None or changes else steps)
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
             self._note_short_block(optimizer)
+
+    def _note_steps(self, in_epoch: int) -> None:
+        self._steps_in_epoch = in_epoch
+        self._epoch_steps.assign(in_epoch)
 
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Says so where every second block is too short for the local momentum."""
@@ -736,7 +742,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
         # A warm start has no period at first.
-        momentum, period = memory_of(optimizer), self.sync_period or self.settings.sync_period
+        momentum, period = memory_of(optimizer), self.sync_period
+        if period is None:
+            return  # as in a warm start
         steps = float(self._steps_of_a_block(optimizer, float(period)))
         fitted, factor = in_a_block(momentum, steps)
         if fitted == momentum and factor == 1.0:
@@ -769,7 +777,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         block = period * self.settings.fragments
         if tf.is_tensor(block):
             epoch = tf.cast(self._epoch_steps.read_value(), tf.float32)
-            return tf.minimum(block, epoch) / accumulated
+            within = tf.where(period < float(NEVER), tf.minimum(block, epoch), block)
+            return within / accumulated
         return min(block, self._steps_in_epoch) / accumulated
 
     def _note(self, text: str) -> None:

@@ -843,8 +843,8 @@ class Regrouping:
 
     def trained_units(self) -> int:
         """Units of the epoch that are in the model; at a sync the same number on all workers."""
-        rest = self._rest()
-        return rest.first - len(rest.owed)
+        dealt = [_dealt(each.graph).numpy().sum() for each in self._extended.synchronizers]
+        return int(self.plan.in_the_model(dealt))
 
     def reached(self) -> int:
         """Units of the epoch that are trained, where all are as far in the open block as this one.
@@ -854,10 +854,19 @@ class Regrouping:
         open_steps = sum(each.graph.block.trained for each in self._extended.synchronizers)
         return self.trained_units() + open_steps * self.plan.size
 
-    def units(self) -> int:
-        """All units of the epoch; 0 if its data do not say how many they are."""
+    def units(self, steps: int | None) -> int:
+        """All units of the epoch; 0 if they are not known.
+
+        Args:
+            steps: that each replica of those with which the run first began takes in an epoch; it
+                is needed where the data do not say how many minibatches they are.
+        """
+        devices = len(self._extended.worker_devices)
         minibatches = int(self._units(self.plan.epoch, 0, 1, 0).cardinality())
-        return max(0, -(-minibatches // len(self._extended.worker_devices)))
+        if minibatches > 0:
+            return -(-minibatches // devices)
+        parts = self._extended.order.parts or self.founders * devices
+        return (steps or 0) * parts // devices
 
     def _rest(self) -> Plan:
         """What is not in the model yet, for the present members."""
