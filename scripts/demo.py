@@ -1,4 +1,4 @@
-"""The main job from end to end: speech is made, a DNN trained under every rule, the best exported.
+"""The main job from end to end: speech is made, DNNs trained under several rules, the best exported.
 
 scripts/demo.sh        (or python -m scripts.demo)
 

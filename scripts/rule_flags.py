@@ -30,14 +30,14 @@ _RULE = flags.DEFINE_enum(
 _ETA = flags.DEFINE_string(
     "block_momentum",
     None,
-    "BMUF: in [0, 1); linear: 1 - 1/replicas; sqrt: 1 - 1/√replicas, with Adam if not set, else "
-    "linear; at most 0.9 with the warm-up",
+    "BMUF: in [0, 1); linear: 1 - 1/replicas; sqrt: 1 - 1/√replicas; if not set linear, but sqrt "
+    "over Adam with another --local_state than auto; at most 0.9 with the warm-up",
 )
 _WARMUP = flags.DEFINE_boolean(
     "block_momentum_warmup",
     None,
-    "BMUF: reach the block momentum over the first syncs, 1 - 1/(t + 1) after t of them (t/20 with "
-    "sqrt); set if --block_momentum is no number and --compat is not set",
+    "BMUF: reach the block momentum over the first syncs, 1 - 1/(t + 1) after t of them (t/5 "
+    "over Adam, t/20 with sqrt); set if --block_momentum is no number and --compat is not set",
 )
 _ZETA = flags.DEFINE_float(
     "block_learning_rate", 1.0, "BMUF and Downpour: positive; 1/workers for Downpour's long periods"
@@ -59,8 +59,8 @@ _LOCAL_STATE = flags.DEFINE_enum(
     "local_state",
     "auto",
     ["auto", "keep", "reset", "average"],
-    "the local momentum at a sync; auto: kept, and that of SGD fitted to the block where the rule "
-    "has a momentum of its own",
+    "the local momentum at a sync; auto: kept, and that of SGD and Adam fitted to the block where "
+    "the rule has a momentum of its own",
 )
 _AGGREGATION = flags.DEFINE_enum(
     "aggregation",

@@ -18,7 +18,7 @@ def test_it_prints_the_versions_and_examples_that_there_are(capsys):
     assert said.startswith(f"tfpara {tfpara.__version__} (")
     assert f"tensorflow {tf.__version__}" in said and f"keras {keras.__version__}" in said
     examples = re.findall(r"-m (tfpara\.examples\.\w+)", said)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for name in examples:
         assert callable(importlib.import_module(name).main)
 

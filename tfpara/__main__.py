@@ -17,6 +17,7 @@ Start a script of yours on two workers of this machine:
 Examples, to run and to read:
   tfpara-launch -n 2 -- python -m tfpara.examples.classify
   tfpara-launch -n 2 -- python -m tfpara.examples.loop
+  tfpara-launch -n 3 --elastic -- python -m tfpara.examples.elastic
 In Python:
   import tfpara; help(tfpara.PeriodicSyncStrategy)"""
 

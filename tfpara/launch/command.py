@@ -61,7 +61,7 @@ tfpara.AsyncStrategy. The failure of a worker does not end the run as long as th
 Exit code: 0 if all workers returned 0; else that of the worker that failed first, or 128 + N if
 signal N ended it; 2 if workers could not be started. 75 means that a program was asked to end, by
 SIGTERM, wrote a checkpoint, and is to be started again: on Slurm by `sbatch --requeue` and
-`scontrol requeue`, on Kubernetes by a Job's restartPolicy; see docs/checkpoints.md.
+`scontrol requeue`, on Kubernetes by a Job's podFailurePolicy; see docs/checkpoints.md.
 
 Examples (the first is there to be run):
   tfpara-launch -n 2 -- python -m tfpara.examples.classify

@@ -43,7 +43,7 @@ def simulate(
         record: `generations.jsonl` of an elastic run, which is trained again: with its losses and
             joins, each replica has the minibatches that a worker's device had. Give all arguments
             of that run, `elastic` among them, the number of replicas with which it began, and `fit`
-            its `datasets_by_epoch`. What is drawn at random (dropout) is drawn anew.
+            the data of that run. What is drawn at random (dropout) is drawn anew.
         **options: the other arguments of `PeriodicSyncStrategy`, but for `devices` and
             `device_sync_period`: each replica stands for a worker.
 

@@ -96,8 +96,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             not change the training.
         local_state: what a sync does to the optimizer's slots (momentum …): "keep", "reset" to
             their initial value, or "average" over the replicas. "auto" keeps them; where the rule
-            has a momentum of its own (BMUF, DiLoCo, SlowMo), that of local SGD is shortened to
-            fit into the block, since the two in a row are unstable. See docs/rules.md.
+            has a momentum of its own (BMUF, DiLoCo, SlowMo), that of local SGD, and β₁ of Adam, are
+            shortened to fit into the block, since two in a row are unstable. See docs/rules.md.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
             with `compression`, or if there are several replicas and the model has 16 MB or more.
