@@ -1,4 +1,4 @@
-"""The main job from end to end: speech is made, DNNs trained under several rules, the best exported.
+"""The main job from end to end: speech is made, DNNs trained under rules, the best one exported.
 
 scripts/demo.sh        (or python -m scripts.demo)
 
