@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Checks and tests the project in a virtual environment of its own.
 #
-#   scripts/test.sh [--fast] [--stack=full|latest] [--venv=DIR] [pytest arguments]
+#   scripts/test.sh [--fast | --all] [--stack=full|latest] [--venv=DIR] [pytest arguments]
 #
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
-# builds (g++, make and cmake are needed); formatting, lint, types and all tests.
+# builds (g++, make and cmake are needed); formatting, lint, types and tests.
 # latest: the latest TensorFlow, without Horovod; the tests of what depends on TensorFlow's version.
+# --all: also the tests marked "nightly", each of which a shorter case stands for.
 # --fast: at most five minutes; leaves out each test that starts a process, and those that train with
 # a strategy but for some that are marked "quick". Does not install Horovod.
 #
@@ -18,6 +19,7 @@ source scripts/venv.sh
 stack=full
 venv=
 fast=
+nightly='not nightly'
 while [ $# -gt 0 ]; do
   case $1 in
     --stack=*) stack=${1#*=} ;;
@@ -25,6 +27,7 @@ while [ $# -gt 0 ]; do
     --venv=*) venv=${1#*=} ;;
     --venv) venv=${2:-}; shift ;;
     --fast) fast=1 ;;
+    --all) nightly= ;;
     -h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; exit ;;
     *) break ;;
   esac
@@ -88,7 +91,9 @@ else
       test_{schedule_callbacks,schedules_resumed,security}.py; do
     pytest_arguments+=("--ignore=tests/$name")
   done
-  pytest_arguments+=(-m "not long and not one_version" --first-cases)
+  pytest_arguments+=(-m "not long and not one_version${nightly:+ and $nightly}" --first-cases)
+elif [ -n "$nightly" ]; then
+  pytest_arguments+=(-m "$nightly")
 fi
 
 # Tests run in a directory that has the recipes but not tfpara, so that tfpara comes from the wheel.

@@ -36,8 +36,10 @@ OF_TWO_WORKERS = [
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("workers", "every_syncs", "kills"),
-    [(1, 1, OF_ONE_PROCESS), (2, 2, OF_TWO_WORKERS)],
-    ids=["one process", "two workers"],
+    [
+        pytest.param(1, 1, OF_ONE_PROCESS, id="one process", marks=pytest.mark.nightly),
+        pytest.param(2, 2, OF_TWO_WORKERS, id="two workers"),
+    ],
 )
 def test_killed_again_and_again(tmp_path, uninterrupted, workers, every_syncs, kills):
     run = Run(tmp_path / "run", workers, every_syncs=every_syncs)

@@ -53,8 +53,18 @@ def test_two_models_in_another_order():
     ("workers", "odd", "start", "options", "cases"),
     [
         pytest.param(2, 0, "TF_CONFIG", {}, list(CASES), id="all"),
-        pytest.param(3, 2, "TF_CONFIG", {"local_devices": 2}, SOME, id="three-of-two-devices"),
-        pytest.param(2, 1, "TF_CONFIG", {"overlap": True}, SOME, id="overlapped"),
+        pytest.param(
+            3,
+            2,
+            "TF_CONFIG",
+            {"local_devices": 2},
+            SOME,
+            id="three-of-two-devices",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            2, 1, "TF_CONFIG", {"overlap": True}, SOME, id="overlapped", marks=pytest.mark.nightly
+        ),
         pytest.param(2, 1, "horovod", {}, SOME, id="horovod", marks=needs_horovod),
     ],
 )
