@@ -58,6 +58,7 @@ pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
 if [ -n "$fast" ]; then pytest_arguments+=(--no-processes --no-trainings); fi
 if [ "$stack" = full ]; then
+  if [ -n "$nightly" ]; then pytest_arguments+=(-m "$nightly"); fi
   if [ -z "$fast" ]; then
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
     export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
@@ -92,8 +93,6 @@ else
     pytest_arguments+=("--ignore=tests/$name")
   done
   pytest_arguments+=(-m "not long and not one_version${nightly:+ and $nightly}" --first-cases)
-elif [ -n "$nightly" ]; then
-  pytest_arguments+=(-m "$nightly")
 fi
 
 # Tests run in a directory that has the recipes but not tfpara, so that tfpara comes from the wheel.
