@@ -453,7 +453,7 @@ def test_help_names_units_and_defaults():
     code, out, _ = launch("--help")
     assert code == 0
     words = ("SECONDS", "default: 127.0.0.1", "default: 10", "2 s", "Exit code")
-    for word in (*words, "--max_restarts K", "75 means", "--requeue", "restartPolicy"):
+    for word in (*words, "--max_restarts K", "75 means", "--requeue", "podFailurePolicy"):
         assert word in out
 
 

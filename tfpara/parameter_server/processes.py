@@ -142,12 +142,7 @@ class Processes:
         atexit.register(self._end)
 
     def _end(self) -> None:
-        if self._lobby.failure:
-            # The others are told already. A connection that this process's end breaks may lose what
-            # they have not read, so it waits for them.
-            self._lobby.fail(self._lobby.failure)
-        else:
-            self._lobby.end_with_process(self._exit_code, self._failure)
+        self._lobby.end_with_process(self._exit_code, self._failure)
         if self._exit_code:
             # The cause has been printed. TensorFlow would still print, for each of its functions
             # and each process, that it cannot remove the function there.

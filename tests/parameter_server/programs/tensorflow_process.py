@@ -67,8 +67,9 @@ except (ParameterServerError, tf.errors.OpError):
     # TensorFlow may find a broken connection before the lobby does.
     while lobby.failure is None:
         time.sleep(0.01)
-    lobby.fail(lobby.failure)
-    lobby.check()
+    lobby.fail(lobby.failure)  # which waits until the others have ended
+    print(lobby.failure, flush=True)
+    os._exit(1)  # TensorFlow's own end may wait for them
 lobby.finish()
 sys.stdout.flush()
 os._exit(0)
