@@ -6,8 +6,9 @@
 # The first run makes .venv and downloads its packages; later runs reuse it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; exit ;; esac
 source scripts/venv.sh
+
+case ${1:-} in -h | --help) usage ;; esac
 
 ensure_venv "$PWD/.venv" full speech,plot
 install_wheel "$PWD/.venv"

@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
     --venv=*) venv=${1#*=} ;;
     --venv) venv=${2:-}; shift ;;
     --mpi) transport=mpi ;;
-    -h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; exit ;;
+    -h | --help) usage ;;
     *) fail "unknown argument $1. There are --venv=DIR and --mpi" ;;
   esac
   shift

@@ -28,7 +28,7 @@ while [ $# -gt 0 ]; do
     --venv) venv=${2:-}; shift ;;
     --fast) fast=1 ;;
     --all) nightly= ;;
-    -h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; exit ;;
+    -h | --help) usage ;;
     *) break ;;
   esac
   shift
@@ -74,8 +74,8 @@ if [ "$stack" = full ]; then
   checks_types=$!
 else
   # Another TensorFlow may break what uses its private names (tfpara/sync/extended.py, keras_hooks.py,
-  # division.py, failures.py), its collectives, iterators, servers and checkpoints, and so programs as a whole.
-  # These run here, with one case of each test that is not marked "all_cases". What is left out:
+  # division.py, failures.py), its collectives, iterators, servers and checkpoints, and so programs
+  # as a whole. These run here, with one case of each test that is not marked "all_cases". What is left out:
   # rules, schedules, features and recipes, which use public names; the launcher, engines, the
   # meetings and what watches over them, which do not use TensorFlow; what calls and resets Keras'
   # callbacks and optimizers, which are those of the other stack; a newcomer's programs, whose parts

@@ -4,6 +4,12 @@
 say() { printf '==> %s\n' "$*"; }
 fail() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
 
+# usage: prints the comment at the top of the script, and ends. Run from the root of the checkout.
+usage() {
+  sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "scripts/$(basename "$0")"
+  exit
+}
+
 # The Python to make environments with: $PYTHON, or the first that fits.
 find_python() {
   local candidate

@@ -593,14 +593,14 @@ def test_bmuf_adam_knows_how_old_the_moments_are(between, aggregation):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def of_one_weight(period, momentum=0.9):
+def of_one_weight(period):
     """Two replicas of one weight w with the loss w², which is 1 at first, and their data."""
     strategy = make(tfpara.BMUF(0.5), 2, sync_period=period)
     with strategy.scope():
         ones = keras.initializers.Ones()
         dense = keras.layers.Dense(1, use_bias=False, kernel_initializer=ones)
         model = keras.Sequential([keras.Input((1,)), dense])
-        model.compile(keras.optimizers.SGD(0.01, momentum=momentum), "mse")
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
     return model, np.ones((20, 1), "float32"), np.zeros((20, 1), "float32")
 
 

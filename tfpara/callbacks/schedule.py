@@ -114,8 +114,9 @@ class LearningRate(Schedule):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if isinstance(model.distribute_strategy, PeriodicSyncStrategy):
-            self._elastic = model.distribute_strategy.extended.elastic
-            if self._steps and model.distribute_strategy.extended.replay is not None:
+            extended = model.distribute_strategy.extended
+            self._elastic = extended.elastic
+            if self._steps and extended.replay is not None:
                 raise ValueError(
                     f"LearningRate(steps_per_epoch={self._steps}): a replay does not know how much "
                     "of an epoch is trained at each of its steps. Rates by epoch can be replayed."

@@ -741,7 +741,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
 
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
-        # A warm start has no period at first.
         momentum, period = memory_of(optimizer), self.sync_period
         if period is None:
             return  # as in a warm start

@@ -392,7 +392,7 @@ class Regrouping:
             "syncs": sum(graph.statistics().syncs for graph in graphs),
             "open": sum(graph.block.trained for graph in graphs),
             "counted": sum(int(graph.block.steps) for graph in graphs),
-            "dealt": _dealt(graphs[0]).numpy().tolist() if graphs else [0] * len(self.form.tasks),
+            "dealt": self._steps_dealt(),
             "plan": self.plan.state(),
             "closed": self._closed_at,
             "operations": self._operations,
@@ -843,8 +843,7 @@ class Regrouping:
 
     def trained_units(self) -> int:
         """Units of the epoch that are in the model; at a sync the same number on all workers."""
-        dealt = [_dealt(each.graph).numpy().sum() for each in self._extended.synchronizers]
-        return int(self.plan.in_the_model(dealt))
+        return self.plan.in_the_model(self._steps_dealt())
 
     def reached(self) -> int:
         """Units of the epoch that are trained, where all are as far in the open block as this one.
@@ -865,16 +864,21 @@ class Regrouping:
         minibatches = int(self._units(self.plan.epoch, 0, 1, 0).cardinality())
         if minibatches > 0:
             return -(-minibatches // devices)
-        parts = self._extended.order.parts or self.founders * devices
+        parts = self._extended.order.parts or self.began.replicas
         return (steps or 0) * parts // devices
 
     def _rest(self) -> Plan:
         """What is not in the model yet, for the present members."""
         if not self._extended.synchronizers:
             return self.plan
+        return self.plan.after(self._steps_dealt(), [0] * self.plan.size, self.plan.tasks)
+
+    def _steps_dealt(self) -> list[int]:
+        """Of each rank, how many of its steps by the plan are in the model."""
+        if not self._extended.synchronizers:
+            return [0] * len(self.form.tasks)
         (synchronizer,) = self._extended.synchronizers
-        dealt = _dealt(synchronizer.graph).numpy().tolist()
-        return self.plan.after(dealt, [0] * self.plan.size, self.plan.tasks)
+        return _dealt(synchronizer.graph).numpy().tolist()
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's position, in the epoch that begins.

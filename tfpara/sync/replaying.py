@@ -160,8 +160,8 @@ class Replay:
             replicas = zip(self._of_places([taker]), self._of_places([source]), strict=True)
             for to, since in replicas:
                 _copy(model, to, since)
-        anew = {*row.restarted, *(taker for taker, _ in row.taken_over)}
-        synchronizer.start_moments(self._of_places(sorted(anew)))
+        if anew := {*row.restarted, *(taker for taker, _ in row.taken_over)}:
+            synchronizer.graph.averaging.start_moments(self._of_places(sorted(anew)))
 
     def _of_places(self, places: Any) -> list[int]:
         return [place * self._devices + k for place in places for k in range(self._devices)]

@@ -174,15 +174,14 @@ class Replicas:
 
     def write_moments(self, field: str, spread: Sequence[Buckets]) -> None:
         """Writes the field "momentum" or "velocity" of the moments, from each device's buckets."""
-        slots = self.variables.moments[0 if field == "momentum" else 1]
-        assign(slots, [self.layout.unpack(buckets) for buckets in spread])
+        for replica, buckets in enumerate(spread):
+            self.write_moments_of(replica, field, buckets)
 
     def write_moments_of(self, replica: int, field: str, buckets: Buckets) -> None:
         """Writes the field "momentum" or "velocity" of one local replica's moments."""
         slots = self.variables.moments[0 if field == "momentum" else 1]
         with tf.device(self.devices[replica]):
-            for slot, value in zip(slots, self.layout.unpack(buckets), strict=True):
-                slot[replica].assign(tf.cast(value, slot[replica].dtype))
+            assign([[slot[replica]] for slot in slots], [self.layout.unpack(buckets)])
 
     def write_others(self, state: Buckets, slots: Buckets) -> None:
         """Writes the same state and averaged slots on all devices.

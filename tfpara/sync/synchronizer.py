@@ -276,16 +276,6 @@ class Synchronizer:
         for of_replicas, value in zip(self._variables.weights, weights, strict=True):
             of_replicas[replica].assign(value)
 
-    def start_moments(self, replicas: Sequence[int]) -> None:
-        """Sets moments that the rule filters to those of the open block's start.
-
-        Every worker must call it.
-
-        Args:
-            replicas: the local replicas whose moments are set.
-        """
-        self.graph.averaging.start_moments(replicas)
-
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns copies of the weights and the state of a local replica."""
         weights, state = self._variables.weights, self._variables.state
@@ -313,7 +303,7 @@ class Synchronizer:
         another number of them.
         """
         self.set_weights([weights] * len(self._site.devices))
-        self.start_moments(range(len(self._site.devices)))
+        self.graph.averaging.start_moments(range(len(self._site.devices)))
         if self.graph.compressed is not None:
             self.graph.compressed.set_points(self.graph.replicas.layout.pack(weights))
 
