@@ -69,6 +69,21 @@ def test_a_process_that_has_trained_with_others_is_refused(monkeypatch):
     message = str(caught.value)
     assert f"other workers before ({', '.join(views[0].addresses)})" in message
     assert "new processes; under Spark set spark.python.worker.reuse=false." in message
+    with pytest.raises(startup.StartupError, match="other workers before"):
+        with startup.elastic_run():
+            pass
+
+
+def test_a_process_takes_part_in_one_elastic_run(monkeypatch):
+    monkeypatch.setattr(startup, "_met", set())
+    monkeypatch.setattr(startup, "_in_elastic_run", False)
+    with pytest.raises(ConnectionError), startup.elastic_run():
+        raise ConnectionError
+    with startup.elastic_run():
+        pass
+    for another in (startup.elastic_run(), startup.guard(workers(2)[0], LONG)):
+        with pytest.raises(startup.StartupError, match=r"before \(an elastic run\)"), another:
+            pass
 
 
 def test_all_meet_whoever_comes_first_and_free_their_ports():

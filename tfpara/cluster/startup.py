@@ -40,6 +40,7 @@ _CONNECT_SECONDS = 120.0
 _PURPOSE = "start"
 
 _met: set[Cluster] = set()
+_in_elastic_run = False
 _found: dict[Cluster, Cluster] = {}  # clusters without addresses to the same with addresses
 _log = logging.getLogger(__name__)
 
@@ -68,12 +69,7 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     if cluster.num_workers == 1 or cluster in _met:
         yield
         return
-    for former in _met:
-        raise StartupError(
-            f"this process has trained with other workers before ({', '.join(former.addresses)}), "
-            "and TensorFlow serves one cluster in the life of a process. Start each training in "
-            "new processes; under Spark set spark.python.worker.reuse=false."
-        )
+    _refuse_another()
     meet(cluster, timeout_seconds)
     # Python threads do not run during TensorFlow's start. This timer is a thread in C.
     faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=sys.__stderr__ or 2)
@@ -83,6 +79,31 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     finally:
         faulthandler.cancel_dump_traceback_later()
     _met.add(cluster)
+
+
+@contextlib.contextmanager
+def elastic_run() -> Iterator[None]:
+    """Its body makes this process a part of an elastic run.
+
+    Raises:
+        StartupError: the process is in one already, or has trained in a cluster.
+    """
+    global _in_elastic_run
+    _refuse_another()
+    yield
+    _in_elastic_run = True
+
+
+def _refuse_another() -> None:
+    """Raises StartupError where TensorFlow's server serves other workers already."""
+    if not _met and not _in_elastic_run:
+        return
+    which = [", ".join(former.addresses) for former in _met] or ["an elastic run"]
+    raise StartupError(
+        f"this process has trained with other workers before ({which[0]}), and TensorFlow serves "
+        "one cluster, or one elastic run, in the life of a process. Start each training in new "
+        "processes; under Spark set spark.python.worker.reuse=false."
+    )
 
 
 @contextlib.contextmanager

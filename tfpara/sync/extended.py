@@ -82,6 +82,7 @@ _SYNCHRONIZE = call("strategy.synchronize()")
 _GATHER = call("strategy.gather()")
 _REDUCE = call("strategy.reduce()")
 _SEED = 87654321  # which TensorFlow takes where a program has set none
+_BETWEEN_STRATEGIES = 1024  # group keys, of which a strategy of TensorFlow's takes some
 _START = Purpose("making a strategy", "make strategies and models on every worker alike")
 _TRAIN = Purpose("beginning to train a model", "train the same models on every worker")
 
@@ -115,6 +116,7 @@ _PARTS = ("init", "next", "finalize")  # of what such a dataset does
 # The functions of a device's dataset, and for each the names of the tensors that it captures.
 _Traced = dict[str, tuple[Any, list[str | None]]]
 _traced: dict[tuple[object, ...], _Traced] = {}
+_served: dict[cluster.Cluster, int] = {}  # strategies so far, by the cluster of the server
 
 
 class _Shared(tf.data.Dataset):
@@ -382,6 +384,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             # The coordination service would end the survivors some seconds after a death. The
             # parent configures one only where there is none.
             _context.context().configure_coordination_service(service_type="")
+        served = elastic is None and not horovod and found.num_workers > 1
+        self._earlier = _served.get(found, 0) if served else 0  # strategies on the same server
+        # The parent would start the server again for a second strategy, and so drop what a faster
+        # worker has already asked it for. The server stays, and each strategy has keys of its own.
+        self._std_server_started = self._earlier > 0
+        strategy._collective_key_base = self._earlier * _BETWEEN_STRATEGIES
         super().__init__(
             strategy,
             cluster_resolver=(
@@ -389,6 +397,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             ),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
+        if served:
+            _served[found] = self._earlier + 1
         if horovod:
             self.take_place(found.num_workers, found.rank)  # TensorFlow sees one process
         if elastic is not None:
@@ -535,6 +545,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         members = self.elastic.members if self.elastic else None
         if self._num_workers == 1 and members is None:
             return Loopback()
+        group += self._earlier * _BETWEEN_STRATEGIES
         place = (self._num_workers, self._id_in_cluster, device, timeout_seconds)
         if self.settings.collectives == "horovod":
             return HorovodCollectives(*place, group)

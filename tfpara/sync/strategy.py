@@ -228,9 +228,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             settings = dataclasses.replace(
                 settings, following_rule=settings.rule, largest_rule=largest
             )
-        regrouping = Regrouping(elastic, startup_timeout_seconds)
-        with quiet.starting(), _starting_first():
-            extended = PeriodicSyncExtended(self, settings, devices, cluster.ALONE, regrouping)
+        with startup.elastic_run():
+            regrouping = Regrouping(elastic, startup_timeout_seconds)
+            with quiet.starting(), _starting_first():
+                extended = PeriodicSyncExtended(self, settings, devices, cluster.ALONE, regrouping)
         tf.distribute.Strategy.__init__(self, extended)
         program.watch(self, cluster.ALONE, settings.timeout_seconds)
         extended.start()
