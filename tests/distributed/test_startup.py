@@ -69,9 +69,8 @@ def test_a_process_that_has_trained_with_others_is_refused(monkeypatch):
     message = str(caught.value)
     assert f"other workers before ({', '.join(views[0].addresses)})" in message
     assert "new processes; under Spark set spark.python.worker.reuse=false." in message
-    with pytest.raises(startup.StartupError, match="other workers before"):
-        with startup.elastic_run():
-            pass
+    with pytest.raises(startup.StartupError, match="other workers before"), startup.elastic_run():
+        pass
 
 
 def test_a_process_takes_part_in_one_elastic_run(monkeypatch):
