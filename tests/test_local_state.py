@@ -316,10 +316,16 @@ def zeros_for_ones(steps):
     return tf.data.Dataset.from_tensor_slices((ones, 0.0 * ones)).batch(2)
 
 
-def test_momentum_is_fitted_to_an_epoch_that_is_shorter_than_a_block(capfd):
+@pytest.mark.parametrize("by_epoch", [False, True])
+def test_momentum_is_fitted_to_an_epoch_that_is_shorter_than_a_block(by_epoch, capfd):
     """NumPy, of blocks that all end with the epoch: shares of 1/4, with two steps each."""
-    model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=8))
-    model.fit(zeros_for_ones(2), epochs=6, verbose=0)
+    strategy = make(tfpara.BMUF(0.5), sync_period=8)
+    model = on_one_weight(strategy)
+    if by_epoch:  # each replica takes a minibatch of one row in turn
+        data = strategy.datasets_by_epoch(lambda epoch, first: zeros_for_ones(2).unbatch().batch(1))
+    else:
+        data = zeros_for_ones(2)
+    model.fit(data, validation_data=data, epochs=6, verbose=0)
     weight, delta, point, share = 1.0, 0.0, 1.0, 0.25
     for _ in range(6):
         local = point

@@ -269,6 +269,8 @@ class _EpochDatasets(_Datasets):
             self._built = False
             self.build()
             self.built_for = position
+        if self._cardinality >= 0:  # the parent's, of this worker's dataset
+            self.extended.note_data(-(-self._cardinality // len(self.extended.worker_devices)))
         return super().__iter__()
 
 
@@ -416,6 +418,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self._period = _plain_variable(period, "sync_period")
             # Steps of the epoch that `fit` is in, with which its last block ends.
             self._steps_in_epoch = NEVER
+            self._without_length: keras.Model | None = None  # in an epoch of unknown length
             self._epoch_steps = _plain_variable(tf.constant(NEVER, tf.int64), "epoch_steps")
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
         self.reports = self._collectives(1, host, "RING")
@@ -726,9 +729,20 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # Where workers come and go it changes within the epoch.
         changes = self.elastic is not None or self.replay is not None
         self._note_steps(NEVER if steps is None or changes else steps)
+        self._without_length = None if steps or changes else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
             self._note_short_block(optimizer)
+
+    def note_data(self, steps: int) -> None:
+        """Notes with how many steps a pass over `datasets_by_epoch` begins.
+
+        It is the length of the epoch that begins, if Keras does not know that.
+        """
+        model = self._without_length
+        if model is not None and self.place.fits and not self.place.calls:
+            done = self.position.first // self._num_replicas_in_sync  # before a resume
+            self.note_epoch(model, done + steps)
 
     def _note_steps(self, in_epoch: int) -> None:
         self._steps_in_epoch = in_epoch
