@@ -6,7 +6,7 @@
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
 # builds (g++, make and cmake are needed); formatting, lint, types and tests.
 # latest: the latest TensorFlow, without Horovod; the tests of what depends on TensorFlow's version.
-# --all: also the tests marked "nightly", each of which a shorter case stands for.
+# --all: also the tests of tests/nightly.txt, each of which a shorter one stands for.
 # --fast: at most five minutes; leaves out each test that starts a process, and those that train with
 # a strategy but for some that are marked "quick". Does not install Horovod.
 #

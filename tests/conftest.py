@@ -22,6 +22,7 @@ hypothesis.settings.load_profile("without deadline")
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 
+_NIGHTLY = Path(__file__).resolve().with_name("nightly.txt")
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 # Programs that modules of Python and numpy.testing start.
 _TOOLS = {"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"}
@@ -96,11 +97,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         pytest.exit(f"tfpara comes from {found}, not from the wheel in {installed}", 3)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts the files that take longest to the front, so that no process has one left at the end.
+    """Marks the nightly tests, and sorts the files that take longest to the front.
 
-    First come files with tests marked `long`, then files by their longest time-out, then by size.
+    So no process has such a file left at the end. First come files with tests marked `long`, then
+    files by their longest time-out, then by size.
     """
+    _mark_nightly(items)
     if config.getoption("--first-cases"):
         _leave_first_cases(config, items)
     long = {item.path for item in items if item.get_closest_marker("long")}
@@ -117,6 +121,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.path,
         )
     )
+
+
+def _mark_nightly(items: list[pytest.Item]) -> None:
+    lines = [line for line in _NIGHTLY.read_text().splitlines() if not line.startswith("#")]
+    begins = tuple(line if "[" in line else f"{line}[" for line in lines)
+    for item in items:
+        # scripts/test.sh runs the tests through a link.
+        file = item.path.resolve().relative_to(_NIGHTLY.parent).as_posix()
+        if f"{file}::{item.name}[".startswith(begins):
+            item.add_marker("nightly")
 
 
 def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

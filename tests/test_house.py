@@ -131,3 +131,16 @@ def test_pages_speak_of_public_names_alone():
             while rest and owner in public:  # what is within a class or a function is the class's
                 assert rest[0] in public[owner], f"{page.name}: {name}"
                 owner, *rest = [f"{owner}.{rest[0]}", *rest[1:]]
+
+
+def test_each_nightly_test_is_there():
+    """A test that was renamed would run at each change again."""
+    tests = ROOT / "tests"
+    lines = (tests / "nightly.txt").read_text().splitlines()
+    named = [re.match(r"(.+)::(\w+)", line).groups() for line in lines if line[0] != "#"]
+    gone = [f"{file}::{name}" for file, name in named if f"def {name}(" not in read(tests / file)]
+    assert named and not gone
+
+
+def read(path):
+    return path.read_text() if path.is_file() else ""

@@ -476,11 +476,11 @@ def test_rows_are_dealt_out_anew(kind, tmp_path):
         {"rule": "tfpara.BMUF()", **MIXED, "dropout": False},
         pytest.param(
             {"rule": "tfpara.EASGD()", "arrays": 3, "kind": "py_dataset"},
-            marks=[pytest.mark.one_version, pytest.mark.nightly],
+            marks=pytest.mark.one_version,
         ),
         pytest.param(
             {"rule": "tfpara.EASGD()", "follows": False, "max_workers": 3},
-            marks=[pytest.mark.one_version, pytest.mark.nightly],
+            marks=pytest.mark.one_version,
         ),
         pytest.param(
             {"rule": "tfpara.BMUFAdam()", "adam": True, "devices": 2},

@@ -37,7 +37,7 @@ OF_TWO_WORKERS = [
 @pytest.mark.parametrize(
     ("workers", "every_syncs", "kills"),
     [
-        pytest.param(1, 1, OF_ONE_PROCESS, id="one process", marks=pytest.mark.nightly),
+        pytest.param(1, 1, OF_ONE_PROCESS, id="one process"),
         pytest.param(2, 2, OF_TWO_WORKERS, id="two workers"),
     ],
 )

@@ -60,11 +60,8 @@ def test_two_models_in_another_order():
             {"local_devices": 2},
             SOME,
             id="three-of-two-devices",
-            marks=pytest.mark.nightly,
         ),
-        pytest.param(
-            2, 1, "TF_CONFIG", {"overlap": True}, SOME, id="overlapped", marks=pytest.mark.nightly
-        ),
+        pytest.param(2, 1, "TF_CONFIG", {"overlap": True}, SOME, id="overlapped"),
         pytest.param(2, 1, "horovod", {}, SOME, id="horovod", marks=needs_horovod),
     ],
 )

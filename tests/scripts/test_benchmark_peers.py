@@ -46,7 +46,6 @@ def test_every_system_has_figures_or_a_reason(results):
     assert ours["ratio_to_independent"] == pytest.approx(speed / independent["samples_per_second"])
 
 
-@pytest.mark.nightly
 def test_per_step_peers_of_tensorflow_average(run_well, tmp_path):
     # The suite itself compares the workers' weights, and lists as failed what does not average.
     _, rows = suite(run_well, tmp_path / "x.json", "MultiWorkerMirrored;Horovod", "--link_mbit=")

@@ -45,7 +45,6 @@ def test_half_the_bits_and_overlap_are_in_the_prediction(run_well, tmp_path):
     assert row["speedup"] == pytest.approx(0.2 / 0.3)  # 0.2 s of travel hide 0.1 s of training
 
 
-@pytest.mark.nightly
 def test_what_is_not_given_is_measured(run_well, tmp_path):
     out = tmp_path / "plan.json"
     run_well("plan", *TINY, f"--out={out}", "--workers=2", "--sync_periods=1,1000")

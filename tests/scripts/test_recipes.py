@@ -26,6 +26,7 @@ MIXED = {
 SHARED = ("001-newbob", "002-adapt", "002-hand", "002-multipass")
 SHARED += ("003-dnn-asgd", "003-dnn-easgd", "003-dnn-easgd-async")
 # 001 trains from its RBMs, in a test of its own; 001-newbob, which includes it, without them.
+_TRAINS = "test_a_recipe_trains"
 TRAINED = [name for name in RECIPES if name not in (*PARTS, *MIXED, "001")]
 
 PROGRAM = """
@@ -59,13 +60,16 @@ for name in names:
 
 
 @pytest.fixture(scope="module")
-def runs(corpus_directory, tmp_path_factory):
+def runs(request, corpus_directory, tmp_path_factory):
+    """The run directories of the recipes that are asked for."""
+    asked = [i for i in request.session.items if getattr(i, "originalname", "") == _TRAINS]
+    names = [item.callspec.params["name"] for item in asked]
     out = tmp_path_factory.mktemp("recipes")
     environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     environ |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
     environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, corpus_directory, str(out), ",".join(SHARED), *TRAINED],
+        [sys.executable, "-c", PROGRAM, corpus_directory, str(out), ",".join(SHARED), *names],
         cwd=ROOT,
         env=environ,
         capture_output=True,

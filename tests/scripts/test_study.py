@@ -166,7 +166,6 @@ def test_the_runs_of_a_papers_table_are_all_different(paper, number):
         assert len(row.labels) == len(table.heads) and len(row.paper) == len(table.columns)
 
 
-@pytest.mark.nightly
 def test_a_table_of_a_paper_is_made(run_well, tmp_path):
     """Of an average, of a run that starts from the model that its runs have in common."""
     out = tmp_path / "study"
