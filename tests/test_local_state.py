@@ -311,9 +311,9 @@ def on_one_weight(strategy, **options):
     return model
 
 
-def zeros_for_ones(steps):
+def zeros_for_ones(steps, batch_size=2):
     ones = np.ones((2 * steps, 1), np.float32)
-    return tf.data.Dataset.from_tensor_slices((ones, 0.0 * ones)).batch(2)
+    return tf.data.Dataset.from_tensor_slices((ones, 0.0 * ones)).batch(batch_size)
 
 
 @pytest.mark.parametrize("by_epoch", [False, True])
@@ -322,7 +322,7 @@ def test_momentum_is_fitted_to_an_epoch_that_is_shorter_than_a_block(by_epoch, c
     strategy = make(tfpara.BMUF(0.5), sync_period=8)
     model = on_one_weight(strategy)
     if by_epoch:  # each replica takes a minibatch of one row in turn
-        data = strategy.datasets_by_epoch(lambda epoch, first: zeros_for_ones(2).unbatch().batch(1))
+        data = strategy.datasets_by_epoch(lambda epoch, first: zeros_for_ones(2, 1))
     else:
         data = zeros_for_ones(2)
     model.fit(data, validation_data=data, epochs=6, verbose=0)
