@@ -627,6 +627,29 @@ def test_a_first_batch_that_replicas_share_unevenly():
     np.testing.assert_allclose(mean, one, rtol=1e-6)
 
 
+def test_a_first_batch_of_which_this_worker_has_no_row():
+    """Keras would divide by the number of its rows where it builds loss and metrics."""
+    x = np.random.default_rng(1).normal(size=(4, 3, 2)).astype("float32")
+    y = np.arange(4)
+    trained = []
+    for strategy in (make_strategy(tfpara.BSP(), devices=["CPU:0"]), None):
+        keras.utils.set_random_seed(1)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            layers = [keras.layers.LSTM(4, kernel_regularizer="l2"), keras.layers.Dense(4)]
+            model = keras.Sequential([keras.Input((3, 2)), *layers])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+        if strategy:
+            empty = tf.data.Dataset.from_tensors((x[:0], y[:0]))
+            whole = empty.concatenate(rows)
+            rows = strategy.distribute_datasets_from_function(lambda _, data=whole: data)
+        history = model.fit(rows, verbose=0).history
+        trained.append([*model.get_weights(), history["loss"], history["accuracy"]])
+    for ours, plain in zip(*trained, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_uneven_batches_and_dataset_splitting_use_every_sample_once():
     """A plain dataset whose last batch leaves one replica empty-handed."""
     strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])

@@ -113,6 +113,7 @@ def install() -> None:
     _replace(_trainer, "TFEpochIterator", _with_divided_data)
     _replace(keras.Model, "_maybe_symbolic_build", _without_reading)
     _replace(keras.Model, "_maybe_symbolic_build", _looking)  # outside of the line above
+    _replace(keras.Model, "_symbolic_build", _of_a_row)
 
 
 def watch_fit() -> None:
@@ -469,6 +470,29 @@ def _looking(build: Method) -> Method:
             # The dataset over which `fit` iterates has no public name.
             _element_specs[model] = iterator._distributed_dataset.element_spec
         return built
+
+    return building
+
+
+def _of_a_row(build: Method) -> Method:
+    """Replaces Keras' building of a model from a batch's shapes: the batch has a row at least.
+
+    Of a small first batch a worker may have no row, and Keras divides by their number.
+    """
+
+    def with_a_row(leaf: Any) -> Any:
+        if len(getattr(leaf, "shape", ())) and leaf.shape[0] == 0:
+            dtype = keras.backend.standardize_dtype(leaf.dtype)
+            return keras.KerasTensor((1, *leaf.shape[1:]), dtype)
+        return leaf
+
+    @functools.wraps(build)
+    def building(
+        model: keras.Model, iterator: object = None, data_batch: Nest = None, **kwargs: object
+    ) -> object:
+        if _strategy(model) is not None and data_batch is not None:
+            data_batch = keras.tree.map_structure(with_a_row, data_batch)
+        return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
 
     return building
 
