@@ -32,7 +32,14 @@ from tfpara.collectives import Collectives, HorovodCollectives, Loopback, Tensor
 from tfpara.collectives import horovod as _horovod
 from tfpara.group import Group
 from tfpara.keras_model import build_optimizer, check_optimizers_known, hyperparameters, optimizers
-from tfpara.steps import batch_size, weight_of, with_open_batches, with_own_memory, without_tuner
+from tfpara.steps import (
+    batch_size,
+    sums,
+    weight_of,
+    with_open_batches,
+    with_own_memory,
+    without_tuner,
+)
 from tfpara.strategy import StateHolder
 from tfpara.sync.block import NEVER
 from tfpara.sync.control import Control, MismatchError
@@ -356,6 +363,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.replay: Replay | None = None  # in a simulation of an elastic run
         self.as_one_replica = False  # whether a script is asked for the data of all replicas
         self.optimizer_stepped = False
+        self.applying = False  # whether a step of an optimizer is being traced, or run
         self.tracked: keras.Model | None = None
         self.shown: str | None = None  # the name given to strategy.weights(), inside its context
         self.minibatch_weight: Callable[..., Scalar] | None = None  # None: from the compiled loss
@@ -684,6 +692,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
+        if self._num_replicas_in_sync > 1 and sums(getattr(model, "loss", None)):
+            self.note(
+                'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
+                "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
+                "log. Multiply the learning rate by N, or let the loss be a mean: docs/moving.md"
+            )
         if settings is not self.settings and settings.rule.has_momentum():
             self.note(f"for this local optimizer the rule is {settings.rule!r}: docs/rules.md")
         site = Site(
@@ -955,6 +969,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> Any:
         # Optimizers would sum gradients over the replicas here. A local step uses its own alone.
         del reduce_op, options
+        if not self.applying and self._num_replicas_in_sync > 1:
+            self.note(
+                "all_reduce in a replica gives its own value, since replicas are independent "
+                "between syncs. So BatchNormalization(synchronized=True) does as without it: "
+                "docs/loops.md"
+            )
         return value
 
     def _replica_ctx_update(

@@ -516,9 +516,11 @@ def _step_noted(apply: Method) -> Method:
         fitted = extended.fit_momentum(optimizer)
         if fitted is not None:
             _fitted[id(optimizer)] = fitted
+        former, extended.applying = extended.applying, True
         try:
             return apply(optimizer, grads, trainable_variables)
         finally:
+            extended.applying = former
             _fitted.pop(id(optimizer), None)
 
     return applying
