@@ -768,6 +768,32 @@ def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
     assert run(tmp_path, epochs=1, small=True)[1] == {}
 
 
+@pytest.mark.one_version
+@pytest.mark.parametrize("where", ["batch", "begin"])
+def test_the_callback_of_a_fit_that_failed_goes_on_in_the_next_one(tmp_path, where):
+    """It failed in a batch, or once more before the first epoch after the checkpoint."""
+    whole, history, _ = uninterrupted(small=True)
+    strategy, model = make(small=True)
+    data = epoch_data(strategy)
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=1)
+
+    def fit(*more):
+        callbacks = [*more, checkpoint]
+        return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks).history
+
+    with pytest.raises(Stop):
+        fit(stop_at(1, 4))
+    if where == "begin":
+
+        def fail(epoch, logs):
+            raise Stop
+
+        with pytest.raises(Stop):
+            fit(keras.callbacks.LambdaCallback(on_epoch_begin=fail))
+    assert fit()["loss"] == history["loss"][1:]
+    assert_same(everything(strategy, model), whole)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_fit_that_fails_leaves_nothing_behind_and_the_next_one_goes_on(tmp_path, overlap):
     """In one process, each time with a callback of its own, as in a loop that tries again."""

@@ -114,6 +114,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved_at = time.monotonic()
         self._watch = SyncWatch()
         self._in_epoch = False
+        self._ended = False  # whether the former `fit` with this callback has come to its end
         self._epoch = 0
         # Minibatches of this epoch that an earlier process has trained: of all replicas, of each.
         self._first = 0
@@ -140,7 +141,8 @@ class Checkpoint(keras.callbacks.Callback):
         if elastic is not None:
             elastic.states["checkpoints"] = self
             elastic.record = Path(self._directory) / "generations.jsonl"
-        if self._checkpoints is not None:
+        ended, self._ended = self._ended, False
+        if self._checkpoints is not None and (ended or elastic is not None):
             if elastic is None or not elastic.joining:  # else another worker is the chief
                 self._checkpoints.lock()
                 self._listen()
@@ -156,7 +158,7 @@ class Checkpoint(keras.callbacks.Callback):
         except BaseException:
             checkpoints.store.release()
             raise
-        self._checkpoints = checkpoints
+        self._checkpoints, self._saved = checkpoints, None
         self._listen()
         if elastic is not None:
             elastic.write_record(checkpoints.synchronizer.agreement().syncs)
@@ -229,6 +231,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._epoch, self._first = self._epoch + 1, 0
                 self._steps_before = self._steps = 0
                 self._save_at_boundary(finished=bool(self.model.stop_training))
+            self._ended = True
         finally:
             self._stand_down()
 
