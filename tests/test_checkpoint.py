@@ -625,14 +625,24 @@ def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
     def fit():
         strategy, model = make(small=True)
         stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
-        checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
-        callbacks = [stop, checkpoint]
-        model.fit(epoch_data(strategy), epochs=9, verbose=0, callbacks=callbacks)
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "first")
+        data = epoch_data(strategy)
+        model.fit(data, epochs=9, verbose=0, callbacks=[stop, checkpoint])
         checkpoint._checkpoints.store.release()
-        return capsys.readouterr().out
+        return capsys.readouterr().out, strategy, model, data
 
-    assert fit() == ""
-    assert "is complete: it stopped by itself after 2 epochs (checkpoint 3), so nothing" in fit()
+    assert fit()[0] == ""
+    said, strategy, model, data = fit()
+    assert "is complete: it stopped by itself after 2 epochs (checkpoint 3), so nothing" in said
+    assert "with initial_epoch=2 and a Checkpoint of another directory" in said
+    model.fit(
+        data,
+        initial_epoch=2,
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[tfpara.callbacks.Checkpoint(tmp_path / "second")],
+    )
+    assert_same(everything(strategy, model), uninterrupted(small=True)[0])
 
 
 @pytest.mark.quick
