@@ -4,11 +4,13 @@ import contextlib
 import errno
 import fcntl
 import functools
+import itertools
 import json
 import os
 import shutil
 import signal
 import tempfile
+import warnings
 from pathlib import Path
 
 import keras
@@ -228,6 +230,111 @@ def test_resuming_after_the_last_minibatch_of_an_epoch(tmp_path):
     resumed, history, _ = run(tmp_path / "run", every_syncs=1)
     assert_same(resumed, whole)
     assert history["accuracy"] == whole_history["accuracy"]
+
+
+PASS_ROWS = np.random.default_rng(3).normal(size=(28, 6)).astype("float32")
+PASS_LABELS = np.arange(28) % 4
+
+
+class OfBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, number):
+        rows = slice(4 * number, 4 * number + 4)
+        return PASS_ROWS[rows], PASS_LABELS[rows]
+
+
+def batches_without_end():
+    for number in itertools.cycle(range(7)):
+        yield OfBatches()[number]
+
+
+def dataset_of_batches():
+    return tf.data.Dataset.from_tensor_slices((PASS_ROWS, PASS_LABELS)).batch(4)
+
+
+# Data of 7 batches for `fit`, whose epochs have 3 steps.
+PASSES = {
+    "repeated": lambda: {"x": dataset_of_batches().shuffle(7, seed=1).repeat()},
+    "with an end": lambda: {"x": dataset_of_batches()},
+    "of unknown length": lambda: {"x": dataset_of_batches().filter(lambda x, y: True)},
+    "of twice an epoch": lambda: {"x": dataset_of_batches().take(6).filter(lambda x, y: True)},
+    "arrays": lambda: {"x": PASS_ROWS, "y": PASS_LABELS, "batch_size": 4, "shuffle": False},
+    "PyDataset": lambda: {"x": OfBatches(workers=1), "shuffle": True},
+    "generator": lambda: {"x": batches_without_end()},
+}
+
+
+def over_passes(data, directory=None, stop=None):
+    """Returns the weights and losses of five epochs; None if it is stopped, in (epoch, batch)."""
+    where = contextlib.nullcontext()
+    callbacks = []
+    if directory is not None:
+        where = tfpara.PeriodicSyncStrategy(tfpara.BSP(), devices=DEVICES, sync_period=1).scope()
+        callbacks = [tfpara.callbacks.Checkpoint(directory, every_syncs=1)]
+    if stop:
+        callbacks.append(stop_at(*stop))  # after a checkpoint, which is written last
+    keras.utils.set_random_seed(1)
+    with where:
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        try:
+            history = model.fit(
+                **PASSES[data](), epochs=5, steps_per_epoch=3, verbose=0, callbacks=callbacks
+            ).history["loss"]
+        except Stop:
+            return None
+    return model.get_weights(), history
+
+
+# Where Keras' data end within an epoch, it is shorter, and the next one begins a pass.
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    ("data", "stops"),
+    [
+        ("repeated", [(2, 1), (4, 2)]),
+        ("with an end", [(1, 0), (2, 0), (4, 1)]),
+        ("of unknown length", [(1, 0), (4, 0)]),
+        ("of twice an epoch", [(1, 2), (4, 2)]),
+        ("arrays", [(1, 2)]),
+        ("PyDataset", [(1, 1), (4, 0)]),
+        ("generator", [(3, 1)]),
+    ],
+)
+def test_a_pass_that_lasts_several_epochs_goes_on_where_it_was(tmp_path, capsys, data, stops):
+    # Where data are shuffled, plain Keras has another order.
+    shuffled = data in ("repeated", "PyDataset")
+    whole = over_passes(data, tmp_path / "whole" if shuffled else None)
+    for stop in stops:
+        assert over_passes(data, tmp_path / "broken", stop) is None
+    weights, losses = over_passes(data, tmp_path / "broken")
+    np.testing.assert_allclose(losses, whole[1][-len(losses) :], rtol=1e-5)
+    for weight, want in zip(weights, whole[0], strict=True):
+        np.testing.assert_allclose(weight, want, rtol=1e-5, atol=1e-6)
+    assert "twice or not at all" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (lambda: {"x": PASS_ROWS, "y": PASS_LABELS, "batch_size": 4}, "arrays that fit shuffles"),
+        (lambda: {"x": dataset_of_batches().shuffle(7, seed=1)}, "another order whenever"),
+    ],
+)
+def test_a_run_that_goes_on_in_data_of_another_order_says_so(
+    tmp_path, capsys, monkeypatch, given, reason
+):
+    monkeypatch.setitem(PASSES, "shuffled", given)
+    for stop in ((0, 2), (4, 0)):
+        assert over_passes("shuffled", tmp_path, stop) is None
+    said = capsys.readouterr().err
+    assert ("arrays" in said) == ("arrays" in reason)  # a seed gives the first order again
+    over_passes("shuffled", tmp_path)
+    assert reason in capsys.readouterr().err
 
 
 class Scores(keras.callbacks.Callback):
@@ -518,14 +625,24 @@ def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
     def fit():
         strategy, model = make(small=True)
         stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
-        checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
-        callbacks = [stop, checkpoint]
-        model.fit(epoch_data(strategy), epochs=9, verbose=0, callbacks=callbacks)
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "first")
+        data = epoch_data(strategy)
+        model.fit(data, epochs=9, verbose=0, callbacks=[stop, checkpoint])
         checkpoint._checkpoints.store.release()
-        return capsys.readouterr().out
+        return capsys.readouterr().out, strategy, model, data
 
-    assert fit() == ""
-    assert "is complete: it stopped by itself after 2 epochs (checkpoint 3), so nothing" in fit()
+    assert fit()[0] == ""
+    said, strategy, model, data = fit()
+    assert "is complete: it stopped by itself after 2 epochs (checkpoint 3), so nothing" in said
+    assert "with initial_epoch=2 and a Checkpoint of another directory" in said
+    model.fit(
+        data,
+        initial_epoch=2,
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[tfpara.callbacks.Checkpoint(tmp_path / "second")],
+    )
+    assert_same(everything(strategy, model), uninterrupted(small=True)[0])
 
 
 @pytest.mark.quick
@@ -659,6 +776,32 @@ def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
         model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[ask, checkpoint])
     assert signal.getsignal(signal.SIGTERM) == before
     assert run(tmp_path, epochs=1, small=True)[1] == {}
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("where", ["batch", "begin"])
+def test_the_callback_of_a_fit_that_failed_goes_on_in_the_next_one(tmp_path, where):
+    """It failed in a batch, or once more before the first epoch after the checkpoint."""
+    whole, history, _ = uninterrupted(small=True)
+    strategy, model = make(small=True)
+    data = epoch_data(strategy)
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=1)
+
+    def fit(*more):
+        callbacks = [*more, checkpoint]
+        return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks).history
+
+    with pytest.raises(Stop):
+        fit(stop_at(1, 4))
+    if where == "begin":
+
+        def fail(epoch, logs):
+            raise Stop
+
+        with pytest.raises(Stop):
+            fit(keras.callbacks.LambdaCallback(on_epoch_begin=fail))
+    assert fit()["loss"] == history["loss"][1:]
+    assert_same(everything(strategy, model), whole)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -277,6 +277,11 @@ def test_learning_rate_within_epochs(strategy, steps_per_execution):
     assert seen == pytest.approx([0.5 * 0.9**step for step in steps])
 
 
+def test_rates_may_be_given_by_epochs():
+    log = fit(make_model(), [LearningRate({0: 0.1, 2: 0.01})], epochs=3)
+    assert log["learning_rate"] == pytest.approx([0.1, 0.1, 0.01])
+
+
 def test_hand_trains_as_keras_decay_at_every_step():
     ours, theirs = make_model(), make_model()
     theirs.set_weights(ours.get_weights())
@@ -407,6 +412,17 @@ def test_warm_start_goes_on_from_the_first_replica_where_dropout_parts_them():
     for variable, (first, _) in zip(model.trainable_variables, before, strict=True):
         for component in strategy.experimental_local_results(variable.value):
             np.testing.assert_array_equal(component.numpy(), first)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_warm_start_says_where_the_data_do_not_ask_it(capsys, asks):
+    strategy = make_strategy()
+    warm, model = WarmStart(verbose=0), make_model(strategy)
+    if asks:
+        warm_fit(strategy, model, warm, [warm], 1)
+    else:
+        fit(model, [warm])
+    assert ("did not ask `replicas`" in capsys.readouterr().err) == (not asks)
 
 
 def test_warm_start_without_a_strategy_changes_nothing():
@@ -661,6 +677,7 @@ def test_bad_values_are_refused(make, message):
     ("make", "message"),
     [
         (lambda: fit(make_model(), [SyncPeriod({0: 1})]), "has no sync period"),
+        (lambda: LearningRate(0.1), "schedule=0.1 must be rates by epochs"),
         (
             lambda: fit(
                 make_model(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])), [WarmStart()]

@@ -627,6 +627,63 @@ def test_a_first_batch_that_replicas_share_unevenly():
     np.testing.assert_allclose(mean, one, rtol=1e-6)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_independent_replicas_do_otherwise_than_plain_keras_is_said_once(capsys, replicas):
+    layers = keras.layers
+    with make_strategy(tfpara.BSP(), 1, devices=DEVICES[:replicas]).scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.BatchNormalization(synchronized=True), layers.Dense(4)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        model.compile(keras.optimizers.SGD(0.01), loss)
+    x, y = np.ones((8, 6), "float32"), np.arange(8) % 4
+    for _ in range(2):
+        model.fit(x, y, batch_size=4, verbose=0)
+    said = capsys.readouterr().err
+    assert said.count('reduction="sum"') == said.count("all_reduce in a") == replicas - 1
+
+
+def test_a_step_of_a_summed_loss_and_no_more_is_told_of_its_size(capsys):
+    """With N replicas it is 1/N of plain Keras'; optimizers' own all_reduce is not remarked on."""
+    x, y = replica_batches(0, 1, 8)
+    moved = []
+    for strategy in (make_strategy(tfpara.BSP(), 1), None):
+        keras.utils.set_random_seed(1)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+            model.compile(keras.optimizers.SGD(0.01), loss)
+        before = model.get_weights()[0]
+        model.fit(x[0], y[0], batch_size=8, verbose=0)
+        moved.append(model.get_weights()[0] - before)
+    np.testing.assert_allclose(len(DEVICES) * moved[0], moved[1], atol=1e-5)
+    said = capsys.readouterr().err
+    assert 'reduction="sum"' in said and "all_reduce" not in said
+
+
+def test_a_first_batch_of_which_this_worker_has_no_row():
+    """Keras would divide by the number of its rows where it builds loss and metrics."""
+    x = np.random.default_rng(1).normal(size=(4, 3, 2)).astype("float32")
+    y = np.arange(4)
+    trained = []
+    for strategy in (make_strategy(tfpara.BSP(), devices=["CPU:0"]), None):
+        keras.utils.set_random_seed(1)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            layers = [keras.layers.LSTM(4, kernel_regularizer="l2"), keras.layers.Dense(4)]
+            model = keras.Sequential([keras.Input((3, 2)), *layers])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+        if strategy:
+            empty = tf.data.Dataset.from_tensors((x[:0], y[:0]))
+            whole = empty.concatenate(rows)
+            rows = strategy.distribute_datasets_from_function(lambda _, data=whole: data)
+        history = model.fit(rows, verbose=0).history
+        trained.append([*model.get_weights(), history["loss"], history["accuracy"]])
+    for ours, plain in zip(*trained, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_uneven_batches_and_dataset_splitting_use_every_sample_once():
     """A plain dataset whose last batch leaves one replica empty-handed."""
     strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])

@@ -78,6 +78,11 @@ def batch_size(structure: Nest) -> int | tf.Tensor | None:
     return None
 
 
+def sums(loss: Any) -> bool:
+    """Returns whether a part of the loss that a model was compiled with is a sum over samples."""
+    return any(getattr(one, "reduction", None) == "sum" for one in keras.tree.flatten(loss))
+
+
 def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.Tensor:
     """Returns the weight of a minibatch in the mean of the replicas: the divisor of its loss.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from tfpara.callbacks.termination import Termination
 from tfpara.checkpoint.run import IF_DAMAGED, Checkpoints, taken_up
 from tfpara.cluster import exit_codes
 from tfpara.cluster.place import of_callback
+from tfpara.sync.epochs import Pass
 from tfpara.sync.reports import Request
 from tfpara.sync.statistics import Agreement
 from tfpara.sync.strategy import PeriodicSyncStrategy
@@ -112,6 +114,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved_at = time.monotonic()
         self._watch = SyncWatch()
         self._in_epoch = False
+        self._ended = False  # whether the former `fit` with this callback has come to its end
         self._epoch = 0
         # Minibatches of this epoch that an earlier process has trained: of all replicas, of each.
         self._first = 0
@@ -138,7 +141,8 @@ class Checkpoint(keras.callbacks.Callback):
         if elastic is not None:
             elastic.states["checkpoints"] = self
             elastic.record = Path(self._directory) / "generations.jsonl"
-        if self._checkpoints is not None:
+        ended, self._ended = self._ended, False
+        if self._checkpoints is not None and (ended or elastic is not None):
             if elastic is None or not elastic.joining:  # else another worker is the chief
                 self._checkpoints.lock()
                 self._listen()
@@ -154,7 +158,7 @@ class Checkpoint(keras.callbacks.Callback):
         except BaseException:
             checkpoints.store.release()
             raise
-        self._checkpoints = checkpoints
+        self._checkpoints, self._saved = checkpoints, None
         self._listen()
         if elastic is not None:
             elastic.write_record(checkpoints.synchronizer.agreement().syncs)
@@ -189,7 +193,10 @@ class Checkpoint(keras.callbacks.Callback):
         self._in_epoch, self._first = True, first
         self._epoch, self._steps_before, self._steps = epoch, steps, steps
         extended = self.model.distribute_strategy.extended
-        extended.position.move(epoch, extended.steps_seen, first, steps)
+        begun = Pass(epoch, first, steps) if steps else None
+        if resumed is not None and "pass" in resumed:
+            begun = Pass(**resumed["pass"])
+        extended.position.move(epoch, extended.steps_seen, first, steps, begun)
         owed = resumed["owed"] if resumed is not None and "owed" in resumed else []
         if extended.elastic is not None and first:
             extended.elastic.resume(epoch, resumed)
@@ -224,6 +231,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._epoch, self._first = self._epoch + 1, 0
                 self._steps_before = self._steps = 0
                 self._save_at_boundary(finished=bool(self.model.stop_training))
+            self._ended = True
         finally:
             self._stand_down()
 
@@ -252,9 +260,17 @@ class Checkpoint(keras.callbacks.Callback):
     def _position(self, finished: bool) -> dict[str, Json]:
         strategy = self.model.distribute_strategy
         elastic, steps = strategy.extended.elastic, self._steps - self._steps_before
-        found = {"epoch": self._epoch, "steps": self._steps, "finished": finished}
+        found: dict[str, Json] = {
+            "epoch": self._epoch,
+            "steps": self._steps,
+            "finished": finished,
+        }
         if elastic is not None and steps:
             return found | elastic.position()
+        passes = strategy.extended.passes
+        begun = passes.present() if passes is not None else None
+        if begun is not None:
+            found["pass"] = dataclasses.asdict(begun)
         return found | {"minibatches": self._first + steps * strategy.num_replicas}
 
     def _save_at_boundary(self, finished: bool = False) -> None:

@@ -76,7 +76,7 @@ class LearningRate(Schedule):
 
     Args:
         schedule: position in epochs → rate: `tfpara.schedules.Exponential`, `Hand`, `Piecewise`, or
-            any function.
+            any function; or rates by the position from which on each holds, `{0: 0.1, 2: 0.01}`.
         steps_per_epoch: minibatches of a replica in an epoch; in an elastic run of one of those
             with which it began. If given, the rate is set before every execution of
             `steps_per_execution` minibatches. None: when each epoch begins.
@@ -86,7 +86,8 @@ class LearningRate(Schedule):
     than others.
 
     Raises:
-        TypeError: the optimizer has a learning-rate schedule of its own.
+        TypeError: the optimizer has a learning-rate schedule of its own, or `schedule` is none of
+            these.
         ValueError: `steps_per_epoch` below 1, or a schedule that gives no finite rate ≥ 0.
     """
 
@@ -94,14 +95,23 @@ class LearningRate(Schedule):
 
     def __init__(
         self,
-        schedule: Callable[[float], float],
+        schedule: Mapping[float, float] | Callable[[float], float],
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
         super().__init__("learning_rate", verbose, sets_rate=True)
         if steps_per_epoch is not None and not steps_per_epoch >= 1:
             raise ValueError(f"steps_per_epoch={steps_per_epoch!r} must be at least 1, or None.")
-        self._schedule = schedule
+        self._schedule: Callable[[float], float]
+        if isinstance(schedule, Mapping):
+            self._schedule = Piecewise(schedule)
+        elif callable(schedule):
+            self._schedule = schedule
+        else:
+            raise TypeError(
+                f"schedule={schedule!r} must be rates by epochs, such as {{0: 0.1, 2: 0.01}}, or a "
+                "function of the position in epochs."
+            )
         self._steps = steps_per_epoch
         self._epoch = -1
         self._before = 0  # minibatches of the epoch before this `fit`, if it resumes inside one

@@ -51,6 +51,7 @@ class WarmStart(Schedule):
         super().__init__("warm_start", verbose, sets_rate=False)
         self._epochs = checked_whole("epochs", epochs, at_least=0)
         self._alone = False  # whether the replicas train on their own now
+        self._asked = False  # whether what makes the data has asked for its part
         self._period: int | None = None  # the strategy's sync period after these epochs
 
     def replicas(self, strategy: Strategy | None, epoch: int) -> tuple[int, list[int]]:
@@ -60,6 +61,7 @@ class WarmStart(Schedule):
             strategy: tfpara's, or None in a run without one.
             epoch: number of the epoch, from 0.
         """
+        self._asked = True
         if strategy is None or epoch < self._epochs:
             return 1, [0]
         return strategy.num_replicas, strategy.local_replica_ids
@@ -125,6 +127,15 @@ class WarmStart(Schedule):
             raise RuntimeError(
                 f"the sync period was set to {period} in an epoch of WarmStart, whose replicas "
                 "must not sync. Set it when they are over."
+            )
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        strategy = self.model.distribute_strategy
+        if self._alone and not self._asked and strategy.num_replicas > 1:
+            strategy.extended.note(
+                "WarmStart: the data did not ask `replicas`, so each replica trains on a part of "
+                "them, and what all but the first learn in these epochs is dropped. Make the data "
+                "by a function: docs/schedules.md"
             )
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

@@ -493,7 +493,10 @@ def taken_up(
         return f"Resuming from checkpoint {number}: epoch {done + 1}{where}."
     if position["finished"]:
         why = f"it stopped by itself after {done} epochs"
-        longer = ""
+        longer = (
+            "To go on after it, call fit once more after this one, with "
+            f"initial_epoch={done} and a Checkpoint of another directory. "
+        )
     else:
         why = f"{epochs} of {epochs} epochs are trained"
         longer = "To train longer, give fit more epochs. "

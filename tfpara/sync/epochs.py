@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A pass over the data that an earlier process has begun; it may last several epochs.
+
+    Attributes:
+        epoch: in which it began.
+        first: minibatches of it that are trained, over all replicas.
+        steps: minibatches of it that each replica has trained.
+    """
+
+    epoch: int
+    first: int
+    steps: int
 
 
 @dataclasses.dataclass
@@ -13,14 +30,23 @@ class Position:
         epoch: number of the epoch, from 0.
         first: minibatches of the epoch that an earlier process has trained, over all replicas.
         steps: minibatches of each replica that are still to be skipped.
+        begun: the pass to go on with, where `fit` has `steps_per_epoch`; None: a new one.
     """
 
     epoch: int = 0
     first: int = 0
     steps: int = 0
+    begun: Pass | None = None
     _steps_seen: int = 0
 
-    def move(self, epoch: int, steps_seen: int, first: int = 0, steps: int = 0) -> None:
+    def move(
+        self,
+        epoch: int,
+        steps_seen: int,
+        first: int = 0,
+        steps: int = 0,
+        begun: Pass | None = None,
+    ) -> None:
         """Sets the position to an epoch, of which `first` minibatches are done.
 
         Args:
@@ -28,8 +54,10 @@ class Position:
             steps_seen: training steps of this process so far.
             first: minibatches done, over all replicas.
             steps: minibatches done by each replica.
+            begun: the pass to go on with, where `fit` has `steps_per_epoch`.
         """
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen
+        self.begun = begun
 
     def begin(self, steps_seen: int) -> tuple[int, int]:
         """Notes that a pass over the data begins; returns the epoch and `first`.
@@ -46,5 +74,15 @@ class Position:
 
         It is for data that are the same dataset in every epoch.
         """
-        steps, self.steps = self.steps, 0
+        steps, self.steps, self.begun = self.steps, 0, None
         return steps
+
+    @contextlib.contextmanager
+    def within(self, begun: Pass) -> Iterator[None]:
+        """Sets the position to one within a pass for what begins to read inside."""
+        former = self.epoch, self.first
+        self.epoch, self.first, self.steps = begun.epoch, begun.first, begun.steps
+        try:
+            yield
+        finally:
+            self.epoch, self.first = former

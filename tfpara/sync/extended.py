@@ -32,7 +32,14 @@ from tfpara.collectives import Collectives, HorovodCollectives, Loopback, Tensor
 from tfpara.collectives import horovod as _horovod
 from tfpara.group import Group
 from tfpara.keras_model import build_optimizer, check_optimizers_known, hyperparameters, optimizers
-from tfpara.steps import batch_size, weight_of, with_open_batches, with_own_memory, without_tuner
+from tfpara.steps import (
+    batch_size,
+    sums,
+    weight_of,
+    with_open_batches,
+    with_own_memory,
+    without_tuner,
+)
 from tfpara.strategy import StateHolder
 from tfpara.sync.block import NEVER
 from tfpara.sync.control import Control, MismatchError
@@ -356,11 +363,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.replay: Replay | None = None  # in a simulation of an elastic run
         self.as_one_replica = False  # whether a script is asked for the data of all replicas
         self.optimizer_stepped = False
+        self.applying = False  # whether a step of an optimizer is being traced, or run
         self.tracked: keras.Model | None = None
         self.shown: str | None = None  # the name given to strategy.weights(), inside its context
         self.minibatch_weight: Callable[..., Scalar] | None = None  # None: from the compiled loss
         self.sync_period: int | None = settings.sync_period
         self.position = Position()
+        self.passes: Any = None  # over the data of the `fit` that runs, with `steps_per_epoch`
         self.order = Order()
         self.place = Place()
         self._found = found
@@ -578,13 +587,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
         """Notes that a model's `fit` runs inside."""
-        former = self.recent
+        former, passes = self.recent, self.passes
+        self.passes = None
         if self.trained(model):
             self.recent = model
         try:
             with self.place.in_fit():
                 yield
         finally:
+            self.passes = passes
             self._note_steps(NEVER)  # also where callbacks have not heard of the end
         if self.place.fits:  # this fit was called in a callback of another fit
             self.recent = former
@@ -681,8 +692,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
+        if self._num_replicas_in_sync > 1 and sums(getattr(model, "loss", None)):
+            self.note(
+                'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
+                "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
+                "log. Multiply the learning rate by N, or let the loss be a mean: docs/moving.md"
+            )
         if settings is not self.settings and settings.rule.has_momentum():
-            self._note(f"for this local optimizer the rule is {settings.rule!r}: docs/rules.md")
+            self.note(f"for this local optimizer the rule is {settings.rule!r}: docs/rules.md")
         site = Site(
             # Who joins an elastic run has made fewer of them for its one model.
             name="model" if self.elastic else f"model{self._synchronizers_made}",
@@ -758,7 +775,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         accumulated = optimizer.gradient_accumulation_steps or 1
         memory = accumulated / (1.0 - momentum_of(optimizer))
         if block < steps < 2 * block and 0 < rest < memory < block:
-            self._note(
+            self.note(
                 f"an epoch has {steps} steps, and its last block {rest} of {block}: shorter than "
                 f"what the local momentum {momentum_of(optimizer):g} remembers, so that training "
                 f"may diverge. Choose a sync_period that divides {steps}, or one below "
@@ -777,7 +794,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             how = f"momentum {fitted:.2g} in place of {momentum:g} and {factor:.3g} times its rate"
         else:
             how = f"beta_1 {fitted:.2g} in place of {momentum:g}"
-        self._note(
+        self.note(
             f"blocks are of {steps:g} steps, so local {type(inner(optimizer)).__name__} takes them "
             f'with {how}, since the rule has a momentum of its own (local_state="auto"): '
             "docs/rules.md"
@@ -805,8 +822,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return within / accumulated
         return min(block, self._steps_in_epoch) / accumulated
 
-    def _note(self, text: str) -> None:
-        """Tells the user, once, of a choice that they did not make."""
+    def note(self, text: str) -> None:
+        """Tells the user, once, of what they may not expect."""
         joins = self.elastic is not None and self.elastic.joining
         if self._is_chief and not joins and text not in self._told:
             self._told.add(text)
@@ -952,6 +969,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> Any:
         # Optimizers would sum gradients over the replicas here. A local step uses its own alone.
         del reduce_op, options
+        if not self.applying and self._num_replicas_in_sync > 1:
+            self.note(
+                "all_reduce in a replica gives its own value, since replicas are independent "
+                "between syncs. So BatchNormalization(synchronized=True) does as without it: "
+                "docs/loops.md"
+            )
         return value
 
     def _replica_ctx_update(

@@ -67,6 +67,7 @@ from tfpara.sync.dealing import (
     deal_out_py_dataset,
     slice_of,
 )
+from tfpara.sync.epochs import Pass
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.typing import Data, Json, Nest, Variable
@@ -112,6 +113,7 @@ def install() -> None:
     _replace(_trainer, "TFEpochIterator", _with_divided_data)
     _replace(keras.Model, "_maybe_symbolic_build", _without_reading)
     _replace(keras.Model, "_maybe_symbolic_build", _looking)  # outside of the line above
+    _replace(keras.Model, "_symbolic_build", _of_a_row)
 
 
 def watch_fit() -> None:
@@ -472,6 +474,29 @@ def _looking(build: Method) -> Method:
     return building
 
 
+def _of_a_row(build: Method) -> Method:
+    """Replaces Keras' building of a model from a batch's shapes: the batch has a row at least.
+
+    Of a small first batch a worker may have no row, and Keras divides by their number.
+    """
+
+    def with_a_row(leaf: Any) -> Any:
+        if len(getattr(leaf, "shape", ())) and leaf.shape[0] == 0:
+            dtype = keras.backend.standardize_dtype(leaf.dtype)
+            return keras.KerasTensor((1, *leaf.shape[1:]), dtype)
+        return leaf
+
+    @functools.wraps(build)
+    def building(
+        model: keras.Model, iterator: object = None, data_batch: Nest = None, **kwargs: object
+    ) -> object:
+        if _strategy(model) is not None and data_batch is not None:
+            data_batch = keras.tree.map_structure(with_a_row, data_batch)
+        return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
+
+    return building
+
+
 def _step_noted(apply: Method) -> Method:
     """Replaces an optimizer's step: the strategy notes a step that is taken in a replica."""
 
@@ -491,9 +516,11 @@ def _step_noted(apply: Method) -> Method:
         fitted = extended.fit_momentum(optimizer)
         if fitted is not None:
             _fitted[id(optimizer)] = fitted
+        former, extended.applying = extended.applying, True
         try:
             return apply(optimizer, grads, trainable_variables)
         finally:
+            extended.applying = former
             _fitted.pop(id(optimizer), None)
 
     return applying
@@ -719,6 +746,7 @@ def _with_divided_data(make: Any) -> Method:
         # Within an epoch the workers may be at different steps, so nothing is exchanged there.
         if divided and not (extended.place.fits and extended.place.calls):
             extended.check_data(_facts(adapter), bool(getattr(adapter, "_shuffle", False)))
+        why = _order_of(adapter)
         if isinstance(adapter, _adapters.TFDatasetAdapter):
             dataset = adapter.get_tf_dataset()
             if isinstance(dataset, tf.data.Dataset) and not division.divided_between_workers(
@@ -727,10 +755,25 @@ def _with_divided_data(make: Any) -> Method:
                 # Keras counts the steps of an epoch by the distributed dataset's cardinality.
                 dataset = distribute_strategy.experimental_distribute_dataset(dataset)
                 adapter = _adapters.TFDatasetAdapter(dataset)
-        kind = _Epochs if isinstance(adapter, _Steps) else make
-        return kind(distribute_strategy=distribute_strategy, x=adapter, **rest)
+        kind = _Epochs if isinstance(adapter, _Steps) else _Passes
+        passes = kind(distribute_strategy=distribute_strategy, x=adapter, **rest)
+        passes.extended, passes.why_order_differs = extended, why
+        return passes
 
     return making
+
+
+def _order_of(adapter: Any) -> Callable[[bool], str]:
+    """Returns a function that says why data may have another order when they are read again.
+
+    It is `division.why_order_differs` of these data, which is "" where the order is the same.
+    """
+    if getattr(adapter, "_shuffle", False):
+        return lambda made_anew: "is of arrays that fit shuffles"
+    data = adapter.get_tf_dataset() if isinstance(adapter, _adapters.TFDatasetAdapter) else None
+    if isinstance(data, tf.data.Dataset):
+        return lambda made_anew: division.why_order_differs(data, made_anew)
+    return lambda made_anew: ""
 
 
 def _check(adapter: Any, extended: PeriodicSyncExtended, divided: bool) -> None:
@@ -795,10 +838,74 @@ def _without_reading(build: Method) -> Method:
     return building
 
 
-class _Epochs(_trainer.TFEpochIterator):
-    """Keras' passes over Python data; each begins when its first batch is used."""
+class _Passes(_trainer.TFEpochIterator):
+    """Keras' passes over data; with `steps_per_epoch` one of them may last several epochs.
 
+    A resumed run goes on within the pass in which the former process was.
+    """
+
+    extended: PeriodicSyncExtended
+    why_order_differs: Callable[[bool], str]
+    steps_per_epoch: int | None
     _current_iterator: Iterator[Nest] | None
+    _began = 0  # the epoch in which the present pass began
+
+    def present(self) -> Pass | None:
+        """Returns the pass that the next step goes on with; None if it begins one."""
+        steps = 0 if self._current_iterator is None else self._steps_seen
+        first = steps * self.extended._num_replicas_in_sync
+        return Pass(self._began, first, steps) if steps else None
+
+    def _enumerate_iterator(self) -> Iterator[Nest]:
+        place, position = self.extended.place, self.extended.position
+        if not place.fits or place.calls:
+            yield from super()._enumerate_iterator()
+            return
+        begun = position.begun if self.steps_per_epoch else None
+        if position.steps or begun:
+            self._note_order(begun.epoch if begun else position.epoch)
+        if not self.steps_per_epoch:
+            yield from super()._enumerate_iterator()
+            return
+        self.extended.passes = self
+        left = self.steps_per_epoch - position.take_steps()
+        if self.present() is None:
+            self._began = position.epoch
+        if begun:
+            with position.within(begun):
+                self._current_iterator = iter(self._get_iterator())
+            self._began, self._steps_seen = begun.epoch, begun.steps
+        yield from self._of_epoch(left)
+
+    def _of_epoch(self, steps: int) -> Iterator[Nest]:
+        """Yields what Keras does for the last `steps` steps of an epoch."""
+        if steps > 0:
+            whole, self.steps_per_epoch = self.steps_per_epoch, steps
+            try:
+                yield from super()._enumerate_iterator()
+            finally:
+                self.steps_per_epoch = whole
+            return
+        self.data_adapter.on_epoch_begin()
+        if self._num_batches and self._steps_seen >= self._num_batches:
+            self._current_iterator = None
+        self.data_adapter.on_epoch_end()
+
+    def _note_order(self, epoch: int) -> None:
+        """Says so where data that go on in a pass are in another order.
+
+        In the first epoch a seed gives the order that it gave in the former process.
+        """
+        why = self.why_order_differs(epoch == 0)
+        if why:
+            self.extended.note(
+                f"the run goes on within its data, but their dataset {why}: rows may be trained "
+                "twice or not at all. See docs/checkpoints.md, Data by epoch"
+            )
+
+
+class _Epochs(_Passes):
+    """Keras' passes over Python data; each begins when its first batch is used."""
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
