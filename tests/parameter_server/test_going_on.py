@@ -508,6 +508,25 @@ def test_a_searched_rate_outlasts_a_resumption_and_a_second_fit(tmp_path):
     assert again._servers[resumed][0].learning_rate == pytest.approx(0.125)
 
 
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+def test_a_rate_that_a_callback_has_set_last_is_the_servers_after_a_resumption(tmp_path, hook):
+    """A checkpoint has it, though the servers are told of it after the hook."""
+
+    class Lower(keras.callbacks.Callback):
+        def lower(self, *_, **__):
+            self.model.optimizer.learning_rate = 0.005
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    setattr(Lower, hook, Lower.lower)
+    strategy, model = made(optimizer=keras.optimizers.SGD(0.01))
+    with pytest.raises(tfpara.callbacks.Preempted):
+        train(strategy, model, 1, [Lower(), tfpara.AsyncCheckpoint(tmp_path)])
+    again, resumed = made(optimizer=keras.optimizers.SGD(0.01))
+    train(again, resumed, 2, [tfpara.AsyncCheckpoint(tmp_path)])
+    assert float(resumed.optimizer.learning_rate) == pytest.approx(0.005)
+    assert again._servers[resumed][0].learning_rate == pytest.approx(0.005)
+
+
 def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
     seen = []

@@ -142,6 +142,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
         self.model.distribute_strategy.write(self.model)  # what callbacks before this one have set
+        self._running.follow_rate()
         self._number += 1
         number = self._number
         manifest = {

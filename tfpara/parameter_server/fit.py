@@ -158,6 +158,12 @@ class Fit:
         self._strategy.read(self.model)
         self.model.stop_training = finished
 
+    def follow_rate(self) -> None:
+        """Sends the rate of the model's optimizer to the servers if a callback has changed it."""
+        rate = self._chiefs_rate()
+        if rate is not None and rate != self.server.told_rate:
+            self.server.learning_rate = self.server.told_rate = rate
+
     def give_up(self) -> None:
         """Leaves the workers idle and the model with the global weights; `run` has failed."""
         with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
@@ -191,7 +197,7 @@ class Fit:
             pass
 
     def _train_epoch(self, callbacks: keras.callbacks.CallbackList) -> None:
-        self._follow_rate()
+        self.follow_rate()
         self._submit()
         first = True
         while True:
@@ -200,7 +206,7 @@ class Fit:
             if self._tell(callbacks) and first:
                 self._strategy.write(self.model)  # raises early if a batch hook has set weights
                 first = False
-            self._follow_rate()
+            self.follow_rate()
             if self.model.stop_training and not done:
                 self._halt()
                 return
@@ -239,12 +245,6 @@ class Fit:
         callbacks.on_train_batch_end(seen - 1, self._logs())
         self._seen = seen
         return True
-
-    def _follow_rate(self) -> None:
-        """Sends the rate of the model's optimizer to the servers if a callback has changed it."""
-        rate = self._chiefs_rate()
-        if rate is not None and rate != self.server.told_rate:
-            self.server.learning_rate = self.server.told_rate = rate
 
     def _chiefs_rate(self) -> float | None:
         """Returns the rate of the model's optimizer; None if the servers have no rate to set."""
