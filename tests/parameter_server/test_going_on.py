@@ -153,6 +153,25 @@ def test_a_shuffled_dataset_goes_on_in_the_order_that_it_had(tmp_path, monkeypat
     np.testing.assert_array_equal(run(2), 2.0)
 
 
+def test_frozen_weights_are_those_of_the_checkpoint(tmp_path):
+    """Though the program begins with others, as one with random initial values does."""
+    losses, frozen = [], []
+    for value in (0.5, -1.0):
+        strategy = tfpara.simulate_async(2, tfpara.ASGD())
+        with strategy.scope():
+            first = keras.layers.Dense(
+                4, kernel_initializer=keras.initializers.Constant(value), trainable=False
+            )
+            model = keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+        epochs = len(losses) + 1
+        history = train(strategy, model, epochs, [tfpara.AsyncCheckpoint(tmp_path)])
+        losses += history.history["loss"]
+        frozen.append(first.get_weights()[0])
+    are_all(frozen, 0.5)
+    assert losses[1] == pytest.approx(losses[0])  # the workers compute with them, too
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     strategy, model = made()
     train(strategy, model, 1, [tfpara.AsyncCheckpoint(tmp_path)])

@@ -155,6 +155,7 @@ class Fit:
         # The checkpoint has the rates of the model's optimizer and of the servers. They may differ,
         # for a ChunkRateSearch changes the servers' only; that is no change by a callback.
         self.server.told_rate = self._chiefs_rate()
+        self.work.read_frozen()
         self._strategy.read(self.model)
         self.model.stop_training = finished
 
