@@ -23,13 +23,17 @@ def made(rule=None, optimizer=None, workers=3, servers=1, **options):
     strategy = tfpara.simulate_async(workers, rule or tfpara.ASGD(), **options)
     if servers > 1:
         strategy._processes.server_devices = tuple(f"CPU:{k}" for k in range(servers))
-    keras.utils.set_random_seed(7)
     with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)]
-        )
-        model.compile(optimizer or keras.optimizers.SGD(0.01, momentum=0.5), "mse")
-    return strategy, model
+        return strategy, plain(optimizer)
+
+
+def plain(optimizer=None):
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)]
+    )
+    model.compile(optimizer or keras.optimizers.SGD(0.01, momentum=0.5), "mse")
+    return model
 
 
 def train(strategy, model, epochs=1, callbacks=(), **options):
@@ -473,6 +477,49 @@ def test_a_model_that_is_compiled_again_has_the_new_optimizer():
     train(strategy, model)
     for got, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def in_order(model):
+    """Trains an epoch, and returns its history; one worker trains as Keras does."""
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    strategy = tfpara.strategy.Strategy.of(model)
+    if isinstance(strategy, tfpara.AsyncStrategy):
+        return strategy.fit(model, X, Y, chunks=1, **options).history
+    return model.fit(X, Y, **options).history
+
+
+def test_a_model_that_is_compiled_again_with_the_same_optimizer_has_the_new_loss_and_metrics():
+    """The optimizer's slots stay, as Keras' do."""
+    _, own = made(workers=1)
+    wanted = plain()
+    for settings in ({"loss": "mae", "metrics": ["mse", "mae"]}, {"loss": "mse"}):
+        in_order(own), in_order(wanted)
+        for model in (own, wanted):
+            model.compile(model.optimizer, **settings)
+        got, expected = in_order(own), in_order(wanted)
+        assert set(got) == set(expected)
+        for name, values in expected.items():
+            assert got[name] == pytest.approx(values, rel=1e-4), name
+    for mine, theirs in zip(own.get_weights(), wanted.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_are_frozen_and_unfrozen_between_fits():
+    """With the same optimizer or not; its slots start anew, as those of one that is made anew."""
+    _, own = made(workers=1)
+    wanted = plain()
+    for frozen, compiles in ((True, False), (False, True), (True, True), (False, False)):
+        in_order(own), in_order(wanted)
+        for model in (own, wanted):
+            model.layers[0].trainable = not frozen
+        if compiles:
+            own.compile(own.optimizer, "mse")
+        wanted.compile(keras.optimizers.SGD(0.01, momentum=0.5), "mse")
+        before = own.get_weights()
+        assert in_order(own)["loss"] == pytest.approx(in_order(wanted)["loss"], rel=1e-4)
+        assert np.array_equal(own.get_weights()[0], before[0]) == frozen
+        for mine, theirs in zip(own.get_weights(), wanted.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_early_stopping_leaves_the_best_weights():

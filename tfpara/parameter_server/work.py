@@ -6,6 +6,7 @@ workers can run the same traced function, and it does not change the chief's mod
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -73,6 +74,7 @@ class Work:
     Attributes:
         model: the Keras model.
         optimizer: the optimizer that it was compiled with.
+        weights: the weights that are trained.
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
@@ -86,6 +88,7 @@ class Work:
         _build_metrics(model, spec)
         self.model = model
         self.optimizer = model.optimizer
+        self.weights = model.trainable_variables
         self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
         states = carried_states(model)  # Keras does not list them among the model's variables
         carried = {id(v) for v in states}
@@ -106,7 +109,18 @@ class Work:
         self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
         self._steps: KerasSteps | None = None
         if self.local:
-            self._steps = KerasSteps(model.optimizer, model.trainable_variables, told_rate=True)
+            self._steps = KerasSteps(model.optimizer, self.weights, told_rate=True)
+
+    @property
+    def has_these_weights(self) -> bool:
+        """Whether the model still trains the same weights by the same optimizer."""
+        same = _are_same(self.weights, self.model.trainable_variables)
+        return same and self.optimizer is self.model.optimizer
+
+    @property
+    def has_these_metrics(self) -> bool:
+        """Whether the model still has the same metrics: compiling makes others."""
+        return _are_same(self._metrics, metric_variables(self.model))
 
     def read_frozen(self) -> None:
         """Reads the present values of the frozen weights, for graphs that are made from here on."""
@@ -269,7 +283,7 @@ class Work:
     ) -> keras.StatelessScope:
         """Returns the scope in which these tensors take the place of the model's variables."""
         variables = [
-            *self.model.trainable_variables,
+            *self.weights,
             *self.frozen,
             *self.state,
             *self._own,
@@ -353,6 +367,10 @@ def _build_metrics(model: keras.Model, spec: Nest) -> None:
     model.compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
     model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
     model.reset_metrics()
+
+
+def _are_same(some: Sequence[keras.Variable], others: Sequence[keras.Variable]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
