@@ -157,6 +157,35 @@ def test_a_shuffled_dataset_goes_on_in_the_order_that_it_had(tmp_path, monkeypat
     np.testing.assert_array_equal(run(2), 2.0)
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"batch_size": 8}, "batch_size: .*has 4, this run has 8; minibatches: .*has 24, .* 12"),
+        ({"x": X[:92], "y": Y[:92]}, "minibatches: .*; samples: the checkpoint has 96, .* 92"),
+        ({"shuffle": False}, "shuffle: the checkpoint has True, this run has False"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_other_minibatches_are_refused_within_an_epoch_only(tmp_path, monkeypatch, other, told):
+    """There some would be trained twice or never. Between epochs they are the user's choice."""
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    for hook in ("on_train_batch_end", "on_epoch_end"):
+        callbacks = [keras.callbacks.LambdaCallback(**{hook: kill})]
+        callbacks.append(tfpara.AsyncCheckpoint(tmp_path / hook))
+        data = {"x": X, "y": Y, "batch_size": 4, "chunks": 4, "verbose": 0}
+        strategy, model = made()
+        with pytest.raises(tfpara.callbacks.Preempted):
+            strategy.fit(model, **data, callbacks=callbacks)
+        again, model = made()
+        data |= {**other, "epochs": 2, "callbacks": [tfpara.AsyncCheckpoint(tmp_path / hook)]}
+        if hook == "on_epoch_end":
+            again.fit(model, **data)
+        else:
+            with pytest.raises(tfpara.CheckpointError, match=told):
+                again.fit(model, **data)
+
+
 def test_frozen_weights_are_those_of_the_checkpoint(tmp_path):
     """Though the program begins with others, as one with random initial values does."""
     losses, frozen = [], []

@@ -148,6 +148,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         number = self._number
         manifest = {
             "run": self._of_a_run(),
+            "data": self._running.data_facts,
             "versions": versions(),
             "workers": 1,  # how many processes write the checkpoint
             "position": {
@@ -206,7 +207,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 warnings.warn(f"{error}; trying the checkpoint before it.", stacklevel=2)
                 problems.append(str(error))
                 continue
-            check_run(self._store.path(number), manifest, self._of_a_run())
+            self._check_run(number, manifest)
             self._load(number, manifest)
             return
         if problems and self._if_damaged == "refuse":
@@ -214,6 +215,14 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 f"no checkpoint in {self._store.directory} can be used: {'; '.join(problems)}. To "
                 'train from the beginning, remove the directory or give if_damaged="start".'
             )
+
+    def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
+        """Refuses a checkpoint of other settings or, within an epoch, of other minibatches."""
+        theirs, mine = dict(manifest["run"]), self._of_a_run()
+        if manifest["position"]["within"] and "data" in manifest:  # older ones do not have it
+            theirs |= manifest["data"]
+            mine |= self._running.data_facts
+        check_run(self._store.path(number), {**manifest, "run": theirs}, mine)
 
     def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
         (reader,) = self._store.readers(number, manifest)

@@ -14,7 +14,7 @@ from tfpara.parameter_server.repeatable import (
     check_seeds,
 )
 from tfpara.steps import without_tuner
-from tfpara.typing import Data, Nest
+from tfpara.typing import Data, Json, Nest
 from tfpara.whole_number import checked_whole
 
 
@@ -39,6 +39,7 @@ class Chunks:
 
     Attributes:
         shares: whether each chunk reads one dataset whole and keeps every `count`-th minibatch.
+        facts: what decides which samples a minibatch has, by name, as far as it is known.
 
     Raises:
         ValueError: `count` is not a whole number of at least 1.
@@ -55,6 +56,7 @@ class Chunks:
     ) -> None:
         self.count = _positive("count", count, 1)
         self.num_minibatches = num_minibatches
+        self.facts: dict[str, Json] = {"minibatches": num_minibatches}
         self._dataset = dataset
         self._arguments = arguments
 
@@ -234,7 +236,9 @@ def _of_arrays(
             .prefetch(2)
         )
 
-    return Chunks(count, part, samples, minibatches)
+    chunks = Chunks(count, part, samples, minibatches)
+    chunks.facts |= {"samples": lengths[0], "batch_size": batch_size, "shuffle": shuffle}
+    return chunks
 
 
 def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
@@ -255,5 +259,5 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
         return chunks.dataset(*arguments).map(weigh)
 
     weighted = Chunks(chunks.count, part, chunks.arguments, chunks.num_minibatches)
-    weighted.shares = chunks.shares
+    weighted.shares, weighted.facts = chunks.shares, chunks.facts
     return weighted

@@ -15,7 +15,7 @@ from tfpara import fit_call
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 from tfpara.parameter_server.errors import explained
 from tfpara.parameter_server.server import metric_variables
-from tfpara.typing import Data, Logs
+from tfpara.typing import Data, Json, Logs
 
 if TYPE_CHECKING:
     from tfpara.parameter_server.search import ChunkRateSearch
@@ -177,6 +177,11 @@ class Fit:
     def num_chunks(self) -> int:
         """Chunks of an epoch."""
         return self._chunks.count
+
+    @property
+    def data_facts(self) -> dict[str, Json]:
+        """What decides which samples a minibatch has: `Chunks.facts`."""
+        return self._chunks.facts
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
