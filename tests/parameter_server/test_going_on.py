@@ -322,12 +322,13 @@ def test_weights_that_a_callback_sets_are_trained_on(rule, hooks):
             are_all(model.get_weights(), value)
 
 
-def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path):
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_end"])
+def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path, hook):
     def callbacks(*first):
         return [*first, tfpara.AsyncCheckpoint(tmp_path)]
 
     strategy, model = made(optimizer=keras.optimizers.SGD(0.0))
-    train(strategy, model, 1, callbacks(Set("on_epoch_end", 5.0)))
+    train(strategy, model, 1, callbacks(Set(hook, 5.0)))
     again, resumed = made(optimizer=keras.optimizers.SGD(0.0))
     seen = []
     look = keras.callbacks.LambdaCallback(

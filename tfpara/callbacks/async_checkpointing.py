@@ -84,6 +84,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self._plan = dict(data_plan or {})
         self._number = 0
         self._saved_at = time.monotonic()
+        self._saved_generation = 0  # of the servers' model
         self._terminated = False
         self._exit_code = exit_codes.restart()
         self._former_handler: Callable[..., object] | int | None = None
@@ -108,6 +109,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         if threading.current_thread() is threading.main_thread():
             self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
         self._saved_at = time.monotonic()
+        self._saved_generation = self._running.server.generation
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         minutes = (time.monotonic() - self._saved_at) / 60.0
@@ -121,8 +123,10 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self._leave_if_asked()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        if self.model.stop_training:
-            self._save(self._running.epoch, finished=True)
+        self.model.distribute_strategy.write(self.model)
+        # The last epoch's checkpoint lacks weights that a callback before this one has set here.
+        if self.model.stop_training or self._saved_generation != self._running.server.generation:
+            self._save(self._running.epoch, finished=bool(self.model.stop_training))
         self._stand_down()
 
     def _stand_down(self) -> None:
@@ -169,6 +173,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
             self._store.abandon(number)
             raise
         self._saved_at = time.monotonic()
+        self._saved_generation = self._running.server.generation
 
     def _variables(self) -> dict[str, tf.Variable]:
         """Returns what a checkpoint holds: the servers' variables, and the model's frozen weights."""
