@@ -73,6 +73,18 @@ def test_one_worker_has_the_history_of_keras(options):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_a_metric_of_several_values_is_in_the_history_as_by_keras():
+    histories = []
+    for strategy, model in ((None, compiled()), made()):
+        loss = keras.losses.CategoricalCrossentropy()
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=[keras.metrics.F1Score()])
+        fit, chunks = (strategy.fit, {"chunks": 1}) if strategy else (keras.Model.fit, {})
+        history = fit(model, X, np.eye(3)[Y], epochs=2, **settings(**chunks)).history
+        histories.append(np.array(history["f1_score"]))
+    assert histories[0].shape == (2, 3)
+    np.testing.assert_allclose(*histories, rtol=1e-5)
+
+
 def test_datasets_train_like_arrays():
     weights = []
     for x, y in ((X, Y), (tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), None)):

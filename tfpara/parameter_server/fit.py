@@ -262,7 +262,7 @@ class Fit:
         for variable, value in zip(metric_variables(self.model), self.server.metrics, strict=True):
             variable.assign(tf.identity(value))
         results = self.model.get_metrics_result()
-        return {name: float(value) for name, value in results.items()}
+        return {name: _number(value) for name, value in results.items()}
 
     def _validated(self, data: Data, batch_size: int | None, every: int | Collection[int]) -> Logs:
         number = self.epoch + 1
@@ -278,6 +278,11 @@ class Fit:
             x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
         )
         return {f"val_{name}": value for name, value in results.items()}
+
+
+def _number(value: Any) -> Any:
+    """Returns the result of a metric as a float, or as it is if it has several, as Keras does."""
+    return float(value) if np.ndim(value) == 0 else value
 
 
 def _minibatches(x: Data, batch_size: int | None) -> int:
