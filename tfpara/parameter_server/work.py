@@ -6,6 +6,7 @@ workers can run the same traced function, and it does not change the chief's mod
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -216,9 +217,7 @@ class Work:
             of_state.watch(block.state)
             with scope:
                 outputs = model(x, training=True)
-                loss = model.compute_loss(
-                    x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
-                )
+                loss = _loss(model, x, y, outputs, sample_weight, training=True)
         gradients = tape.gradient(
             loss, block.weights, unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
@@ -269,9 +268,7 @@ class Work:
         zeros = [tf.zeros_like(v.value) for v in self._metrics]
         with self._scope(weights, state, own, zeros):
             outputs = self.model(x, training=False)
-            loss = self.model.compute_loss(
-                x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=False
-            )
+            loss = _loss(self.model, x, y, outputs, sample_weight, training=False)
         return tf.cast(loss, tf.float32), tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
 
     def _scope(
@@ -351,6 +348,15 @@ class Work:
         return [w - m for w, m in between], block.optimizer
 
 
+def _loss(
+    model: keras.Model, x: Nest, y: Nest, outputs: Nest, sample_weight: Nest, training: bool
+) -> tf.Tensor:
+    """Calls `compute_loss` as Keras does: an overridden one may lack the argument `training`."""
+    known = "training" in inspect.signature(model.compute_loss).parameters
+    told = {"training": training} if known else {}
+    return model.compute_loss(x, y, outputs, sample_weight, **told)
+
+
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
     """Creates the variables of the model's metrics, which Keras creates at the first minibatch.
 
@@ -364,7 +370,7 @@ def _build_metrics(model: keras.Model, spec: Nest) -> None:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(zeros)
     with keras.StatelessScope():  # carried recurrent states must not change
         outputs = model(x, training=False)
-    model.compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
+    _loss(model, x, y, outputs, sample_weight, training=False)
     model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
     model.reset_metrics()
 
