@@ -157,6 +157,45 @@ def test_a_shuffled_dataset_goes_on_in_the_order_that_it_had(tmp_path, monkeypat
     np.testing.assert_array_equal(run(2), 2.0)
 
 
+class Seen(keras.layers.Layer):
+    """Has a weight for each input, which a step raises by what came in."""
+
+    def build(self, shape):
+        self.sums = self.add_weight(shape=shape[1:], initializer="zeros")
+
+    def call(self, x):
+        return x * self.sums
+
+
+def test_random_layers_have_other_numbers_in_each_fit_and_the_same_after_a_resumption(tmp_path):
+    """One minibatch is an epoch, and the layer's mask what it adds to the weights."""
+
+    def masks(seed, *fits):
+        strategy = tfpara.simulate_async(1, tfpara.ASGD(), seed=seed)
+        keras.utils.set_random_seed(7)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), Seen()])
+            model.compile(keras.optimizers.SGD(0.5), lambda y, out: -tf.reduce_sum(out))
+        found = []
+        look = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: found.append(model.get_weights()[0])
+        )
+        for epochs, *callbacks in fits:
+            options = {"epochs": epochs, "verbose": 0, "callbacks": [look, *callbacks]}
+            strategy.fit(model, np.ones((1, 64), "float32"), np.ones(1), **options)
+        return np.diff([*found, model.get_weights()[0]], axis=0)
+
+    def different(all_masks):
+        return len({mask.tobytes() for mask in all_masks})
+
+    three = masks(0, [1], [2])
+    assert set(three.flat) == {0.0, 1.0} and different(three) == 3
+    assert different([*three, *masks(1, [1])]) == 4
+    masks(0, [1], [1, tfpara.AsyncCheckpoint(tmp_path)])
+    resumed = masks(0, [2, tfpara.AsyncCheckpoint(tmp_path)])
+    np.testing.assert_array_equal(resumed, three[2:])
+
+
 @pytest.mark.parametrize(
     ("other", "told"),
     [

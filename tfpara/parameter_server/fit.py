@@ -29,8 +29,8 @@ class Fit:
 
     Attributes:
         epoch: the epoch that is trained, from 0.
-        order: numbers that the order of the data depends on, beside the epoch: the strategy's seed
-            and the number of fits before this one.
+        order: numbers that the order of the data and random layers depend on, beside the epoch: the
+            strategy's seed and the number of fits before this one.
         within_epoch: whether the epoch has begun and is not over; workers may be paused.
         chunks_done: chunks of the epoch that are in the model.
     """
@@ -70,7 +70,9 @@ class Fit:
         choose_rate = None
         if search_rate is not None:
             choose_rate = search_rate.function(self.server, self.work, self._chunks)
-        self._executor = strategy.executor(self.server, self.work, self._chunks, choose_rate)
+        self._executor = strategy.executor(
+            self.server, self.work, self._chunks, choose_rate, self.order
+        )
         self._seen = 0  # minibatches of this epoch at the last call of the batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = 0

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -96,11 +97,14 @@ class Processes:
         chunks: Chunks,
         sync_period: int,
         choose_rate: ChooseRate | None,
+        order: Sequence[int],
         seed: int,
     ) -> Cluster:
         """Returns the object that trains chunks on the workers."""
         del seed
-        return Cluster(self._coordinator, server, work, chunks, sync_period, choose_rate)
+        return Cluster(
+            self._coordinator, server, work, chunks, sync_period, choose_rate, order=order
+        )
 
     def check(self) -> None:
         """Raises an error if the run cannot go on.

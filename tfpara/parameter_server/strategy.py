@@ -451,11 +451,16 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         self._copies[model] = ChiefModel(model, server, work)
 
     def executor(
-        self, server: Server, work: Work, chunks: Chunks, choose_rate: ChooseRate | None
+        self,
+        server: Server,
+        work: Work,
+        chunks: Chunks,
+        choose_rate: ChooseRate | None,
+        order: Sequence[int],
     ) -> Cluster | Simulation:
         """Returns the object that trains chunks on the workers."""
         return self._processes.executor(
-            server, work, chunks, self._period, choose_rate, seed=self.seed
+            server, work, chunks, self._period, choose_rate, order=order, seed=self.seed
         )
 
     def check(self) -> None:

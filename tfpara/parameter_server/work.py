@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms.asgd import ASGD, AsyncRule
@@ -20,17 +21,22 @@ from tfpara.keras_model import carried_states
 from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
 from tfpara.typing import Nest
 
-if TYPE_CHECKING:
-    import numpy as np
-
-# Random streams of a chunk: one for each minibatch at which a worker may begin or continue it.
-CHUNK_STREAMS = 1 << 20
 # 2^64 divided by the golden ratio, as a signed number. Its multiples differ in the upper bits.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
 # Chooses the learning rate of a chunk from its minibatches.
 ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
+
+
+def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
+    """Returns the first random stream of a chunk: there is one for each minibatch to begin with.
+
+    Args:
+        order: numbers that the order of the data depends on, beside the epoch.
+        epoch, chunk: their numbers.
+    """
+    return int(np.random.default_rng([*order, epoch, chunk]).integers(1 << 62))
 
 
 class Block(NamedTuple):
