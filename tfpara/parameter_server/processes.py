@@ -128,8 +128,14 @@ class Processes:
         return found
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence of the other processes, for when this one ends."""
-        self._exit_code, self._failure = exit_code, sentence
+        """Sets the exit code and last sentence of the other processes, for when this one ends.
+
+        An empty sentence leaves the one that was set before, if there is one.
+        """
+        self._exit_code = exit_code
+        self._failure = (
+            sentence or self._failure or f"the chief has ended with exit code {exit_code}."
+        )
 
     def _watch_the_end(self) -> None:
         previous = sys.excepthook
