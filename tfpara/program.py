@@ -78,7 +78,9 @@ def run(
     code = lost_code if code == 1 and failures.is_loss(sentence) else code
     if asynchronous and _strategy is None:  # a synchronous strategy leaves parameter servers out
         if code:
-            told, said = (code, "") if isinstance(code, int) else (1, f"the chief has failed: {code}")
+            told, said = (
+                (code, "") if isinstance(code, int) else (1, f"the chief has failed: {code}")
+            )
             for tell in _tells:
                 tell(told, sentence or said)
         sys.exit(code)

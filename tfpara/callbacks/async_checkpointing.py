@@ -176,7 +176,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self._saved_generation = self._running.server.generation
 
     def _variables(self) -> dict[str, tf.Variable]:
-        """Returns what a checkpoint holds: the servers' variables, and the model's frozen weights."""
+        """Returns what a checkpoint holds: the servers' variables, and the frozen weights."""
         running = self._running
         frozen = {f"{_FROZEN}{k}": v.value for k, v in enumerate(running.work.frozen)}
         return {**running.server.variables(), **frozen}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -16,6 +17,8 @@ from tfpara.parameter_server.repeatable import (
 from tfpara.steps import without_tuner
 from tfpara.typing import Data, Json, Nest
 from tfpara.whole_number import checked_whole
+
+_NO_DATA = (str, bytes, int, float, keras.utils.PyDataset)
 
 
 class Chunks:
@@ -79,16 +82,22 @@ class Chunks:
         return () if self._arguments is None else tuple(self._arguments(epoch, chunk))
 
     def check(self, epoch: int, done: Sequence[int]) -> None:
-        """Checks that the chunks of an epoch were shares of one dataset; only if `shares`.
+        """Checks that an epoch had minibatches and, if `shares`, that they were of one dataset.
 
         Args:
             epoch: the epoch that has been trained.
             done: trained minibatches of each chunk.
 
         Raises:
-            ValueError: the numbers do not fit, so minibatches have been left out or trained twice.
+            ValueError: there were none; or the numbers do not fit, so minibatches have been left
+                out or trained twice.
         """
         total = sum(done)
+        if not total:
+            raise ValueError(
+                f"epoch {epoch} had no minibatch: the dataset is empty. Look at what it reads, and "
+                "at what filter, take and batch(drop_remainder=True) leave of it."
+            )
         shares = [len(range(chunk, total, self.count)) for chunk in range(self.count)]
         if self.shares and list(done) != shares:
             raise ValueError(
@@ -136,7 +145,7 @@ def as_chunks(
         chunks = (
             x if isinstance(x, Chunks) else _of_dataset(x, _positive("chunks", count, 1), order)
         )
-    elif x is None or isinstance(x, str | bytes | int | float) or hasattr(x, "__next__"):
+    elif x is None or isinstance(x, _NO_DATA) or hasattr(x, "__next__"):
         raise TypeError(
             f"x is a {type(x).__name__}. The workers read the data without Python, so give arrays, "
             "a tf.data.Dataset of minibatches, or tfpara.Chunks."
@@ -149,7 +158,7 @@ def as_chunks(
         data = (x, y) if sample_weight is None else (x, y, sample_weight)
         size = _positive("batch_size", batch_size, 32)
         chunks = _of_arrays(data, size, shuffle, _positive("chunks", count, 1), order)
-    return chunks if class_weight is None else _weighted(chunks, class_weight)
+    return _weighted(chunks, class_weight) if class_weight else chunks
 
 
 def _check(chunks: Chunks) -> None:

@@ -128,8 +128,9 @@ def chunk_function(
     """Returns a graph function for `ClusterCoordinator.schedule` that trains one chunk.
 
     It is called as `fn(epoch, chunk, generation, stream, *arguments)`: int64 scalars, of which the
-    last is the chunk's `stream_of`, and the chunk's arguments. It starts with the first minibatch that is not in the model yet, and repeats: pull,
-    `sync_period` minibatches, push. It ends early when workers are halted or a push is left out.
+    last is the chunk's `stream_of`, and the chunk's arguments. It starts with the first minibatch
+    that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. It ends early
+    when workers are halted or a push is left out.
 
     Args:
         server: the global model.

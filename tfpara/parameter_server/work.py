@@ -7,7 +7,6 @@ workers can run the same traced function, and it does not change the chief's mod
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -370,19 +369,23 @@ def _build_metrics(model: keras.Model, spec: Nest) -> None:
         model: built and compiled.
         spec: the element spec of its minibatches.
     """
-    zeros = tf.nest.map_structure(
-        lambda s: tf.zeros([1 if d is None else d for d in s.shape], s.dtype), spec
-    )
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(zeros)
-    with keras.StatelessScope():  # carried recurrent states must not change
+
+    @tf.function(autograph=False)
+    def measure(data: Nest) -> None:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         outputs = model(x, training=False)
-    _loss(model, x, y, outputs, sample_weight, training=False)
-    model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
-    model.reset_metrics()
+        _loss(model, x, y, outputs, sample_weight, training=False)
+        model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+    # The graph is never run: its minibatch may have dimensions that are not known. Keras makes the
+    # variables when the scope ends, and what the graph assigns to others is forgotten then.
+    weights = [(v, v.value) for v in model.trainable_variables]  # regularizers read them there
+    with keras.StatelessScope(weights, collect_losses=True):
+        measure.get_concrete_function(spec)
 
 
 def _are_same(some: Sequence[keras.Variable], others: Sequence[keras.Variable]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+    return [id(v) for v in some] == [id(v) for v in others]
 
 
 def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
