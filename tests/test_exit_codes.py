@@ -46,6 +46,26 @@ def test_run_ends_with_the_code_of_a_lost_worker(given, code, monkeypatch):
     assert leaving.value.code == 1
 
 
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: None, []),
+        (lambda: sys.exit(0), []),
+        (lambda: sys.exit(3), [(3, "")]),
+        (lambda: sys.exit("no data"), [(1, "the chief has failed: no data")]),
+        (lambda: 1 / 0, [(1, "the chief has failed: ZeroDivisionError: division by zero")]),
+    ],
+)
+def test_run_tells_parameter_servers_and_workers_the_code_of_the_chief(end, told, monkeypatch):
+    calls = []
+    monkeypatch.setattr("tfpara.cluster.asynchronous.is_meant", lambda: True)
+    monkeypatch.setattr(program, "_strategy", None)
+    monkeypatch.setattr(program, "_tells", [lambda *call: calls.append(call)])
+    with pytest.raises(SystemExit):
+        program.run(end)
+    assert calls == told
+
+
 def test_a_script_without_run_ends_with_it_too():
     script = """
 import sys

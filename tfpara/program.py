@@ -51,7 +51,7 @@ def run(
 
     An error of the program itself is shown as Python shows it. Ctrl-C prints the word "interrupted"
     and gives exit code 130. The argument of `sys.exit` is the exit code. In a cluster with
-    parameter servers the other processes end when the chief's does.
+    parameter servers the other processes end when the chief's does, with the same code.
 
     Args:
         main: the program; called without arguments. What it returns is not used.
@@ -77,9 +77,12 @@ def run(
     code, orderly, sentence = _ran(main, name, explain)
     code = lost_code if code == 1 and failures.is_loss(sentence) else code
     if asynchronous and _strategy is None:  # a synchronous strategy leaves parameter servers out
-        if code and sentence:
+        if code:
+            told, said = (
+                (code, "") if isinstance(code, int) else (1, f"the chief has failed: {code}")
+            )
             for tell in _tells:
-                tell(1, sentence)
+                tell(told, sentence or said)
         sys.exit(code)
     if not _has_others():
         sys.exit(code)
@@ -167,7 +170,8 @@ def on_leaving(leave: Callable[[bool], None]) -> None:
 def tell_of_failure(tell: Callable[[int, str], None]) -> None:
     """Registers `tell(exit_code, sentence)`, called where `run` fails with parameter servers.
 
-    It lets the chief end the other processes with itself.
+    It lets the chief end the other processes with itself. The sentence is empty where the program
+    has called `sys.exit` with a number.
     """
     _tells.append(tell)
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -344,7 +345,15 @@ def test_chunks_may_shuffle_with_the_epoch_as_a_seed():
     assert [sorted(order) for order in orders] == [list(range(40))] * 3
 
 
-@pytest.mark.parametrize("x", [None, "file", 3, iter([1])])
+class InPython(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return X[:3], Y[:3]
+
+
+@pytest.mark.parametrize("x", [None, "file", 3, iter([1]), InPython()])
 def test_data_of_another_kind_is_refused(x):
     with pytest.raises(TypeError, match="without Python"):
         as_chunks(x)
@@ -358,4 +367,5 @@ def test_class_weights_of_one_hot_labels():
         chunks = as_chunks(x, targets, batch_size=4, shuffle=False, class_weight={1: 5.0})
         weighted.append(np.concatenate([w for chunk in read(chunks) for _, _, w in chunk]))
     np.testing.assert_array_equal(*weighted)
+    assert len(read(as_chunks(x, labels, class_weight={}))[0][0]) == 2  # no weights
     assert weighted[0].tolist() == [1, 5, 1, 1, 5, 1]

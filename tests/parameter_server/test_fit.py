@@ -1,5 +1,7 @@
 """`AsyncStrategy.fit` beside Keras' own, and what happens in the middle of it."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -71,6 +73,41 @@ def test_one_worker_has_the_history_of_keras(options):
         np.testing.assert_allclose(got.history[name], values, rtol=1e-4, err_msg=name)
     for mine, theirs in zip(own.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_metric_of_several_values_is_in_the_history_as_by_keras():
+    histories = []
+    for strategy, model in ((None, compiled()), made()):
+        loss = keras.losses.CategoricalCrossentropy()
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=[keras.metrics.F1Score()])
+        fit, chunks = (strategy.fit, {"chunks": 1}) if strategy else (keras.Model.fit, {})
+        history = fit(model, X, np.eye(3)[Y], epochs=2, **settings(**chunks)).history
+        histories.append(np.array(history["f1_score"]))
+    assert histories[0].shape == (2, 3)
+    np.testing.assert_allclose(*histories, rtol=1e-5)
+
+
+def test_inputs_of_any_length_are_trained_on_as_by_keras():
+    """Longer than the window of a convolution, but not of a length that the dataset knows."""
+    x = np.random.default_rng(3).normal(size=(24, 9, 4)).astype("float32")
+    rows = tf.data.Dataset.from_tensor_slices((x, Y[:24]))
+    rows = rows.padded_batch(BATCH, padded_shapes=([None, 4], []))
+    strategy = tfpara.simulate_async(1, tfpara.ASGD())
+    ends = []
+    for scope, fit in (
+        (contextlib.nullcontext(), keras.Model.fit),
+        (strategy.scope(), strategy.fit),
+    ):
+        keras.utils.set_random_seed(7)
+        window = keras.layers.Conv1D(3, 5)
+        last = [keras.layers.GlobalMaxPooling1D(), keras.layers.Dense(3, "softmax")]
+        with scope:
+            model = keras.Sequential([keras.Input((None, 4)), window, *last])
+            loss = "sparse_categorical_crossentropy"
+            model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+        ends.append([fit(model, rows, verbose=0).history["loss"], *model.get_weights()])
+    for got, wanted in zip(*ends, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_datasets_train_like_arrays():
@@ -333,6 +370,14 @@ def test_a_rate_by_staleness_needs_a_rate():
         model.compile(keras.optimizers.SGD(decay), "sparse_categorical_crossentropy")
     with pytest.raises(ValueError, match="rate_by_staleness=True divides"):
         strategy.fit(model, X, Y, **settings())
+
+
+def test_data_without_a_minibatch_are_refused():
+    strategy, model = made()
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    for empty in (rows.take(0), rows.filter(lambda x, y: tf.reduce_any(y < 0))):
+        with pytest.raises(ValueError, match="epoch 0 had no minibatch: the dataset is empty"):
+            strategy.fit(model, empty, verbose=0)
 
 
 def test_periods_and_chunks_that_do_not_fit_are_refused():

@@ -23,13 +23,17 @@ def made(rule=None, optimizer=None, workers=3, servers=1, **options):
     strategy = tfpara.simulate_async(workers, rule or tfpara.ASGD(), **options)
     if servers > 1:
         strategy._processes.server_devices = tuple(f"CPU:{k}" for k in range(servers))
-    keras.utils.set_random_seed(7)
     with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)]
-        )
-        model.compile(optimizer or keras.optimizers.SGD(0.01, momentum=0.5), "mse")
-    return strategy, model
+        return strategy, plain(optimizer)
+
+
+def plain(optimizer=None):
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)]
+    )
+    model.compile(optimizer or keras.optimizers.SGD(0.01, momentum=0.5), "mse")
+    return model
 
 
 def train(strategy, model, epochs=1, callbacks=(), **options):
@@ -153,6 +157,93 @@ def test_a_shuffled_dataset_goes_on_in_the_order_that_it_had(tmp_path, monkeypat
     np.testing.assert_array_equal(run(2), 2.0)
 
 
+class Seen(keras.layers.Layer):
+    """Has a weight for each input, which a step raises by what came in."""
+
+    def build(self, shape):
+        self.sums = self.add_weight(shape=shape[1:], initializer="zeros")
+
+    def call(self, x):
+        return x * self.sums
+
+
+def test_random_layers_have_other_numbers_in_each_fit_and_the_same_after_a_resumption(tmp_path):
+    """One minibatch is an epoch, and the layer's mask what it adds to the weights."""
+
+    def masks(seed, *fits):
+        strategy = tfpara.simulate_async(1, tfpara.ASGD(), seed=seed)
+        keras.utils.set_random_seed(7)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), Seen()])
+            model.compile(keras.optimizers.SGD(0.5), lambda y, out: -tf.reduce_sum(out))
+        found = []
+        look = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: found.append(model.get_weights()[0])
+        )
+        for epochs, *callbacks in fits:
+            options = {"epochs": epochs, "verbose": 0, "callbacks": [look, *callbacks]}
+            strategy.fit(model, np.ones((1, 64), "float32"), np.ones(1), **options)
+        return np.diff([*found, model.get_weights()[0]], axis=0)
+
+    def different(all_masks):
+        return len({mask.tobytes() for mask in all_masks})
+
+    three = masks(0, [1], [2])
+    assert set(three.flat) == {0.0, 1.0} and different(three) == 3
+    assert different([*three, *masks(1, [1])]) == 4
+    masks(0, [1], [1, tfpara.AsyncCheckpoint(tmp_path)])
+    resumed = masks(0, [2, tfpara.AsyncCheckpoint(tmp_path)])
+    np.testing.assert_array_equal(resumed, three[2:])
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"batch_size": 8}, "batch_size: .*has 4, this run has 8; minibatches: .*has 24, .* 12"),
+        ({"x": X[:92], "y": Y[:92]}, "minibatches: .*; samples: the checkpoint has 96, .* 92"),
+        ({"shuffle": False}, "shuffle: the checkpoint has True, this run has False"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_other_minibatches_are_refused_within_an_epoch_only(tmp_path, monkeypatch, other, told):
+    """There some would be trained twice or never. Between epochs they are the user's choice."""
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    for hook in ("on_train_batch_end", "on_epoch_end"):
+        callbacks = [keras.callbacks.LambdaCallback(**{hook: kill})]
+        callbacks.append(tfpara.AsyncCheckpoint(tmp_path / hook))
+        data = {"x": X, "y": Y, "batch_size": 4, "chunks": 4, "verbose": 0}
+        strategy, model = made()
+        with pytest.raises(tfpara.callbacks.Preempted):
+            strategy.fit(model, **data, callbacks=callbacks)
+        again, model = made()
+        data |= {**other, "epochs": 2, "callbacks": [tfpara.AsyncCheckpoint(tmp_path / hook)]}
+        if hook == "on_epoch_end":
+            again.fit(model, **data)
+        else:
+            with pytest.raises(tfpara.CheckpointError, match=told):
+                again.fit(model, **data)
+
+
+def test_frozen_weights_are_those_of_the_checkpoint(tmp_path):
+    """Though the program begins with others, as one with random initial values does."""
+    losses, frozen = [], []
+    for value in (0.5, -1.0):
+        strategy = tfpara.simulate_async(2, tfpara.ASGD())
+        with strategy.scope():
+            first = keras.layers.Dense(
+                4, kernel_initializer=keras.initializers.Constant(value), trainable=False
+            )
+            model = keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+        epochs = len(losses) + 1
+        history = train(strategy, model, epochs, [tfpara.AsyncCheckpoint(tmp_path)])
+        losses += history.history["loss"]
+        frozen.append(first.get_weights()[0])
+    are_all(frozen, 0.5)
+    assert losses[1] == pytest.approx(losses[0])  # the workers compute with them, too
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     strategy, model = made()
     train(strategy, model, 1, [tfpara.AsyncCheckpoint(tmp_path)])
@@ -270,12 +361,13 @@ def test_weights_that_a_callback_sets_are_trained_on(rule, hooks):
             are_all(model.get_weights(), value)
 
 
-def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path):
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_end"])
+def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path, hook):
     def callbacks(*first):
         return [*first, tfpara.AsyncCheckpoint(tmp_path)]
 
     strategy, model = made(optimizer=keras.optimizers.SGD(0.0))
-    train(strategy, model, 1, callbacks(Set("on_epoch_end", 5.0)))
+    train(strategy, model, 1, callbacks(Set(hook, 5.0)))
     again, resumed = made(optimizer=keras.optimizers.SGD(0.0))
     seen = []
     look = keras.callbacks.LambdaCallback(
@@ -456,6 +548,49 @@ def test_a_model_that_is_compiled_again_has_the_new_optimizer():
         np.testing.assert_array_equal(got, expected)
 
 
+def in_order(model):
+    """Trains an epoch, and returns its history; one worker trains as Keras does."""
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    strategy = tfpara.strategy.Strategy.of(model)
+    if isinstance(strategy, tfpara.AsyncStrategy):
+        return strategy.fit(model, X, Y, chunks=1, **options).history
+    return model.fit(X, Y, **options).history
+
+
+def test_a_model_that_is_compiled_again_with_the_same_optimizer_has_the_new_loss_and_metrics():
+    """The optimizer's slots stay, as Keras' do."""
+    _, own = made(workers=1)
+    wanted = plain()
+    for settings in ({"loss": "mae", "metrics": ["mse", "mae"]}, {"loss": "mse"}):
+        in_order(own), in_order(wanted)
+        for model in (own, wanted):
+            model.compile(model.optimizer, **settings)
+        got, expected = in_order(own), in_order(wanted)
+        assert set(got) == set(expected)
+        for name, values in expected.items():
+            assert got[name] == pytest.approx(values, rel=1e-4), name
+    for mine, theirs in zip(own.get_weights(), wanted.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_are_frozen_and_unfrozen_between_fits():
+    """With the same optimizer or not; its slots start anew, as those of one that is made anew."""
+    _, own = made(workers=1)
+    wanted = plain()
+    for frozen, compiles in ((True, False), (False, True), (True, True), (False, False)):
+        in_order(own), in_order(wanted)
+        for model in (own, wanted):
+            model.layers[0].trainable = not frozen
+        if compiles:
+            own.compile(own.optimizer, "mse")
+        wanted.compile(keras.optimizers.SGD(0.01, momentum=0.5), "mse")
+        before = own.get_weights()
+        assert in_order(own)["loss"] == pytest.approx(in_order(wanted)["loss"], rel=1e-4)
+        assert np.array_equal(own.get_weights()[0], before[0]) == frozen
+        for mine, theirs in zip(own.get_weights(), wanted.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_early_stopping_leaves_the_best_weights():
     strategy, model = made(optimizer=keras.optimizers.SGD(0.02))
     seen = []
@@ -506,6 +641,25 @@ def test_a_searched_rate_outlasts_a_resumption_and_a_second_fit(tmp_path):
     resumed.optimizer.learning_rate = 0.5  # set by the user: the next search starts from it
     train(again, resumed, 1, **options)
     assert again._servers[resumed][0].learning_rate == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+def test_a_rate_that_a_callback_has_set_last_is_the_servers_after_a_resumption(tmp_path, hook):
+    """A checkpoint has it, though the servers are told of it after the hook."""
+
+    class Lower(keras.callbacks.Callback):
+        def lower(self, *_, **__):
+            self.model.optimizer.learning_rate = 0.005
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    setattr(Lower, hook, Lower.lower)
+    strategy, model = made(optimizer=keras.optimizers.SGD(0.01))
+    with pytest.raises(tfpara.callbacks.Preempted):
+        train(strategy, model, 1, [Lower(), tfpara.AsyncCheckpoint(tmp_path)])
+    again, resumed = made(optimizer=keras.optimizers.SGD(0.01))
+    train(again, resumed, 2, [tfpara.AsyncCheckpoint(tmp_path)])
+    assert float(resumed.optimizer.learning_rate) == pytest.approx(0.005)
+    assert again._servers[resumed][0].learning_rate == pytest.approx(0.005)
 
 
 def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):

@@ -231,13 +231,19 @@ def decaying():
     return keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.7))
 
 
+def muon():
+    return keras.optimizers.Muon(0.05, exclude_layers=["dense"])
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("rule", "period", "optimizer"),
     [
         (ASGD(), 1, sgd),
         (ASGD(), 1, decaying),
+        (ASGD(), 1, muon),
         (Downpour(), 1, adam),
+        (Downpour(), 1, muon),
         (Downpour(), 4, sgd),
         (Downpour(), 4, decaying),
     ],

@@ -272,6 +272,28 @@ class Stepping(Own):
         return {}
 
 
+class OfOldKeras(Own):
+    """A loss of its own, as Keras before 3.3 called it, with other names."""
+
+    def compute_loss(self, inputs=None, targets=None, outputs=None, weights=None):
+        return tf.reduce_mean((targets - outputs) ** 2)
+
+
+def test_a_loss_of_ones_own_without_the_argument_training():
+    x, y = data = minibatches(1, weighted=False)[0]
+    model = OfOldKeras()
+    model.build((None, 4))
+    model.compile("sgd")
+    work, block, _ = compute(model, ASGD(), [data])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((y - model(x)) ** 2)
+    wanted = tape.gradient(loss, model.trainable_variables)
+    for got, gradient in zip(block.gradients, wanted, strict=True):
+        np.testing.assert_allclose(got, gradient, rtol=1e-5, atol=1e-7)
+    own_loss, _ = work.loss(block.weights, [], [], data)
+    assert float(own_loss) == pytest.approx(float(loss))
+
+
 def test_models_that_workers_cannot_train_are_refused():
     one = spec(minibatches(1)[0])
     model = Own()

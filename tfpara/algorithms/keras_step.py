@@ -240,6 +240,7 @@ class KerasSteps:
         }
         for value, variable in zip(self._weights, weights, strict=True):
             value.constraint = variable.constraint
+            value._path = variable.path  # Keras' attribute; Muon finds the layers' names in it
         copy.build(self._weights)
         self._state = []
         for attribute, value in list(vars(copy).items()):

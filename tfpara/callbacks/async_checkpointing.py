@@ -23,8 +23,9 @@ from tfpara.cluster import exit_codes
 from tfpara.strategy import Strategy
 from tfpara.typing import Json, Logs
 
-# Variables that older checkpoints do not have.
+# Variables that older checkpoints do not have. They lack frozen weights, too.
 _LATER = ("books/minibatches", "local_rate")
+_FROZEN = "frozen/"
 _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all processes again."
 
 
@@ -32,13 +33,13 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     """Writes checkpoints of an asynchronous run, goes on from the newest, and leaves on SIGTERM.
 
     A checkpoint has the state of the parameter servers (weights, the optimizer's slots, averages,
-    counters, and how far each chunk of the epoch is) and the states of callbacks. It is written at
-    the end of each epoch, and within epochs if asked; workers pause meanwhile, between two pushes.
-    A program that is started again goes on there. It must have as many parameter servers and chunks
-    as before, but may have any number of workers. If that number changes, give `fit` the number of
-    `chunks`, which otherwise depends on it. The workers' own state is not kept: their models
-    (AsyncEASGD) begin with the servers', and their optimizers (AsyncEASGD, Downpour) without
-    momentum or moments.
+    counters, and how far each chunk of the epoch is), the frozen weights and the states of
+    callbacks. It is written at the end of each epoch, and within epochs if asked; workers pause
+    meanwhile, between two pushes. A program that is started again goes on there. It must have as
+    many parameter servers and chunks as before, but may have any number of workers. If that number
+    changes, give `fit` the number of `chunks`, which otherwise depends on it. The workers' own
+    state is not kept: their models (AsyncEASGD) begin with the servers', and their optimizers
+    (AsyncEASGD, Downpour) without momentum or moments.
 
     On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
     the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The callback runs after all others.
@@ -83,6 +84,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self._plan = dict(data_plan or {})
         self._number = 0
         self._saved_at = time.monotonic()
+        self._saved_generation = 0  # of the servers' model
         self._terminated = False
         self._exit_code = exit_codes.restart()
         self._former_handler: Callable[..., object] | int | None = None
@@ -107,6 +109,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         if threading.current_thread() is threading.main_thread():
             self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
         self._saved_at = time.monotonic()
+        self._saved_generation = self._running.server.generation
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         minutes = (time.monotonic() - self._saved_at) / 60.0
@@ -120,8 +123,10 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self._leave_if_asked()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        if self.model.stop_training:
-            self._save(self._running.epoch, finished=True)
+        self.model.distribute_strategy.write(self.model)
+        # The last epoch's checkpoint lacks weights that a callback before this one has set here.
+        if self.model.stop_training or self._saved_generation != self._running.server.generation:
+            self._save(self._running.epoch, finished=bool(self.model.stop_training))
         self._stand_down()
 
     def _stand_down(self) -> None:
@@ -142,10 +147,12 @@ class AsyncCheckpoint(keras.callbacks.Callback):
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
         self.model.distribute_strategy.write(self.model)  # what callbacks before this one have set
+        self._running.follow_rate()
         self._number += 1
         number = self._number
         manifest = {
             "run": self._of_a_run(),
+            "data": self._running.data_facts,
             "versions": versions(),
             "workers": 1,  # how many processes write the checkpoint
             "position": {
@@ -159,14 +166,20 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         }
         try:
             self._store.begin(number)
-            variables = self._running.server.variables()
-            tensors = {name: tf.identity(variable) for name, variable in variables.items()}
+            tensors = {name: tf.identity(held) for name, held in self._variables().items()}
             manifest["files"] = self._store.write_part(number, 0, tensors)
             self._store.commit(number, manifest)
         except CheckpointError:
             self._store.abandon(number)
             raise
         self._saved_at = time.monotonic()
+        self._saved_generation = self._running.server.generation
+
+    def _variables(self) -> dict[str, tf.Variable]:
+        """Returns what a checkpoint holds: the servers' variables, and the frozen weights."""
+        running = self._running
+        frozen = {f"{_FROZEN}{k}": v.value for k, v in enumerate(running.work.frozen)}
+        return {**running.server.variables(), **frozen}
 
     def _rate(self) -> float | None:
         rate = self.model.optimizer.learning_rate
@@ -199,7 +212,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 warnings.warn(f"{error}; trying the checkpoint before it.", stacklevel=2)
                 problems.append(str(error))
                 continue
-            check_run(self._store.path(number), manifest, self._of_a_run())
+            self._check_run(number, manifest)
             self._load(number, manifest)
             return
         if problems and self._if_damaged == "refuse":
@@ -208,14 +221,24 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 'train from the beginning, remove the directory or give if_damaged="start".'
             )
 
+    def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
+        """Refuses a checkpoint of other settings or, within an epoch, of other minibatches."""
+        theirs, mine = dict(manifest["run"]), self._of_a_run()
+        if manifest["position"]["within"] and "data" in manifest:  # older ones do not have it
+            theirs |= manifest["data"]
+            mine |= self._running.data_facts
+        check_run(self._store.path(number), {**manifest, "run": theirs}, mine)
+
     def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
         (reader,) = self._store.readers(number, manifest)
-        held = self._running.server.variables()
+        held = self._variables()
         there = reader.get_variable_to_shape_map()
         self._check_shapes(number, there, {name: list(v.shape) for name, v in held.items()})
         for name, variable in held.items():
-            known = name in there
-            variable.assign(reader.get_tensor(name) if known else self._missing(name, manifest))
+            if name in there:
+                variable.assign(reader.get_tensor(name))
+            elif name in _LATER:
+                variable.assign(self._missing(name, manifest))
         for name, state in manifest["states"].items():
             holder = self.model.distribute_strategy.states.get(name)
             if holder is not None:
@@ -233,7 +256,8 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self, number: int, there: Mapping[str, Json], mine: Mapping[str, Json]
     ) -> None:
         """Refuses a checkpoint whose model, metrics or optimizer have other variables."""
-        for name in sorted({*there, *mine} - ({*_LATER} - {*there})):
+        later = {name for name in mine if name in _LATER or name.startswith(_FROZEN)}
+        for name in sorted({*there, *mine} - (later - {*there})):
             theirs, own = there.get(name, "none"), mine.get(name, "none")
             if theirs != own:
                 raise CheckpointError(

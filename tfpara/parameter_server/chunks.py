@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -14,8 +15,10 @@ from tfpara.parameter_server.repeatable import (
     check_seeds,
 )
 from tfpara.steps import without_tuner
-from tfpara.typing import Data, Nest
+from tfpara.typing import Data, Json, Nest
 from tfpara.whole_number import checked_whole
+
+_NO_DATA = (str, bytes, int, float, keras.utils.PyDataset)
 
 
 class Chunks:
@@ -39,6 +42,7 @@ class Chunks:
 
     Attributes:
         shares: whether each chunk reads one dataset whole and keeps every `count`-th minibatch.
+        facts: what decides which samples a minibatch has, by name, as far as it is known.
 
     Raises:
         ValueError: `count` is not a whole number of at least 1.
@@ -55,6 +59,7 @@ class Chunks:
     ) -> None:
         self.count = _positive("count", count, 1)
         self.num_minibatches = num_minibatches
+        self.facts: dict[str, Json] = {"minibatches": num_minibatches}
         self._dataset = dataset
         self._arguments = arguments
 
@@ -77,16 +82,22 @@ class Chunks:
         return () if self._arguments is None else tuple(self._arguments(epoch, chunk))
 
     def check(self, epoch: int, done: Sequence[int]) -> None:
-        """Checks that the chunks of an epoch were shares of one dataset; only if `shares`.
+        """Checks that an epoch had minibatches and, if `shares`, that they were of one dataset.
 
         Args:
             epoch: the epoch that has been trained.
             done: trained minibatches of each chunk.
 
         Raises:
-            ValueError: the numbers do not fit, so minibatches have been left out or trained twice.
+            ValueError: there were none; or the numbers do not fit, so minibatches have been left
+                out or trained twice.
         """
         total = sum(done)
+        if not total:
+            raise ValueError(
+                f"epoch {epoch} had no minibatch: the dataset is empty. Look at what it reads, and "
+                "at what filter, take and batch(drop_remainder=True) leave of it."
+            )
         shares = [len(range(chunk, total, self.count)) for chunk in range(self.count)]
         if self.shares and list(done) != shares:
             raise ValueError(
@@ -134,7 +145,7 @@ def as_chunks(
         chunks = (
             x if isinstance(x, Chunks) else _of_dataset(x, _positive("chunks", count, 1), order)
         )
-    elif x is None or isinstance(x, str | bytes | int | float) or hasattr(x, "__next__"):
+    elif x is None or isinstance(x, _NO_DATA) or hasattr(x, "__next__"):
         raise TypeError(
             f"x is a {type(x).__name__}. The workers read the data without Python, so give arrays, "
             "a tf.data.Dataset of minibatches, or tfpara.Chunks."
@@ -147,7 +158,7 @@ def as_chunks(
         data = (x, y) if sample_weight is None else (x, y, sample_weight)
         size = _positive("batch_size", batch_size, 32)
         chunks = _of_arrays(data, size, shuffle, _positive("chunks", count, 1), order)
-    return chunks if class_weight is None else _weighted(chunks, class_weight)
+    return _weighted(chunks, class_weight) if class_weight else chunks
 
 
 def _check(chunks: Chunks) -> None:
@@ -234,7 +245,9 @@ def _of_arrays(
             .prefetch(2)
         )
 
-    return Chunks(count, part, samples, minibatches)
+    chunks = Chunks(count, part, samples, minibatches)
+    chunks.facts |= {"samples": lengths[0], "batch_size": batch_size, "shuffle": shuffle}
+    return chunks
 
 
 def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
@@ -255,5 +268,5 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
         return chunks.dataset(*arguments).map(weigh)
 
     weighted = Chunks(chunks.count, part, chunks.arguments, chunks.num_minibatches)
-    weighted.shares = chunks.shares
+    weighted.shares, weighted.facts = chunks.shares, chunks.facts
     return weighted

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Place, Server
-from tfpara.parameter_server.work import CHUNK_STREAMS, Block, Work
+from tfpara.parameter_server.work import Block, Work, stream_of
 from tfpara.typing import Nest
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class Cluster:
     Args:
         coordinator: TensorFlow's coordinator of the cluster.
         server, work, chunks, sync_period, choose_rate: as for `chunk_function`.
+        order: numbers that random layers depend on, beside the epoch and chunk. They are read when
+            a chunk is scheduled.
     """
 
     def __init__(
@@ -36,10 +38,13 @@ class Cluster:
         chunks: Chunks,
         sync_period: int,
         choose_rate: ChooseRate | None = None,
+        *,
+        order: Sequence[int],
     ) -> None:
         self._coordinator = coordinator
         self._server = server
         self._chunks = chunks
+        self._order = order
         self._scheduled: list[
             tuple[tuple[int, int], tf.distribute.coordinator.RemoteValue]
         ] = []  # (epoch, chunk) and the result, which may not be there yet
@@ -48,7 +53,8 @@ class Cluster:
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
         """Schedules chunks of an epoch on the workers; each worker gets one at a time."""
         for chunk in chunks:
-            numbers = (epoch, chunk, self._server.generation)
+            stream = stream_of(self._order, epoch, chunk)
+            numbers = (epoch, chunk, self._server.generation, stream)
             place = [tf.constant(number, tf.int64) for number in numbers]
             arguments = tf.nest.map_structure(
                 tf.convert_to_tensor, self._chunks.arguments(epoch, chunk)
@@ -121,9 +127,10 @@ def chunk_function(
 ) -> Callable[..., tf.Tensor]:
     """Returns a graph function for `ClusterCoordinator.schedule` that trains one chunk.
 
-    It is called as `fn(epoch, chunk, generation, *arguments)`: three int64 scalars, and the chunk's
-    arguments. It starts with the first minibatch that is not in the model yet, and repeats: pull,
-    `sync_period` minibatches, push. It ends early when workers are halted or a push is left out.
+    It is called as `fn(epoch, chunk, generation, stream, *arguments)`: int64 scalars, of which the
+    last is the chunk's `stream_of`, and the chunk's arguments. It starts with the first minibatch
+    that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. It ends early
+    when workers are halted or a push is left out.
 
     Args:
         server: the global model.
@@ -136,7 +143,11 @@ def chunk_function(
 
     @tf.function(reduce_retracing=True, autograph=False)
     def train(
-        epoch: tf.Tensor, chunk: tf.Tensor, generation: tf.Tensor, *arguments: Nest
+        epoch: tf.Tensor,
+        chunk: tf.Tensor,
+        generation: tf.Tensor,
+        stream: tf.Tensor,
+        *arguments: Nest,
     ) -> tf.Tensor:
         worker = tf.cast(
             tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
@@ -166,9 +177,8 @@ def chunk_function(
                 go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
                 return (_At(element, trained.own, at.done + trained.minibatches, go),)
 
-        stream = (epoch * chunks.count + chunk) * CHUNK_STREAMS + done
         first = iterator.get_next_as_optional()
-        at = _At(first, work.own_start(stream), done, tf.logical_not(halted))
+        at = _At(first, work.own_start(stream + done), done, tf.logical_not(halted))
         (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
         with tf.control_dependencies([at.go]):
             # If the last push was left out, the chunk is not finished and is handed out again.

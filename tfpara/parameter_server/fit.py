@@ -15,7 +15,7 @@ from tfpara import fit_call
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 from tfpara.parameter_server.errors import explained
 from tfpara.parameter_server.server import metric_variables
-from tfpara.typing import Data, Logs
+from tfpara.typing import Data, Json, Logs
 
 if TYPE_CHECKING:
     from tfpara.parameter_server.search import ChunkRateSearch
@@ -29,8 +29,8 @@ class Fit:
 
     Attributes:
         epoch: the epoch that is trained, from 0.
-        order: numbers that the order of the data depends on, beside the epoch: the strategy's seed
-            and the number of fits before this one.
+        order: numbers that the order of the data and random layers depend on, beside the epoch: the
+            strategy's seed and the number of fits before this one.
         within_epoch: whether the epoch has begun and is not over; workers may be paused.
         chunks_done: chunks of the epoch that are in the model.
     """
@@ -70,7 +70,9 @@ class Fit:
         choose_rate = None
         if search_rate is not None:
             choose_rate = search_rate.function(self.server, self.work, self._chunks)
-        self._executor = strategy.executor(self.server, self.work, self._chunks, choose_rate)
+        self._executor = strategy.executor(
+            self.server, self.work, self._chunks, choose_rate, self.order
+        )
         self._seen = 0  # minibatches of this epoch at the last call of the batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = 0
@@ -155,8 +157,15 @@ class Fit:
         # The checkpoint has the rates of the model's optimizer and of the servers. They may differ,
         # for a ChunkRateSearch changes the servers' only; that is no change by a callback.
         self.server.told_rate = self._chiefs_rate()
+        self.work.read_frozen()
         self._strategy.read(self.model)
         self.model.stop_training = finished
+
+    def follow_rate(self) -> None:
+        """Sends the rate of the model's optimizer to the servers if a callback has changed it."""
+        rate = self._chiefs_rate()
+        if rate is not None and rate != self.server.told_rate:
+            self.server.learning_rate = self.server.told_rate = rate
 
     def give_up(self) -> None:
         """Leaves the workers idle and the model with the global weights; `run` has failed."""
@@ -170,6 +179,11 @@ class Fit:
     def num_chunks(self) -> int:
         """Chunks of an epoch."""
         return self._chunks.count
+
+    @property
+    def data_facts(self) -> dict[str, Json]:
+        """What decides which samples a minibatch has: `Chunks.facts`."""
+        return self._chunks.facts
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -191,7 +205,7 @@ class Fit:
             pass
 
     def _train_epoch(self, callbacks: keras.callbacks.CallbackList) -> None:
-        self._follow_rate()
+        self.follow_rate()
         self._submit()
         first = True
         while True:
@@ -200,7 +214,7 @@ class Fit:
             if self._tell(callbacks) and first:
                 self._strategy.write(self.model)  # raises early if a batch hook has set weights
                 first = False
-            self._follow_rate()
+            self.follow_rate()
             if self.model.stop_training and not done:
                 self._halt()
                 return
@@ -240,12 +254,6 @@ class Fit:
         self._seen = seen
         return True
 
-    def _follow_rate(self) -> None:
-        """Sends the rate of the model's optimizer to the servers if a callback has changed it."""
-        rate = self._chiefs_rate()
-        if rate is not None and rate != self.server.told_rate:
-            self.server.learning_rate = self.server.told_rate = rate
-
     def _chiefs_rate(self) -> float | None:
         """Returns the rate of the model's optimizer; None if the servers have no rate to set."""
         if self.server.learning_rate is None:
@@ -256,7 +264,7 @@ class Fit:
         for variable, value in zip(metric_variables(self.model), self.server.metrics, strict=True):
             variable.assign(tf.identity(value))
         results = self.model.get_metrics_result()
-        return {name: float(value) for name, value in results.items()}
+        return {name: _number(value) for name, value in results.items()}
 
     def _validated(self, data: Data, batch_size: int | None, every: int | Collection[int]) -> Logs:
         number = self.epoch + 1
@@ -272,6 +280,11 @@ class Fit:
             x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
         )
         return {f"val_{name}": value for name, value in results.items()}
+
+
+def _number(value: Any) -> Any:
+    """Returns the result of a metric as a float, or as it is if it has several, as Keras does."""
+    return float(value) if np.ndim(value) == 0 else value
 
 
 def _minibatches(x: Data, batch_size: int | None) -> int:

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -96,11 +97,14 @@ class Processes:
         chunks: Chunks,
         sync_period: int,
         choose_rate: ChooseRate | None,
+        order: Sequence[int],
         seed: int,
     ) -> Cluster:
         """Returns the object that trains chunks on the workers."""
         del seed
-        return Cluster(self._coordinator, server, work, chunks, sync_period, choose_rate)
+        return Cluster(
+            self._coordinator, server, work, chunks, sync_period, choose_rate, order=order
+        )
 
     def check(self) -> None:
         """Raises an error if the run cannot go on.
@@ -124,8 +128,14 @@ class Processes:
         return found
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence of the other processes, for when this one ends."""
-        self._exit_code, self._failure = exit_code, sentence
+        """Sets the exit code and last sentence of the other processes, for when this one ends.
+
+        An empty sentence leaves the one that was set before, if there is one.
+        """
+        self._exit_code = exit_code
+        self._failure = (
+            sentence or self._failure or f"the chief has ended with exit code {exit_code}."
+        )
 
     def _watch_the_end(self) -> None:
         previous = sys.excepthook

@@ -167,9 +167,9 @@ class Server:
         bound = getattr(rule, "max_staleness", None)
         with tf.device(self.first.device):
             self.state = [variable(v.value) for v in state]
-            self.metrics = [variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
             self.books = Books(num_workers, record)
             self.turns = None if bound is None else Turns(num_workers, bound)
+        self.measure(model)
         # The order in which every graph takes the servers' locks. With different orders, two
         # workers could each hold the lock for which the other waits.
         self._order = self.shards if self.turns is None else [*self.shards[1:], self.first]
@@ -466,6 +466,11 @@ class Server:
             shard.divide(num_chunks)
         with tf.device(self.first.device):
             self.books.divide(num_chunks, self.first.progress)
+
+    def measure(self, model: keras.Model) -> None:
+        """Makes the variables of the model's metrics; call it before graphs are made."""
+        with tf.device(self.first.device):
+            self.metrics = [variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
 
     def open_epoch(self, epoch: int, anew: bool) -> None:
         """Accepts the minibatches of an epoch, and ends a halt; no worker may be training.

@@ -96,6 +96,7 @@ class _Simulated:
         chunks: Chunks,
         sync_period: int,
         choose_rate: ChooseRate | None,
+        order: Sequence[int],
         seed: int,
     ) -> Simulation:
         """Returns the object that trains chunks on the simulated workers."""
@@ -105,6 +106,7 @@ class _Simulated:
             chunks,
             sync_period,
             choose_rate,
+            data_order=order,
             speeds=self._speeds,
             seed=seed,
             order=self._order,

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Place, Server
-from tfpara.parameter_server.work import CHUNK_STREAMS, Block, Work
+from tfpara.parameter_server.work import Block, Work, stream_of
 from tfpara.typing import Nest
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class Simulation:
 
     Args:
         server, work, chunks, sync_period, choose_rate: as for `cluster_run.chunk_function`.
+        data_order: as `order` for `cluster_run.Cluster`.
         speeds: the speed of each worker.
         seed: seed of the random times.
         order: a record to repeat; the order of pushes is then not that of the speeds.
@@ -105,6 +106,7 @@ class Simulation:
         sync_period: int,
         choose_rate: ChooseRate | None = None,
         *,
+        data_order: Sequence[int],
         speeds: Sequence[Speed],
         seed: int,
         order: Sequence[Pushed] | None = None,
@@ -114,6 +116,7 @@ class Simulation:
         self._work = work
         self._chunks = chunks
         self._period = sync_period
+        self._data_order = data_order
         self._choose_rate = choose_rate and tf.function(
             choose_rate, autograph=False, reduce_retracing=True
         )
@@ -251,9 +254,8 @@ class Simulation:
                 worker.rate = self._choose_rate(dataset)
             worker.iterator = iter(dataset)
             worker.element = self._next_element(worker)
-            worker.own = self._work.own_start(
-                _long((epoch * self._chunks.count + chunk) * CHUNK_STREAMS + done)
-            )
+            stream = stream_of(self._data_order, epoch, chunk)
+            worker.own = self._work.own_start(_long(stream + done))
             if worker.element is None:
                 self._finish(worker)
         return worker.element is not None

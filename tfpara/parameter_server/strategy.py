@@ -417,16 +417,21 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def server_of(self, model: keras.Model, spec: Nest) -> tuple[Server, Work]:
         """Returns the model on the servers and its `Work`; creates them in the first `fit`.
 
-        They are created anew if the model was compiled with another optimizer since. Otherwise
-        weights that were set in the chief's model are sent to the servers (`write`).
+        They are created anew, from the weights of the chief's model, if it was compiled with
+        another optimizer since, or layers were frozen or unfrozen. Otherwise weights that were set
+        in the chief's model are sent to the servers (`write`).
 
         Args:
             model: built and compiled.
             spec: the element spec of the minibatches.
         """
-        kept = self._servers.get(model)
-        if kept is not None and kept[1].optimizer is model.optimizer:
+        server, work = self._servers.get(model, (None, None))
+        if server is not None and work is not None and work.has_these_weights:
             self.write(model)
+            if not work.has_these_metrics:
+                work = Work(model, self._rule, spec, self._period)
+                server.measure(model)
+                self._keep(model, server, work)
         else:
             work = Work(model, self._rule, spec, self._period)
             server = Server(
@@ -438,16 +443,24 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 self.num_workers,
                 self._record,
             )
-            self._servers[model] = (server, work)
-            self._copies[model] = ChiefModel(model, server, work)
-        return self._servers[model]
+            self._keep(model, server, work)
+        return server, work
+
+    def _keep(self, model: keras.Model, server: Server, work: Work) -> None:
+        self._servers[model] = (server, work)
+        self._copies[model] = ChiefModel(model, server, work)
 
     def executor(
-        self, server: Server, work: Work, chunks: Chunks, choose_rate: ChooseRate | None
+        self,
+        server: Server,
+        work: Work,
+        chunks: Chunks,
+        choose_rate: ChooseRate | None,
+        order: Sequence[int],
     ) -> Cluster | Simulation:
         """Returns the object that trains chunks on the workers."""
         return self._processes.executor(
-            server, work, chunks, self._period, choose_rate, seed=self.seed
+            server, work, chunks, self._period, choose_rate, order=order, seed=self.seed
         )
 
     def check(self) -> None:

@@ -6,10 +6,12 @@ workers can run the same traced function, and it does not change the chief's mod
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms.asgd import ASGD, AsyncRule
@@ -18,17 +20,22 @@ from tfpara.keras_model import carried_states
 from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
 from tfpara.typing import Nest
 
-if TYPE_CHECKING:
-    import numpy as np
-
-# Random streams of a chunk: one for each minibatch at which a worker may begin or continue it.
-CHUNK_STREAMS = 1 << 20
 # 2^64 divided by the golden ratio, as a signed number. Its multiples differ in the upper bits.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
 # Chooses the learning rate of a chunk from its minibatches.
 ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
+
+
+def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
+    """Returns the first random stream of a chunk: there is one for each minibatch to begin with.
+
+    Args:
+        order: numbers that the order of the data depends on, beside the epoch.
+        epoch, chunk: their numbers.
+    """
+    return int(np.random.default_rng([*order, epoch, chunk]).integers(1 << 62))
 
 
 class Block(NamedTuple):
@@ -73,6 +80,7 @@ class Work:
     Attributes:
         model: the Keras model.
         optimizer: the optimizer that it was compiled with.
+        weights: the weights that are trained.
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
@@ -86,6 +94,7 @@ class Work:
         _build_metrics(model, spec)
         self.model = model
         self.optimizer = model.optimizer
+        self.weights = model.trainable_variables
         self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
         states = carried_states(model)  # Keras does not list them among the model's variables
         carried = {id(v) for v in states}
@@ -106,7 +115,18 @@ class Work:
         self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
         self._steps: KerasSteps | None = None
         if self.local:
-            self._steps = KerasSteps(model.optimizer, model.trainable_variables, told_rate=True)
+            self._steps = KerasSteps(model.optimizer, self.weights, told_rate=True)
+
+    @property
+    def has_these_weights(self) -> bool:
+        """Whether the model still trains the same weights by the same optimizer."""
+        same = _are_same(self.weights, self.model.trainable_variables)
+        return same and self.optimizer is self.model.optimizer
+
+    @property
+    def has_these_metrics(self) -> bool:
+        """Whether the model still has the same metrics: compiling makes others."""
+        return _are_same(self._metrics, metric_variables(self.model))
 
     def read_frozen(self) -> None:
         """Reads the present values of the frozen weights, for graphs that are made from here on."""
@@ -202,9 +222,7 @@ class Work:
             of_state.watch(block.state)
             with scope:
                 outputs = model(x, training=True)
-                loss = model.compute_loss(
-                    x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
-                )
+                loss = _loss(model, x, y, outputs, sample_weight, training=True)
         gradients = tape.gradient(
             loss, block.weights, unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
@@ -255,9 +273,7 @@ class Work:
         zeros = [tf.zeros_like(v.value) for v in self._metrics]
         with self._scope(weights, state, own, zeros):
             outputs = self.model(x, training=False)
-            loss = self.model.compute_loss(
-                x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=False
-            )
+            loss = _loss(self.model, x, y, outputs, sample_weight, training=False)
         return tf.cast(loss, tf.float32), tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
 
     def _scope(
@@ -269,7 +285,7 @@ class Work:
     ) -> keras.StatelessScope:
         """Returns the scope in which these tensors take the place of the model's variables."""
         variables = [
-            *self.model.trainable_variables,
+            *self.weights,
             *self.frozen,
             *self.state,
             *self._own,
@@ -337,6 +353,15 @@ class Work:
         return [w - m for w, m in between], block.optimizer
 
 
+def _loss(
+    model: keras.Model, x: Nest, y: Nest, outputs: Nest, sample_weight: Nest, training: bool
+) -> tf.Tensor:
+    """Calls `compute_loss` as Keras does: an overridden one may lack the argument `training`."""
+    known = "training" in inspect.signature(model.compute_loss).parameters
+    told = {"training": training} if known else {}
+    return model.compute_loss(x, y, outputs, sample_weight, **told)
+
+
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
     """Creates the variables of the model's metrics, which Keras creates at the first minibatch.
 
@@ -344,15 +369,23 @@ def _build_metrics(model: keras.Model, spec: Nest) -> None:
         model: built and compiled.
         spec: the element spec of its minibatches.
     """
-    zeros = tf.nest.map_structure(
-        lambda s: tf.zeros([1 if d is None else d for d in s.shape], s.dtype), spec
-    )
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(zeros)
-    with keras.StatelessScope():  # carried recurrent states must not change
+
+    @tf.function(autograph=False)
+    def measure(data: Nest) -> None:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         outputs = model(x, training=False)
-    model.compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
-    model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
-    model.reset_metrics()
+        _loss(model, x, y, outputs, sample_weight, training=False)
+        model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+    # The graph is never run: its minibatch may have dimensions that are not known. Keras makes the
+    # variables when the scope ends, and what the graph assigns to others is forgotten then.
+    weights = [(v, v.value) for v in model.trainable_variables]  # regularizers read them there
+    with keras.StatelessScope(weights, collect_losses=True):
+        measure.get_concrete_function(spec)
+
+
+def _are_same(some: Sequence[keras.Variable], others: Sequence[keras.Variable]) -> bool:
+    return [id(v) for v in some] == [id(v) for v in others]
 
 
 def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
