@@ -36,10 +36,10 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     counters, and how far each chunk of the epoch is), the frozen weights and the states of
     callbacks. It is written at the end of each epoch, and within epochs if asked; workers pause
     meanwhile, between two pushes. A program that is started again goes on there. It must have as
-    many parameter servers and chunks as before, but may have any number of workers. If that number
-    changes, give `fit` the number of `chunks`, which otherwise depends on it. The workers' own
-    state is not kept: their models (AsyncEASGD) begin with the servers', and their optimizers
-    (AsyncEASGD, Downpour) without momentum or moments.
+    many parameter servers and chunks as before, and within an epoch the same minibatches, but may
+    have any number of workers. If that number changes, give `fit` the number of `chunks`, which
+    otherwise depends on it. The workers' own state is not kept: their models (AsyncEASGD) begin
+    with the servers', and their optimizers (AsyncEASGD, Downpour) without momentum or moments.
 
     On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
     the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The callback runs after all others.
