@@ -67,3 +67,22 @@ def test_they_are_those_of_one_worker_that_had_all_minibatches(rule, period, wor
     np.testing.assert_allclose(norm.moving_mean, mean, rtol=1e-4)
     np.testing.assert_allclose(norm.moving_variance, variance, rtol=1e-4)
     assert float(counter.count) == count == 2 * MINIBATCHES
+
+
+def test_weights_of_bfloat16_have_averages_of_more_bits():
+    """Eight steps of 1/8 down from 1, whose mean is 7/16 and whose moving average is near 3/4."""
+    averages = {"ma": tfpara.MA(), "ema": tfpara.EMA(0.99), "running": tfpara.RunningThenMean()}
+    strategy = tfpara.simulate_async(1, tfpara.ASGD(), averages=averages)
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype="bfloat16")
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(keras.optimizers.SGD(0.125), lambda y, predicted: predicted)
+    ones = np.ones((8, 1), np.float32)
+    strategy.fit(model, ones, ones, batch_size=1, chunks=1, verbose=0)
+    weights = 1.0 - np.arange(1, 9) / 8
+    decays = 0.01 * 0.99 ** np.arange(7, -1, -1)
+    expected = {"ma": weights.mean(), "ema": 0.99**8 + (decays * weights).sum()}
+    for name in averages:
+        with strategy.weights(model, name):
+            found = float(np.asarray(model.get_weights()[0], np.float32).item())
+        np.testing.assert_allclose(found, expected.get(name, expected["ema"]), rtol=4e-3)

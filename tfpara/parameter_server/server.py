@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.parameter_server.books import Books
-from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, variable
+from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, precise, variable
 from tfpara.parameter_server.turns import DROP, GO, Turns
 from tfpara.typing import Nest
 
@@ -532,7 +532,7 @@ class Server:
                     value = tf.identity(weights[index])
                     shard.weights[place].assign(value)
                     for name, average in self.averages.items():
-                        started = average.init(value)
+                        started = average.init(precise(value))
                         for kept, new in zip(shard.averages[name][place], started, strict=True):
                             kept.assign(tf.cast(new, kept.dtype))
 

@@ -79,7 +79,7 @@ class Shard:
         with tf.device(self.device):
             self.weights = [variable(v.value) for v in own]
             for name, average in averages.items():
-                self.averages[name] = [_states(average.init(tf.identity(v.value))) for v in own]
+                self.averages[name] = [_states(average.init(precise(v.value))) for v in own]
             if not rule.local_steps:
                 # Clipping is done by the workers: a global norm needs all gradients.
                 self.steps = KerasSteps(optimizer, own, clip=False)
@@ -146,7 +146,7 @@ class Shard:
         changes += zip(self.optimizer, optimizer, strict=True)
         for name, average in self._averages.items():
             for kept, new in zip(self.averages[name], after, strict=True):
-                values = average.update(_read(kept), new)
+                values = average.update(_read(kept), precise(new))
                 changes += [(v, tf.cast(x, v.dtype)) for v, x in zip(kept, values, strict=True)]
         changes += [(self.version, version + 1), self.progress.change(push)]
         return changes, moves, staleness
@@ -174,7 +174,8 @@ class Shard:
 
     def average(self, name: str) -> list[tf.Tensor]:
         """Returns the weights of an average."""
-        return [self._averages[name].value(_read(state)) for state in self.averages[name]]
+        found = [self._averages[name].value(_read(state)) for state in self.averages[name]]
+        return [tf.cast(v, w.dtype) for v, w in zip(found, self.weights, strict=True)]
 
     def start_mean(self, name: str) -> None:
         """Makes the running average `name` continue as a mean."""
@@ -220,6 +221,12 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
         return tf.constant(True)
 
     return write([value for _, value in changes])
+
+
+def precise(weights: Array) -> tf.Tensor:
+    """Returns weights as averages take them, in float32 at least: half of that loses small shares."""
+    weights = tf.convert_to_tensor(weights)
+    return tf.cast(weights, tf.float32) if weights.dtype.size < 4 else tf.identity(weights)
 
 
 def variable(value: Array) -> tf.Variable:
