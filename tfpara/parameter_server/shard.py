@@ -224,7 +224,7 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
 
 
 def precise(weights: Array) -> tf.Tensor:
-    """Returns weights as averages take them, in float32 at least: half of that loses small shares."""
+    """Returns weights as averages take them: in float32 at least, since small shares need bits."""
     weights = tf.convert_to_tensor(weights)
     return tf.cast(weights, tf.float32) if weights.dtype.size < 4 else tf.identity(weights)
 
