@@ -24,14 +24,15 @@ class Scalars:
         self._directory = None if directory is None else os.fspath(directory)
         self._writer: tf.summary.SummaryWriter | None = None
 
-    def write(self, step: int, values: Mapping[str, Scalar]) -> None:
-        """Writes the values of a step, by name."""
+    def write(self, step: int, values: Mapping[str, Scalar | Array]) -> None:
+        """Writes the values of a step, by name; several of one name as name/0, name/1, …"""
         if self._directory is None:
             return
         writer = self._made()
         with writer.as_default(step=step):
             for name, value in values.items():
-                tf.summary.scalar(name, value)
+                for k, one in enumerate(np.ravel(value)):
+                    tf.summary.scalar(f"{name}/{k}" if np.ndim(value) else name, one)
         writer.flush()
 
     def write_histogram(self, step: int, name: str, values: Array, counts: Array) -> None:
