@@ -78,9 +78,9 @@ def batch_size(structure: Nest) -> int | tf.Tensor | None:
     return None
 
 
-def sums(loss: Any) -> bool:
-    """Returns whether a part of the loss that a model was compiled with is a sum over samples."""
-    return any(getattr(one, "reduction", None) == "sum" for one in keras.tree.flatten(loss))
+def reductions(loss: Any) -> set[str]:
+    """Returns the reductions of the parts of a loss that a model was compiled with."""
+    return {getattr(one, "reduction", "sum_over_batch_size") for one in keras.tree.flatten(loss)}
 
 
 def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.Tensor:
@@ -98,16 +98,14 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
             the reduction is "sum".
         loss: the loss that the model was compiled with.
     """
-    reductions = {
-        getattr(one, "reduction", "sum_over_batch_size") for one in keras.tree.flatten(loss)
-    }
-    if reductions == {"sum"}:
+    reduced = reductions(loss)
+    if reduced == {"sum"}:
         return tf.cast(tf.convert_to_tensor(samples) > 0, tf.int32)
     weights = minibatch[2] if isinstance(minibatch, tuple) and len(minibatch) == 3 else None
     weights = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights) if w is not None]
     if not weights:
         return samples
-    if reductions == {"mean_with_sample_weight"}:
+    if reduced == {"mean_with_sample_weight"}:
         return tf.add_n([tf.reduce_sum(tf.cast(w, tf.float64)) for w in weights])
     return sum(tf.size(w) for w in weights)
 

@@ -34,7 +34,7 @@ from tfpara.group import Group
 from tfpara.keras_model import build_optimizer, check_optimizers_known, hyperparameters, optimizers
 from tfpara.steps import (
     batch_size,
-    sums,
+    reductions,
     weight_of,
     with_open_batches,
     with_own_memory,
@@ -595,7 +595,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             with self.place.in_fit():
                 yield
         finally:
-            self.passes = passes
+            self.passes, self._without_length = passes, None
             self._note_steps(NEVER)  # also where callbacks have not heard of the end
         if self.place.fits:  # this fit was called in a callback of another fit
             self.recent = former
@@ -692,7 +692,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
-        if self._num_replicas_in_sync > 1 and sums(getattr(model, "loss", None)):
+        if self._num_replicas_in_sync > 1 and "sum" in reductions(getattr(model, "loss", None)):
             self.note(
                 'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
                 "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
