@@ -80,6 +80,12 @@ _COLLECTIVES = flags.DEFINE_enum(
 _EMA = flags.DEFINE_list(
     "ema_decay", [], "decays, in (0, 1), of moving averages over the syncs' global models"
 )
+_COUNTED = flags.DEFINE_boolean(
+    "ema_num_updates",
+    True,
+    "moving averages follow the model faster while they are young: decays are at most "
+    "(1 + t)/(10 + t) after t syncs",
+)
 _MA = flags.DEFINE_boolean("ma", False, "keep the equal-weight average of the global models too")
 _TIMEOUT = flags.DEFINE_float(
     "timeout_seconds", 60.0, "longest wait in a sync for another worker", lower_bound=1.0
@@ -187,6 +193,7 @@ def _check() -> None:
     common.only_for(name in blocks, (_ZETA,), f"--rule={', '.join(blocks)}")
     common.only_for(name == "bmuf", (_COMPAT,), "--rule=bmuf")
     common.only_for(name.startswith("easgd"), (_ALPHA,), "--rule=easgd and easgd_async")
+    common.only_for(bool(_EMA.value), (_COUNTED,), "--ema_decay")
     common.only_for(name in _OUTER, (_OUTER_RATE, _OUTER_MOMENTUM), "--rule=diloco and slowmo")
     in_step = name != "none" and not is_async()
     common.only_for(in_step, (_LOCAL_STATE, *_SYNCS), "synchronous rules such as --rule=bmuf")
@@ -234,7 +241,7 @@ def _given(**chosen: flags.FlagHolder) -> dict[str, Any]:
 def _averages() -> dict[str, Any]:
     try:
         averages: dict[str, Any] = {
-            f"ema-{decay}": algorithms.EMA(float(decay)) for decay in _EMA.value
+            f"ema-{decay}": algorithms.EMA(float(decay), _COUNTED.value) for decay in _EMA.value
         }
     except ValueError as error:
         raise ValueError(f"--ema_decay={','.join(_EMA.value)}: {error}") from error

@@ -27,6 +27,10 @@ _RULES = {
     "easgd": ("EASGD", ("--rule=easgd",)),
     "diloco": ("DiLoCo", ("--rule=diloco",)),
     "slowmo": ("SlowMo", ("--rule=slowmo",)),
+    "downpour": ("Downpour", ("--rule=downpour",)),
+    # Blocks are averaged in place of added.
+    "downpour-mean": ("Downpour, ζ = 1/N", ("--rule=downpour", "--block_learning_rate={share}")),
+    "easgd-async": ("asynchronous EASGD", ("--rule=easgd_async",)),
 }
 _RATES = {
     "speech": (0.01, 0.02, 0.05),
@@ -76,7 +80,8 @@ class Cell(NamedTuple):
         rule = ["--rule=none"]
         if self.rule:
             averaged = [f"--simulate_replicas={self.replicas}", f"--ema_decay={_DECAY}"]
-            rule = [*_RULES[self.rule][1], f"--sync_period={self.period}", *averaged]
+            options = (each.format(share=1.0 / self.replicas) for each in _RULES[self.rule][1])
+            rule = [*options, f"--sync_period={self.period}", *averaged]
         return [
             "scripts.study_task",
             f"--task={self.task}",

@@ -189,23 +189,28 @@ def main() -> None:
         sgd = _TASK.value != "characters"
         common.only_for(sgd, [_MOMENTUM], "--task=speech and digits, which train with SGD")
         out.parent.mkdir(parents=True, exist_ok=True)
-        strategy = rule_flags.strategy(_PERIOD.value, {"task": _TASK.value, "seed": _SEED.value})
+        # Devices of simulated replicas are made before any tensor.
+        strategy = None if rule_flags.is_async() else _strategy(_PERIOD.value)
         task = _MAKE[_TASK.value]()
+        replicas = max(1, rule_flags.simulated())
         passes = task.epochs * _EPOCHS.value
         epochs = max(1, round(passes))
-        batch = task.minibatch * strategy.num_replicas
         samples = int(len(task.train[0]) * min(1.0, passes))
-        steps = samples // batch
+        steps = samples // (task.minibatch * replicas)
         if not steps:
             raise ValueError(
                 f"{samples} samples are no minibatch of {task.minibatch} for each of "
-                f"{strategy.num_replicas} replicas. Give more data, or fewer replicas."
+                f"{replicas} replicas. Give more data, or fewer replicas."
             )
+        # A block of a synchronous rule ends with the epoch; a push has no more minibatches either.
+        period = min(_PERIOD.value, steps)
+        strategy = strategy or _strategy(period)
     keras.utils.set_random_seed(_SEED.value)
     with strategy.scope():
         model = task.model()
         highest = _RATE.value / (1.0 if _MOMENTUM.value else 1.0 - _LOCAL_MOMENTUM)
-        rate = keras.optimizers.schedules.CosineDecay(highest, steps * epochs, _LOWEST)
+        updates = steps * epochs * _updates_per_step(replicas, period)
+        rate = keras.optimizers.schedules.CosineDecay(highest, max(1, round(updates)), _LOWEST)
         model.compile(
             task.optimizer(rate),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -214,32 +219,58 @@ def main() -> None:
     which = [name for name in strategy.weight_names if name != "local"]
     scores, history = tfpara.callbacks.HeldOut(task.validation, which), keras.callbacks.History()
     # The last part of a minibatch is left out, so that all replicas take as many steps.
-    x, y = (array[: steps * batch] for array in task.train)
+    x, y = (array[: steps * task.minibatch * replicas] for array in task.train)
+    options: dict[str, Any] = {"epochs": epochs, "verbose": 2, "callbacks": [scores, history]}
     diverged = False
     try:
-        model.fit(x, y, batch_size=batch, epochs=epochs, verbose=2, callbacks=[scores, history])
+        if isinstance(strategy, tfpara.AsyncStrategy):
+            size = {"batch_size": task.minibatch, "chunks": replicas}
+            strategy.fit(model, x, y, **size, **options)
+        else:
+            model.fit(x, y, batch_size=task.minibatch * replicas, **options)
+    except tfpara.DivergedError:
+        diverged = True
     except tf.errors.InvalidArgumentError as error:
         if "NaN or Inf" not in str(error):
             raise
         diverged = True
     curves = {name: _errors(history.history, name) for name in which}
-    statistics = strategy.statistics()
     result = {
         "task": _TASK.value,
         "rule": str(strategy.rule),
-        "replicas": strategy.num_replicas,
+        "replicas": replicas,
         "sync_period": _PERIOD.value,
         "rate": _RATE.value,
         "seed": _SEED.value,
         "curves": curves,
         "errors": {name: None if diverged else curve[-1] for name, curve in curves.items()},
-        "syncs": statistics.syncs if statistics else 0,
+        "exchanges": _exchanges(strategy, model),
         "parameters": model.count_params(),
         "seconds": time.monotonic() - began,
     }
     common.write_json(out, result)
     shown = "diverged" if diverged else f"{curves['global'][-1]:.4g}"
     print(f"{out}: validation error {shown}")
+
+
+def _strategy(period: int) -> Any:
+    return rule_flags.strategy(period, {"task": _TASK.value, "seed": _SEED.value})
+
+
+def _updates_per_step(replicas: int, period: int) -> float:
+    """How much the optimizer that has the schedule counts while each replica takes a step."""
+    if not rule_flags.is_async():
+        return 1.0
+    # Local optimizers go by the minibatches of all workers; the servers' one counts pushes.
+    return replicas / (1 if async_flags.local_steps(rule_flags.rule_name()) else period)
+
+
+def _exchanges(strategy: Any, model: keras.Model) -> int:
+    """The number of syncs, or of pushes."""
+    if isinstance(strategy, tfpara.AsyncStrategy):
+        return strategy.statistics(model).pushes
+    statistics = strategy.statistics()
+    return statistics.syncs if statistics else 0
 
 
 def _errors(history: Mapping[str, Sequence[float]], which: str) -> list[float]:

@@ -152,6 +152,7 @@ LOCAL = {
     "without momentum": lambda: keras.optimizers.SGD(0.1),
     "ng_sgd": lambda: NGSGD(0.1, 0.9),
     "adam": lambda: keras.optimizers.Adam(0.1),
+    "muon": lambda: keras.optimizers.Muon(0.1),
     "rmsprop": lambda: keras.optimizers.RMSprop(0.1, momentum=0.9),
 }
 
@@ -162,6 +163,10 @@ FITTED = {
     "ng_sgd": lambda model, rate, momentum: NGSGD(rate, momentum).attach(model),
     "scaled": lambda model, rate, momentum: keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(rate, momentum), initial_scale=8.0
+    ),
+    # Its steps are as long whatever its momentum is.
+    "muon": lambda model, rate, momentum: keras.optimizers.Muon(
+        0.02, momentum=min(0.5, momentum), adam_beta_1=momentum
     ),
     "accumulating": lambda model, rate, momentum: keras.optimizers.SGD(
         rate, momentum, gradient_accumulation_steps=2
@@ -184,6 +189,7 @@ FITTED = {
         (tfpara.EASGD(), {}, "sgd", False, False),
         (tfpara.BMUF(0.9), {}, "without momentum", False, False),
         (tfpara.BMUF(0.9, nesterov=False), {}, "adam", True, False),
+        (tfpara.BMUF(0.9), {}, "muon", True, False),
         (tfpara.BMUF(0.9), {}, "rmsprop", False, False),
         (tfpara.Outer(lambda: keras.optimizers.Adam(0.1)), {}, "sgd", False, False),
         (tfpara.BMUFAdam(0.9), {}, "adam", False, False),
@@ -217,6 +223,7 @@ def on_rows():
         ({}, "nesterov", 1),
         ({}, "ng_sgd", 1),
         ({}, "scaled", 1),
+        ({}, "muon", 1),
         ({}, "accumulating", 2),
         ({"overlap": 2}, "sgd", 1),
         ({"sync_period": 4, "fragments": 2}, "sgd", 1),
@@ -372,6 +379,7 @@ KEPT = {"local_state": "keep"}
     ("rule", "optimizers", "others", "wanted"),
     [
         (tfpara.BMUF(), ["AdamW"], {}, LINEAR),
+        (tfpara.BMUF(), ["Muon", "Adam"], {}, LINEAR),
         (tfpara.BMUF(), ["RMSprop"], {}, LINEAR),  # no average of gradients
         (tfpara.BMUF(), ["Nadam"], {}, SQRT),  # whose average is not shortened
         (tfpara.BMUF(), ["AdamW"], KEPT, SQRT),

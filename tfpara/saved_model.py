@@ -82,8 +82,8 @@ def _warn_of_young_average(strategy: PeriodicSyncStrategy, model: keras.Model, w
     if share > _YOUNG and strategy.is_chief:
         warnings.warn(
             f"which={which!r}: {share:.0%} of this average are still the weights with which the "
-            "training began, for there were few syncs. Give the average a smaller decay, "
-            'num_updates=True or zero_debias=True; or export which="global".',
+            "training began, for there were few syncs. Give the average a smaller decay, or "
+            'num_updates=True; or export which="global".',
             stacklevel=3,
         )
 

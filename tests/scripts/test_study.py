@@ -37,7 +37,7 @@ def test_a_grid_goes_on_and_its_page_has_what_was_measured(run_well, tmp_path):
     single = [r for name, r in results.items() if "speech-1-rate" in name]
     best = min(single, key=lambda r: r["errors"]["global"])
     (trained,) = (r for name, r in results.items() if name.startswith("speech-bmuf-2-3-"))
-    assert trained["rate"] == best["rate"] and trained["replicas"] == 2 and trained["syncs"] > 1
+    assert trained["rate"] == best["rate"] and trained["replicas"] == 2 and trained["exchanges"] > 1
     assert len(trained["curves"]["global"]) == len(trained["curves"]["ema-0.8"])
     assert f"one replica: {best['errors']['global']:.4g} " in page
     errors = trained["errors"]
@@ -100,12 +100,18 @@ def test_a_grid_of_what_there_is_not_is_refused(given, said):
 
 
 @pytest.mark.one_version
-def test_a_transformer_learns_characters(run_well, tmp_path):
-    out = tmp_path / "run.json"
-    options = ("--rate=0.003", "--rule=bsp", "--simulate_replicas=2", "--epochs=0.05")
-    run_well("study_task", "--task=characters", f"--out={out}", *options)
-    found = json.loads(out.read_text())
+@pytest.mark.parametrize("rule", ["bsp", "downpour-mean"])
+def test_a_transformer_learns_characters(rule, run_well, tmp_path):
+    cell = study_grid.Cell("characters", rule, 2, 200, 0, 0.003)
+    with flagsaver.flagsaver(passes=0.05):
+        command = cell.command(tmp_path)
+    run_well(command[0].partition(".")[2], *command[1:])
+    found = json.loads(cell.file(tmp_path).read_text())
     assert 1.0 < found["errors"]["global"] < 5.0  # the bits of a uniform guess: log2(97) = 6.6
+    # An epoch is shorter than the period: one block of each replica, or one push.
+    assert found["exchanges"] == (1 if rule == "bsp" else 2)
+    if rule != "bsp":
+        assert "block_learning_rate=0.5" in found["rule"]
 
 
 def of_paper(errors):

@@ -37,8 +37,9 @@ class EMA(Average):
     Args:
         decay: β, 0 < β < 1.
         num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the blocks before this one, where a
-            share f of a block counts f. TensorFlow does the same when it is given a counter. Young
-            averages then follow the model faster.
+            share f of a block counts f, as TensorFlow has it when it is given a counter. So the
+            average spans a tenth of the run, at most 1/(1 − β) syncs, and is of use in short runs.
+            False: β_t = β; β^t of the initial weights are in it then.
         zero_debias: True: Ŵ starts from 0 and is divided by the weight that the models seen so far
             have in it, instead of starting from W_0.
 
@@ -49,13 +50,13 @@ class EMA(Average):
     of the project), section 2.2.
 
     Example:
-        >>> ema = EMA(0.75)
+        >>> ema = EMA(0.75, num_updates=False)
         >>> ema.value(ema.update(ema.init(4.0), 8.0))
         5.0
     """
 
     decay: float
-    num_updates: bool = False
+    num_updates: bool = True
     zero_debias: bool = False
 
     def __post_init__(self) -> None:

@@ -793,7 +793,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if momentum_of(optimizer):
             how = f"momentum {fitted:.2g} in place of {momentum:g} and {factor:.3g} times its rate"
         else:
-            how = f"beta_1 {fitted:.2g} in place of {momentum:g}"
+            name = "momentum" if hasattr(inner(optimizer), "momentum") else "beta_1"
+            how = f"{name} {fitted:.2g} in place of {momentum:g}"
         self.note(
             f"blocks are of {steps:g} steps, so local {type(inner(optimizer)).__name__} takes them "
             f'with {how}, since the rule has a momentum of its own (local_state="auto"): '

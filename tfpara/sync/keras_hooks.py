@@ -107,6 +107,8 @@ def install() -> None:
         _replace(kind, "apply", _step_noted)
     _replace(keras.optimizers.SGD, "update_step", _with_fitted_momentum)
     _replace(keras.optimizers.Adam, "update_step", _with_fitted_average)
+    if hasattr(keras.optimizers, "Muon"):
+        _replace(keras.optimizers.Muon, "update_step", _with_fitted_average)
     _replace(_CALLBACKS.CallbackList, "__init__", _with_files_of_the_chief)
     for hook, make in _HOOKS.items():
         _replace(_CALLBACKS.CallbackList, hook, make)
@@ -580,20 +582,23 @@ def _with_fitted_momentum(
 @_where_fitted
 def _with_fitted_average(
     update_step: Method,
-    optimizer: keras.optimizers.Adam,
+    optimizer: keras.optimizers.Optimizer,
     gradient: tf.Tensor,
     variable: Variable,
     learning_rate: tf.Tensor,
     momentum: tf.Tensor,
     factor: tf.Tensor,
 ) -> None:
-    """Takes a step of Adam with another β₁."""
-    given = optimizer.beta_1
-    optimizer.beta_1 = momentum
+    """Takes a step of Adam with another β₁, or of Muon with that and another momentum."""
+    names = [name for name in ("beta_1", "adam_beta_1", "momentum") if hasattr(optimizer, name)]
+    given = {name: getattr(optimizer, name) for name in names}
     try:
+        for name, own in given.items():
+            setattr(optimizer, name, keras.ops.minimum(own, momentum))
         update_step(optimizer, gradient, variable, learning_rate)
     finally:
-        optimizer.beta_1 = given
+        for name, own in given.items():
+            setattr(optimizer, name, own)
 
 
 def build_optimizers(model: keras.Model) -> None:

@@ -24,7 +24,7 @@ _NORMALISED = tuple(
     getattr(keras.optimizers, name)
     for name in (
         *("Adam", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta"),
-        *("Adafactor", "Lion", "Lamb"),
+        *("Adafactor", "Lion", "Lamb", "Muon"),
     )
     if hasattr(keras.optimizers, name)
 )
@@ -263,15 +263,16 @@ class Settings:
         """Whether an optimizer's momentum is fitted to the block: see `local_momentum`.
 
         That is so with local_state="auto", where the rule has a momentum of its own, of SGD with
-        momentum, of Adam, and of optimizers that take the step of either. A rule that filters
-        Adam's moments itself takes them as they are.
+        momentum, of Adam, of Muon, and of optimizers that take the step of one of them. A rule that
+        filters Adam's moments itself takes them as they are.
         """
         if self.local_state != "auto" or not self.has_momentum or not memory_of(optimizer):
             return False
         step = type(inner(optimizer)).update_step
         if step is keras.optimizers.Adam.update_step:
             return not hasattr(self.rule, "check_optimizer")
-        return step is keras.optimizers.SGD.update_step
+        muon = getattr(keras.optimizers, "Muon", None)
+        return step in [kind.update_step for kind in (keras.optimizers.SGD, muon) if kind]
 
 
 def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
@@ -282,11 +283,12 @@ def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
     """The momentum of SGD and its kin, or β₁ of Adam and its kin, below 1; 0 where there is none.
 
-    It is 0, too, where it is no number.
+    It is 0, too, where it is no number. Of Muon, which has both, it is the larger one.
     """
     own = inner(optimizer)
-    given = getattr(own, "momentum", None) or getattr(own, "beta_1", None) or 0.0
-    return float(given) if isinstance(given, int | float) and 0.0 <= given < 1.0 else 0.0
+    given = [getattr(own, name, 0.0) for name in ("momentum", "beta_1", "adam_beta_1")]
+    numbers = [g for g in given if isinstance(g, int | float) and 0.0 <= g < 1.0]
+    return float(max(numbers, default=0.0))
 
 
 def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
