@@ -29,7 +29,7 @@ EPOCHS, STEPS, TAU = 3, 8, 2
 def make(rule=None, devices=DEVICES, averages=None, seed=1, small=False, **options):
     """`small`: a layer and no averages, where what they hold is not the subject."""
     if averages is None:
-        averages = {} if small else {"ema": tfpara.EMA(0.8), "ma": tfpara.MA()}
+        averages = {} if small else {"ema": tfpara.EMA(0.8, num_updates=False), "ma": tfpara.MA()}
     strategy = tfpara.PeriodicSyncStrategy(
         rule or tfpara.BMUF(0.5),
         devices=devices,

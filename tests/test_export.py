@@ -63,15 +63,16 @@ def test_a_fresh_process_computes_the_same(tmp_path):
 
 def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(tmp_path, recwarn):
     averages = {
-        "slow": tfpara.EMA(0.9),
-        "quick": tfpara.EMA(0.3),
-        "counted": tfpara.EMA(0.9, zero_debias=True),
+        "slow": tfpara.EMA(0.9, num_updates=False),
+        "quick": tfpara.EMA(0.3, num_updates=False),
+        "counted": tfpara.EMA(0.9),
+        "debiased": tfpara.EMA(0.9, num_updates=False, zero_debias=True),
         "ma": tfpara.MA(),
     }
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, averages=averages)
     model = make_model(strategy)
     model.fit(X[:4], X[:4, :3], batch_size=1, verbose=0)  # two syncs
-    for which in ("global", "quick", "counted", "ma"):
+    for which in ("global", "quick", "counted", "debiased", "ma"):
         export(model, tmp_path / which, which=which)
     assert not [w for w in recwarn if "of this average" in str(w.message)]
     with pytest.warns(UserWarning, match="which='slow': 81% of this average are still the weights"):

@@ -77,7 +77,7 @@ def test_half_a_block_by_hand():
     got = follow(BMUF(0.5, compat="cntk", nesterov=False), 0.0, [1.0, 2.0, 3.25], parts=parts)
     assert got == [(1.0, 1.0), (2.25, 2.25), (4.125, 4.125)]
     # EMA(½) of 8 and half of 4, from 0: 4; a quarter of the way to 4. MA: (8 + ½·4)/1.5.
-    for average, wanted in ((EMA(0.5), 4.0), (MA(), 20 / 3)):
+    for average, wanted in ((EMA(0.5, num_updates=False), 4.0), (MA(), 20 / 3)):
         state = average.update(average.init(0.0), 8.0)
         assert average.value(average.update(state, 4.0, 0.5)) == pytest.approx(wanted)
 
@@ -182,7 +182,7 @@ def test_parts_of_blocks_are_whole_ones_to_model_averaging(start, averages, part
 @given(trajectories, st.floats(0.05, 0.99), shares)
 def test_averages_weigh_models_by_their_part_of_a_block(averages, decay, parts):
     parts = parts[: len(averages)]
-    ma, ema = MA(), EMA(decay, zero_debias=True)
+    ma, ema = MA(), EMA(decay, num_updates=False, zero_debias=True)
     of_ma, of_ema = ma.init(np.full(5, 123.0)), ema.init(np.full(5, 123.0))
     weights = []
     for model, part in zip(averages, parts, strict=True):
@@ -325,7 +325,7 @@ def test_ema_equals_tensorflows(num_updates):
 
 @given(trajectories, st.floats(0.05, 0.99))
 def test_zero_debiased_ema_is_a_weighted_mean_of_the_models_seen(averages, decay):
-    ema = EMA(decay, zero_debias=True)
+    ema = EMA(decay, num_updates=False, zero_debias=True)
     state = ema.init(np.full(5, 123.0))
     for model in averages:
         state = ema.update(state, model)
@@ -341,6 +341,18 @@ def test_ma_is_the_mean(averages):
     for model in averages:
         state = ma.update(state, model)
     np.testing.assert_allclose(ma.value(state), np.mean(averages, 0), atol=1e-8)
+
+
+def test_a_young_average_is_mostly_of_its_last_models():
+    """By hand: β is 1/10, 2/11, 3/12, …, up to 9/10."""
+    ema = EMA(0.9)
+    assert ema == EMA(0.9, num_updates=True)
+    state = ema.init(100.0)
+    for model, wanted in ((0.0, 10.0), (11.0, 119 / 11), (0.0, 119 / 44)):
+        state = ema.update(state, model)
+        assert ema.value(state) == pytest.approx(wanted)
+    old = ema.update(state._replace(average=0.0, count=80.0), 1.0)
+    assert ema.value(old) == pytest.approx(0.1)
 
 
 def test_averages_of_a_start_without_syncs():
