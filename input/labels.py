@@ -270,7 +270,7 @@ def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> N
 def _parse(line: bytes, where: str) -> tuple[str, str, float, float]:
     """Returns (utterance, phone, start, duration) of a line; times in seconds."""
     try:
-        parts = line.decode().split()
+        parts = [word.decode() for word in line.split()]
         if len(parts) == 4:
             key, phone, *times = parts
         else:

@@ -189,6 +189,11 @@ def kaldi_directory(
         raise FileNotFoundError(f"data directory {directory} {what}")
     wav, cut = Path(directory) / "wav.scp", Path(directory) / "segments"
     recordings = _locations(kaldi_tables.read(wav), wav, allow_pipes)
+    for place in recordings.values():
+        if (place.rows, place.columns) != (slice(None), slice(None)):
+            raise CorpusError(
+                f"{place.where}: a recording has no range of rows. Cut it in {directory}/segments"
+            )
     tables = [Path(directory) / "utt2spk"]
     if cut.exists():
         tables.append(cut)

@@ -91,6 +91,13 @@ def test_phone_times_by_hand(tmp_path, text):
         np.testing.assert_array_equal(labels.read("u2", 6), [3, 4, 5, 6, 7, 8])
 
 
+def test_only_white_space_of_ascii_divides_a_line(tmp_path):
+    (tmp_path / "x.ctm").write_text("u\u00a01 a\u2003b 0 0.03\n")
+    with PhoneTimes([str(tmp_path / "x.ctm")]) as labels:
+        assert labels.ids() == ["u\u00a01"]
+        assert labels.class_names == [f"a\u2003b.{state}" for state in range(3)]
+
+
 def test_phone_times_gzipped_in_several_files(tmp_path):
     (tmp_path / "1.ctm.gz").write_bytes(gzip.compress(CTM.encode()))
     (tmp_path / "2.ctm").write_text("u3 B 0 0.05\n")
