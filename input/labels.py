@@ -29,7 +29,7 @@ class Labels(Protocol):
     digest: str  # SHA-256 of their files
 
     def ids(self) -> list[str]:
-        """Returns the utterances that have labels."""
+        """Returns the utterances that have labels, at least one each."""
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         """Returns the labels of an utterance, int32 [about num_frames].
@@ -82,6 +82,8 @@ class _OfFiles(abc.ABC):
 class KaldiAlignments(_OfFiles):
     """Labels from vectors of pdf-ids, as Kaldi's `ali-to-pdf` writes them. A context manager.
 
+    An utterance whose vector is empty has no labels.
+
     Args:
       patterns: files or shell patterns; gzipped or not, binary or text.
       num_classes: number of classes; None for the highest id + 1.
@@ -110,12 +112,14 @@ class KaldiAlignments(_OfFiles):
         return kaldi.read_vector(self._files[place.archive], place.offset, where)
 
     def _scan(self) -> list[str]:
-        highest = max(self._highest_ids())
+        highest = max(self._highest_ids(), default=-1)
         return [f"pdf-{number}" for number in range(self._num_classes or highest + 1)]
 
     def _highest_ids(self) -> Iterator[int]:
         for number, path in enumerate(self._files.paths):
             for key, offset, value in kaldi.read_archive(self._files[number], path):
+                if value.size == 0:
+                    continue
                 where = f"{path}, utterance {key} at byte {offset}"
                 _add(self._places, key, _Place(number, offset), where, self._files.paths)
                 labels = kaldi.as_labels(value, where)

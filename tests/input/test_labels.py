@@ -29,6 +29,16 @@ def test_alignments_of_several_files(tmp_path):
     assert seen == [("alignments", None)] * 4
 
 
+def test_an_empty_alignment_is_none(tmp_path):
+    write_alignments(tmp_path / "pdf.1", {"a": [1, 2], "b": [], "c": [0]})
+    (tmp_path / "pdf.2").write_bytes(b"b \nd \n")
+    with KaldiAlignments([f"{tmp_path}/pdf.*"]) as labels:
+        assert labels.ids() == ["a", "c"]
+        np.testing.assert_array_equal(labels.read("c", 1), [0])
+    with KaldiAlignments([f"{tmp_path}/pdf.2"]) as labels:
+        assert (labels.ids(), labels.class_names) == ([], [])
+
+
 def test_digest_is_that_of_the_content(tmp_path):
     for name, last in (("x", 1), ("y", 1), ("z", 2)):
         write_alignments(tmp_path / name, {"a": [0, last]})

@@ -201,6 +201,24 @@ def test_cmvn_of_the_speaker(data):
         np.testing.assert_allclose(frames, data.frames[key] - mean, atol=1e-5)
 
 
+def test_cmvn_of_the_speaker_is_of_utterances_without_labels_too(data):
+    """As Kaldi's compute-cmvn-stats, which has no alignments. One without labels has a NaN."""
+    data.frames["s2-u1"][0, 0] = np.nan
+    for key in ("s1-u1", "s2-u1"):
+        del data.labels[key]
+    data.labels["s1-u2"] = np.append(data.labels["s1-u2"], [1, 2])
+    data.write()
+    made = data.make(cmvn="speaker", skip=("labels", "length"))
+    found = content(made.corpus)
+    assert found.keys() == data.frames.keys() - {"s1-u1", "s1-u2", "s2-u1"}
+    for key, (frames, _, _) in found.items():
+        speaker = key.split("-")[0]
+        mine = [value for other, value in data.frames.items() if other.startswith(speaker)]
+        finite = [value for value in mine if np.isfinite(value).all()]
+        mean = np.concatenate(finite).astype(np.float64).mean(0)
+        np.testing.assert_allclose(frames, data.frames[key] - mean, atol=1e-5)
+
+
 def test_cmvn_that_is_given(data):
     stats = {
         f"s{number}": np.array([[10.0 * number] * DIM + [10], [100.0 * number**2 + 40] * DIM + [0]])
@@ -284,6 +302,26 @@ def test_lengths_that_differ_a_little_are_cut(data):
     np.testing.assert_array_equal(found["s1-u1"][1], data.labels["s1-u1"][:-2])
     whole = features.add_deltas(data.frames["s2-u2"], 1)  # from all frames, then cut
     np.testing.assert_allclose(found["s2-u2"][0], whole[:-1], atol=1e-6)
+
+
+@pytest.mark.parametrize("empty", ["s0-u0", "s1-u1"])
+@pytest.mark.parametrize("cmvn", ["none", "speaker"])
+def test_an_utterance_without_frames(data, empty, cmvn):
+    data.frames[empty] = np.zeros((0, 0), np.float32)
+    data.write()
+    with pytest.raises(CorpusError, match=rf"{empty} has no frames, and \d+ labels.*--skip=length"):
+        data.make(max_length_mismatch=100, cmvn=cmvn)
+    made = data.make(skip=("length",), cmvn=cmvn)
+    assert made.skipped == {"length": 1}
+    assert content(made.corpus).keys() == data.frames.keys() - {empty}
+
+
+def test_an_utterance_with_an_empty_alignment(data):
+    data.labels["s1-u1"] = np.zeros(0)
+    data.write()
+    with pytest.raises(CorpusError, match="1 of 12 .* no labels, first s1-u1.*--skip=labels"):
+        data.make()
+    assert data.make(skip=("labels",)).skipped == {"labels": 1}
 
 
 def test_features_that_are_not_finite(data):
