@@ -27,6 +27,7 @@ class Labels(Protocol):
 
     class_names: list[str]
     digest: str  # SHA-256 of their files
+    silence: str | None  # the phone where no other is; None if it is not known
 
     def ids(self) -> list[str]:
         """Returns the utterances that have labels, at least one each."""
@@ -54,6 +55,7 @@ class _OfFiles(abc.ABC):
     """
 
     class_names: list[str]
+    silence: str | None = None
 
     def __init__(self, patterns: list[str]) -> None:
         self._files = _Files(patterns)
@@ -153,7 +155,7 @@ class PhoneTimes(_OfFiles):
         silence: str = "SIL",
         progress: Progress = lambda stage, total: None,
     ) -> None:
-        self._silence = silence
+        self.silence = silence
         self._progress = progress
         super().__init__(patterns)
 
@@ -179,7 +181,7 @@ class PhoneTimes(_OfFiles):
             if key != utterance:
                 break
             if start - end > FRAME_SHIFT / 2:
-                phones.append((end, self._silence))
+                phones.append((end, self.silence))
                 end = start
             if start + duration > end:
                 phones.append((end, phone))
@@ -209,7 +211,7 @@ class PhoneTimes(_OfFiles):
                         f" one before it ends ({end:g} s)"
                     )
                 if start - end > FRAME_SHIFT / 2:
-                    phones.add(self._silence)
+                    phones.add(self.silence)
                 phones.add(phone)
                 end = max(end, start + duration)
                 offset += len(line)

@@ -13,7 +13,7 @@ from input.sources import Source
 class Stats(Protocol):
     """Statistics of given speakers, such as `sources.SpeakerStats`."""
 
-    digest: str  # SHA-256 of the names and sizes of their files
+    digest: str  # SHA-256 of the names, sizes and parts of their files
 
     def __call__(self, utterance: str, speaker: str) -> np.ndarray:
         """Returns the statistics, [2, dim + 1], in the form of `features.cmvn_stats`."""

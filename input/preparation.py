@@ -279,6 +279,7 @@ def _made_with(
         "skip": sorted(options.skip),
         "num_classes": len(labels.class_names),
         "labels_sha256": labels.digest,
+        **({} if labels.silence is None else {"silence": labels.silence}),
         "data_sha256": {split: source.digest for split, source in sources.items()},
         "stats_sha256": {split: found.digest for split, found in stats.items()},
     }

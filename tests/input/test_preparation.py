@@ -10,7 +10,7 @@ import pytest
 from contents import content
 
 from input import features, index, preparation, sources
-from input.labels import KaldiAlignments
+from input.labels import KaldiAlignments, PhoneTimes
 from input.records import CorpusError
 from input.sources import Extraction
 
@@ -173,6 +173,52 @@ def test_a_corpus_is_found_again_unless_something_changed(data):
     write_pdfs(data.pdfs, data.labels)
     with pytest.raises(CorpusError, match="other options: labels_sha256"):
         data.make(made_with={"program": "x"})
+
+
+@pytest.mark.parametrize("frames", [20, 40_000])
+def test_features_that_were_extracted_again_are_not_those_of_before(data, frames):
+    """Of the same shapes, in archives of the same names, small and large."""
+    generator = np.random.default_rng(3)
+    for key in data.frames:
+        data.frames[key] = generator.normal(0, 1, (20, DIM)).astype(np.float32)
+    data.frames["s1-u0"] = generator.normal(0, 1, (frames, DIM)).astype(np.float32)
+    data.labels = random_labels(data.frames)
+    data.write()
+    data.make()
+    assert data.make().reused
+    data.frames = {key: 3 * value + 1 for key, value in data.frames.items()}
+    data.write()
+    with pytest.raises(CorpusError, match="other options: data_sha256"):
+        data.make()
+
+
+def test_statistics_that_were_summed_again_are_not_those_of_before(data):
+    def make(mean):
+        stats = {f"s{n}": np.array([[mean] * DIM + [1], [9.0] * DIM + [0]]) for n in range(4)}
+        kaldiio.save_ark(f"{data.directory}/cmvn.ark", stats, scp=f"{data.directory}/cmvn.scp")
+        return data.make(cmvn="given", stats={"train": sources.SpeakerStats(data.directory)})
+
+    make(1.0)
+    assert make(1.0).reused
+    with pytest.raises(CorpusError, match="other options: stats_sha256"):
+        make(2.0)
+
+
+def test_labels_with_another_silence_are_others(data, tmp_path):
+    lines = [f"{key} a 0.05 {0.01 * len(value) - 0.05}\n" for key, value in data.frames.items()]
+    (tmp_path / "phones").write_text("".join(lines))
+
+    def make(silence):
+        source = sources.kaldi_directory(data.directory, Extraction())
+        with PhoneTimes([str(tmp_path / "phones")], silence) as labels:
+            return preparation.prepare(
+                data.out, {"train": source}, labels, preparation.Options(), {}
+            )
+
+    assert make("SIL").corpus.options["silence"] == "SIL"
+    assert make("SIL").reused
+    with pytest.raises(CorpusError, match=r"other options: silence \('SIL' there, 'sp' now\)"):
+        make("sp")
 
 
 # Normalisation and deltas
