@@ -120,6 +120,35 @@ def test_bad_input_is_one_line(run, kaldi, tmp_path, program, flags, words):
     assert list(Path(tmp_path).iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--norm_vars",), "--norm_vars=True is for --cmvn."),
+        (("--silence=sp",), "--silence=sp is for --phones."),
+        (("--num_ceps=20",), "--num_ceps=20 is for --features=mfcc and plp."),
+        (("--num_mel=23", "--features=plp"), "--num_mel=23 is for --features=fbank."),
+        (("--sample_rate=8000",), "--sample_rate=8000 is for features computed from audio"),
+        (("--resample",), "--resample=True is for features computed from audio"),
+        (("--decoder=tensorflow-io",), "--decoder=tensorflow-io is for features computed"),
+        (
+            ("--validation_data=data", "--validation_share=0.2"),
+            "--validation_share=0.2 is for a corpus without --validation_data.",
+        ),
+        (
+            ("--test_data=data", "--test_share=0"),
+            "--test_share=0.0 is for a corpus without --test_data.",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_flags_that_would_do_nothing(run, kaldi, tmp_path, flags, message):
+    paths = [flag.replace("=data", f"={kaldi}/data") for flag in ("--data=data", *flags)]
+    ended = run("prepare_kaldi", *paths, f"--ali={kaldi}/pdf.1", f"--out={tmp_path / 'corpus'}")
+    assert ended.returncode == 1
+    assert f"prepare_kaldi: {message}" in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_pipes_are_not_run(run, kaldi, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
