@@ -28,6 +28,7 @@ _MAX_KEY = 1000  # bytes; what is longer is not taken for a key
 _BINARY = b"\0B"
 _MAX_LINE = 1 << 26  # bytes; what is longer is not taken for a line of text
 _WHITE = b" \t\r\n"
+_OVERSHOOT = 3  # rows that a range may go beyond the end: Kaldi's length_tolerance
 _DAMAGE = (ValueError, AssertionError, struct.error, IndexError, TypeError, UnicodeDecodeError)
 
 
@@ -44,20 +45,16 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
 
     Raises:
       FileNotFoundError: there is no such file.
-      CorpusError: the object is cut short, not a matrix, or smaller than the line's range.
+      CorpusError: the object is cut short or not a matrix, or the line's range is not in it. Rows
+        may go on for 3 more than there are, as in Kaldi; those that are there are returned.
     """
     with _opened(location) as file:
         file.seek(location.offset)
         value = _read_value(file, str(location))
     if value.ndim != 2:
         raise CorpusError(f"{location}: a vector where a matrix is expected")
-    for size, part, name in zip(
-        value.shape, (location.rows, location.columns), ("rows", "columns"), strict=True
-    ):
-        if part.stop is not None and not part.start < part.stop <= size:
-            raise CorpusError(
-                f"{location}: the line asks for {name} {part.start} to {part.stop - 1} of {size}"
-            )
+    _check_range(location, "rows", location.rows, len(value), _OVERSHOOT)
+    _check_range(location, "columns", location.columns, value.shape[1], 0)
     return value[location.rows, location.columns].astype(dtype)
 
 
@@ -154,6 +151,17 @@ def _opened(location: Location) -> Iterator[BinaryIO]:
             ) from error
 
 
+def _check_range(location: Location, name: str, part: slice, size: int, overshoot: int) -> None:
+    """Raises CorpusError unless the matrix, which has `size` rows or columns, has this part."""
+    first, stop = part.start or 0, size if part.stop is None else part.stop
+    if part != slice(None) and not (first < size and stop <= size + overshoot):
+        asked = f"{first} to {stop - 1}" if stop > first else f"{first} and more"
+        raise CorpusError(
+            f"{location}: bad range: the line asks for {name} {asked}, and the matrix has {size}."
+            " Correct the line, or make the archive again"
+        )
+
+
 def _read_key(file: BinaryIO, path: str) -> str | None:
     """Reads the key before the next object; returns None at the end of the archive."""
     start = file.tell()
@@ -168,7 +176,7 @@ def _read_key(file: BinaryIO, path: str) -> str | None:
         text = key.decode()
     except UnicodeDecodeError:
         text = ""
-    if byte in (b"", b"\n") or not text.isprintable() or not text or len(key) > _MAX_KEY:
+    if byte in (b"", b"\n") or not kaldi_tables.is_key(text) or len(key) > _MAX_KEY:
         raise CorpusError(
             f"{path}, byte {start}: {bytes(key[:20])!r} is not the key of an object that follows;"
             " the archive is damaged, or no archive"
@@ -214,8 +222,10 @@ def _read_text(file: BinaryIO) -> np.ndarray:
     lines[-1] = lines[-1].replace(b"]", b" ", 1)
     is_vector = len(lines) == 1
     rows = [line.split() for line in lines if line.strip()]
+    if not rows:
+        return np.zeros((0, 0))
     numbers = np.array(rows).astype(np.float64)  # ValueError if rows differ in length
-    return numbers[0] if is_vector and len(rows) else numbers
+    return numbers[0] if is_vector else numbers
 
 
 def _matio() -> Any:

@@ -1,7 +1,8 @@
 """Reads Kaldi's text tables (`wav.scp`, `segments`, `utt2spk`, `feats.scp`) and parses their lines.
 
 A table has a key and a value on each line, is sorted as `LC_ALL=C sort` does, and has no key twice.
-Kaldi's own programs rely on this order, so a table without it is damaged.
+Kaldi's own programs rely on this order, so a table without it is damaged. White space is that of
+ASCII, as in Kaldi, so keys may have other characters such as a no-break space.
 """
 
 import re
@@ -11,8 +12,9 @@ from typing import NamedTuple
 
 from input.records import CorpusError
 
-_RANGE = re.compile(r"\[(\d+):(\d+)(?:,(\d+):(\d+))?\]$")
+_RANGE = re.compile(r"(\d*):(\d*)(?:,(\d*):(\d*))?")
 _OFFSET = re.compile(r":(\d+)$")
+_NOT_IN_KEYS = re.compile(r"[\0-\x20\x7f]")  # white space and control characters of ASCII
 
 
 class Location(NamedTuple):
@@ -52,15 +54,15 @@ def read(path: str | Path) -> dict[str, str]:
     table: dict[str, str] = {}
     last = None
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 parts = line.split(None, 1)
-                if len(parts) < 2 or line[0].isspace():
+                if len(parts) < 2 or line[:1].isspace():
                     raise CorpusError(
                         f"{path}, line {number}: a line must be a key and a value."
-                        f" Received: {line.strip()[:80]!r}"
+                        f" Received: {line.strip().decode()[:80]!r}"
                     )
-                key, value = parts[0], parts[1].strip()
+                key, value = parts[0].decode(), parts[1].strip().decode()
                 check_order(f"{path}, line {number}", key, last)
                 table[key] = value
                 last = key
@@ -69,6 +71,16 @@ def read(path: str | Path) -> dict[str, str]:
     if not table:
         raise CorpusError(f"table {path} is empty")
     return table
+
+
+def is_key(text: str) -> bool:
+    """Returns whether an archive can have this key: a word without ASCII control characters."""
+    return bool(text) and not _NOT_IN_KEYS.search(text)
+
+
+def words(text: str) -> list[str]:
+    """Returns the words of a text, between ASCII white space."""
+    return [word.decode() for word in text.encode().split()]
 
 
 def check_order(where: str, key: str, last: str | None) -> None:
@@ -94,7 +106,7 @@ def segments(path: str | Path) -> dict[str, Segment]:
     """
     found = {}
     for number, (key, value) in enumerate(read(path).items(), 1):
-        parts = value.split()
+        parts = words(value)
         try:
             recording, start, end = parts[0], float(parts[1]), float(parts[2])
             valid = len(parts) == 3 and start >= 0 and (start < end < float("inf") or end == -1)
@@ -112,8 +124,8 @@ def segments(path: str | Path) -> dict[str, Segment]:
 def locate(text: str, where: str, allow_pipes: bool) -> Location:
     """Parses the rest of an scp line: `FILE`, `FILE:OFFSET`, or `COMMAND |`.
 
-    A file may have [ROWS] or [ROWS,COLUMNS] behind it. These are ranges first:last, which include
-    both ends, as in Kaldi.
+    Each may have [ROWS] or [ROWS,COLUMNS] behind it. These are ranges first:last, which include
+    both ends, as in Kaldi. An end that is left out is that of the matrix: [:,0:12] are columns.
 
     Args:
       text: the line without its key.
@@ -121,32 +133,49 @@ def locate(text: str, where: str, allow_pipes: bool) -> Location:
       allow_pipes: whether a `COMMAND |` is accepted; a shell runs it when it is read.
 
     Raises:
-      CorpusError: the text is a pipe and these are not allowed, or it names nothing to read.
+      CorpusError: the text is a pipe and these are not allowed, it names nothing to read, or its
+        range is bad.
     """
-    text = text.strip()
+    line = text.strip()
+    text, rows, columns = _without_range(line, where)
     if text.endswith("|") or text.startswith("|"):
         command = text.strip("| ")
         if not allow_pipes:
             raise CorpusError(
-                f"{where}: {text!r} is a command. Reading it would run whatever the file says in a"
+                f"{where}: {line!r} is a command. Reading it would run whatever the file says in a"
                 " shell, with your rights. If you trust the file, add --allow_pipes; else decode"
                 " its audio or copy its archive into files first"
             )
         if text.startswith("|") or not command:
-            raise CorpusError(f"{where}: {text!r} is a pipe to write to; a table is read from")
-        return Location(command, 0, slice(None), slice(None), True, where)
-    rows = columns = slice(None)
-    cut = _RANGE.search(text)
-    if cut:
-        first, last, left, right = cut.groups()
-        rows = slice(int(first), int(last) + 1)
-        columns = slice(int(left), int(right) + 1) if left else columns
-        text = text[: cut.start()]
+            raise CorpusError(f"{where}: {line!r} is a pipe to write to; a table is read from")
+        return Location(command, 0, rows, columns, True, where)
     offset = _OFFSET.search(text)
     path = text[: offset.start()] if offset else text
     if not path or path == "-":
-        raise CorpusError(f"{where}: {text!r} is not a file. Name one")
+        raise CorpusError(f"{where}: {line!r} is not a file. Name one")
     return Location(path, int(offset[1]) if offset else 0, rows, columns, False, where)
+
+
+def _without_range(text: str, where: str) -> tuple[str, slice, slice]:
+    """Returns the text before its `[...]`, and the rows and columns of that; all if it has none."""
+    name, bracket, inner = text.rpartition("[")
+    if not bracket or not text.endswith("]"):
+        return text, slice(None), slice(None)
+    found = _RANGE.fullmatch(inner[:-1])
+    if not found:
+        raise CorpusError(
+            f"{where}: bad range [{inner} of {name!r}: it must be [FIRST:LAST] of rows, or"
+            " [FIRST:LAST,FIRST:LAST] of rows and columns, whole numbers from 0"
+        )
+    ends = [int(end) if end else None for end in found.groups()]
+    for first, last in (ends[:2], ends[2:]):
+        if first is not None and last is not None and first > last:
+            raise CorpusError(
+                f"{where}: bad range [{inner} of {name!r}: {first} comes after {last}. Write the"
+                " lower number first"
+            )
+    stops = [None if end is None else end + 1 for end in ends]
+    return name.strip(), slice(ends[0], stops[1]), slice(ends[2], stops[3])
 
 
 def run_pipe(location: Location) -> bytes:

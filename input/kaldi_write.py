@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from input import packages
+from input import kaldi_tables, packages
 from input.records import CorpusError
 
 _AUTOMATIC = 1  # Kaldi's kAutomaticMethod
@@ -25,7 +25,7 @@ def write_matrices(
 
     Args:
       path_prefix: PREFIX, the path of the files without `.ark` and `.scp`.
-      matrices: (utterance, float [num_frames, dim]); all of equal width, and finite.
+      matrices: (utterance, float [num_frames, dim]); all of equal width, and finite as float32.
       compress: whether to round each number to 8 bits (Kaldi's compressed matrix); the file has a
         quarter of the size.
 
@@ -33,8 +33,9 @@ def write_matrices(
       The paths of the archive and of the table.
 
     Raises:
-      CorpusError: a key is empty, has white space or is there twice; or a matrix is empty, of
-        another shape, or not finite. Then nothing is written, and older files stay.
+      CorpusError: a key is empty, has ASCII white space or control characters, or is there twice;
+        or a matrix is empty, of another shape, or not finite as float32. Then nothing is written,
+        and older files stay.
       ValueError: kaldiio is not installed.
     """
     archive = Path(os.path.abspath(f"{os.fspath(path_prefix)}.ark"))
@@ -68,14 +69,14 @@ def _write_archive(
     offsets: dict[str, int] = {}
     width = None
     for key, matrix in matrices:
-        _check(key, matrix, width)
+        rounded = _checked(key, matrix, width)
         if key in offsets:
             raise CorpusError(f"utterance {key} is there twice")
         width = matrix.shape[1]
         offsets[key] = file.tell() + len(f"{key} ".encode())
         kaldiio.save_ark(
             file,
-            {key: np.ascontiguousarray(matrix, np.float32)},
+            {key: rounded},
             compression_method=_AUTOMATIC if compress else None,
         )
     if not offsets:
@@ -83,8 +84,9 @@ def _write_archive(
     return offsets
 
 
-def _check(key: str, matrix: np.ndarray, width: int | None) -> None:
-    if not key or any(character.isspace() for character in key):
+def _checked(key: str, matrix: np.ndarray, width: int | None) -> np.ndarray:
+    """Returns the matrix as float32, if it can be written."""
+    if not kaldi_tables.is_key(key):
         raise CorpusError(f"a key of an archive must be one word. Received: {key!r}")
     if matrix.ndim != 2 or 0 in matrix.shape or (width and matrix.shape[1] != width):
         expected = f"[num_frames, {width}]" if width else "[num_frames, dim]"
@@ -92,12 +94,15 @@ def _check(key: str, matrix: np.ndarray, width: int | None) -> None:
             f"the matrix of utterance {key} must be {expected}, not empty. Received:"
             f" {list(matrix.shape)}"
         )
-    if not np.isfinite(matrix).all():
-        row, column = np.argwhere(~np.isfinite(matrix))[0]
+    with np.errstate(over="ignore"):
+        rounded = np.ascontiguousarray(matrix, np.float32)
+    if not np.isfinite(rounded).all():
+        row, column = np.argwhere(~np.isfinite(rounded))[0]
         raise CorpusError(
             f"the matrix of utterance {key} has {matrix[row, column]} in frame {row}, column"
-            f" {column}; Kaldi's decoders need finite numbers"
+            f" {column}; Kaldi's decoders need finite numbers of float32"
         )
+    return rounded
 
 
 def _sync(file: BinaryIO) -> None:

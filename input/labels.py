@@ -27,9 +27,10 @@ class Labels(Protocol):
 
     class_names: list[str]
     digest: str  # SHA-256 of their files
+    silence: str | None  # the phone where no other is; None if it is not known
 
     def ids(self) -> list[str]:
-        """Returns the utterances that have labels."""
+        """Returns the utterances that have labels, at least one each."""
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         """Returns the labels of an utterance, int32 [about num_frames].
@@ -54,6 +55,7 @@ class _OfFiles(abc.ABC):
     """
 
     class_names: list[str]
+    silence: str | None = None
 
     def __init__(self, patterns: list[str]) -> None:
         self._files = _Files(patterns)
@@ -81,6 +83,8 @@ class _OfFiles(abc.ABC):
 
 class KaldiAlignments(_OfFiles):
     """Labels from vectors of pdf-ids, as Kaldi's `ali-to-pdf` writes them. A context manager.
+
+    An utterance whose vector is empty has no labels.
 
     Args:
       patterns: files or shell patterns; gzipped or not, binary or text.
@@ -110,12 +114,14 @@ class KaldiAlignments(_OfFiles):
         return kaldi.read_vector(self._files[place.archive], place.offset, where)
 
     def _scan(self) -> list[str]:
-        highest = max(self._highest_ids())
+        highest = max(self._highest_ids(), default=-1)
         return [f"pdf-{number}" for number in range(self._num_classes or highest + 1)]
 
     def _highest_ids(self) -> Iterator[int]:
         for number, path in enumerate(self._files.paths):
             for key, offset, value in kaldi.read_archive(self._files[number], path):
+                if value.size == 0:
+                    continue
                 where = f"{path}, utterance {key} at byte {offset}"
                 _add(self._places, key, _Place(number, offset), where, self._files.paths)
                 labels = kaldi.as_labels(value, where)
@@ -149,7 +155,7 @@ class PhoneTimes(_OfFiles):
         silence: str = "SIL",
         progress: Progress = lambda stage, total: None,
     ) -> None:
-        self._silence = silence
+        self.silence = silence
         self._progress = progress
         super().__init__(patterns)
 
@@ -175,7 +181,7 @@ class PhoneTimes(_OfFiles):
             if key != utterance:
                 break
             if start - end > FRAME_SHIFT / 2:
-                phones.append((end, self._silence))
+                phones.append((end, self.silence))
                 end = start
             if start + duration > end:
                 phones.append((end, phone))
@@ -205,7 +211,7 @@ class PhoneTimes(_OfFiles):
                         f" one before it ends ({end:g} s)"
                     )
                 if start - end > FRAME_SHIFT / 2:
-                    phones.add(self._silence)
+                    phones.add(self.silence)
                 phones.add(phone)
                 end = max(end, start + duration)
                 offset += len(line)
@@ -270,7 +276,7 @@ def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> N
 def _parse(line: bytes, where: str) -> tuple[str, str, float, float]:
     """Returns (utterance, phone, start, duration) of a line; times in seconds."""
     try:
-        parts = line.decode().split()
+        parts = [word.decode() for word in line.split()]
         if len(parts) == 4:
             key, phone, *times = parts
         else:

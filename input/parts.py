@@ -13,7 +13,7 @@ from input.sources import Source
 class Stats(Protocol):
     """Statistics of given speakers, such as `sources.SpeakerStats`."""
 
-    digest: str  # SHA-256 of the names and sizes of their files
+    digest: str  # SHA-256 of the names, sizes and parts of their files
 
     def __call__(self, utterance: str, speaker: str) -> np.ndarray:
         """Returns the statistics, [2, dim + 1], in the form of `features.cmvn_stats`."""
@@ -67,8 +67,9 @@ def divide(
             for _ in range(max(1, round(share * len(names)))):
                 if len(order) < 2:
                     raise CorpusError(
-                        f"{len(names)} speakers are too few to hold some out for {split}. Give its"
-                        f" data with --{split}_data, or set --{split}_share=0 to go without"
+                        f"the speakers of the training data ({len(names)}) are too few to hold some"
+                        f" out for {split}. Give its data with --{split}_data, such as other"
+                        f" utterances of theirs, or set --{split}_share=0 to go without {split}"
                     )
                 owner[names[order.pop()]] = split
     parts = {}

@@ -23,7 +23,7 @@ CMVN = ("none", "utterance", "speaker", "given")
 SKIP = {
     "labels": "features without labels",
     "features": "labels without features",
-    "length": "labels longer or shorter than the features by more than --max_length_mismatch",
+    "length": "no frames, or labels longer or shorter by more than --max_length_mismatch",
     "nonfinite": "features with NaN or Inf",
     "audio": "recordings that are unreadable, too short or at another sample rate",
 }
@@ -182,7 +182,8 @@ class _Joiner:
             if isinstance(frames, Problem):
                 _skip(frames, self._options, self._skipped)
                 continue
-            self._check_dim(utterance, frames)
+            if len(frames):
+                self._check_dim(utterance, frames)
             classes = self._labels.read(utterance, len(frames))
             problem = self._mismatch(utterance, len(frames), len(classes))
             if problem:
@@ -205,7 +206,11 @@ class _Joiner:
     def _mismatch(self, utterance: str, num_frames: int, num_labels: int) -> Problem | None:
         surplus = num_labels - num_frames
         allowed = self._options.max_length_mismatch
-        if abs(surplus) <= allowed and min(num_frames, num_labels) > 0:
+        if not num_frames:
+            return Problem(
+                "length", f"utterance {utterance} has no frames, and {num_labels} labels"
+            )
+        if abs(surplus) <= allowed and num_labels > 0:
             return None
         return Problem(
             "length",
@@ -241,13 +246,20 @@ class _Joiner:
         return stats
 
     def _speaker_sums(self, split: str, part: Part) -> dict[str, np.ndarray]:
-        """Reads all features of the part, and returns the statistics of each of its speakers."""
+        """Returns the statistics of each speaker of the part.
+
+        As in Kaldi, they are of all features that the source has of the speaker, with labels or
+        without. What has no usable features is left out here; `read` fails where it has labels.
+        """
+        speakers = part.source.speakers
+        mine = {speakers[utterance] for utterance in part.utterances}
+        spoken = [utterance for utterance, speaker in speakers.items() if speaker in mine]
         sums: dict[str, np.ndarray] = {}
-        for utterance, frames in part.source.read(part.utterances):
-            self._progress(f"statistics of {split}", len(part.utterances))
-            if not isinstance(frames, Problem):
+        for utterance, frames in part.source.read(spoken):
+            self._progress(f"statistics of {split}", len(spoken))
+            if not isinstance(frames, Problem) and len(frames):
                 self._check_dim(utterance, frames)
-                speaker = part.source.speakers[utterance]
+                speaker = speakers[utterance]
                 sums[speaker] = sums.get(speaker, 0.0) + features.cmvn_stats(frames).numpy()
         return sums
 
@@ -267,6 +279,7 @@ def _made_with(
         "skip": sorted(options.skip),
         "num_classes": len(labels.class_names),
         "labels_sha256": labels.digest,
+        **({} if labels.silence is None else {"silence": labels.silence}),
         "data_sha256": {split: source.digest for split, source in sources.items()},
         "stats_sha256": {split: found.digest for split, found in stats.items()},
     }

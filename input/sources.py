@@ -19,6 +19,8 @@ from input.records import CorpusError
 
 OVERSHOOT = 0.5  # seconds that a segment may end after its recording: extract-segments' default
 KINDS = ("fbank", "mfcc", "plp")
+_BLOCK = 4096  # bytes
+_BLOCKS = 8  # how many of a file are compared
 
 
 class Problem(NamedTuple):
@@ -35,7 +37,7 @@ class Source(Protocol):
     """A set of utterances with features."""
 
     speakers: Mapping[str, str]  # the speaker of each utterance, in order
-    digest: str  # SHA-256 of the tables, and of the names and sizes of the files that they list
+    digest: str  # SHA-256 of the tables, and of names, sizes and parts of the files that they list
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
         """Yields the static features of these utterances, float32 [num_frames, dim], in order."""
@@ -189,6 +191,11 @@ def kaldi_directory(
         raise FileNotFoundError(f"data directory {directory} {what}")
     wav, cut = Path(directory) / "wav.scp", Path(directory) / "segments"
     recordings = _locations(kaldi_tables.read(wav), wav, allow_pipes)
+    for place in recordings.values():
+        if (place.rows, place.columns) != (slice(None), slice(None)):
+            raise CorpusError(
+                f"{place.where}: a recording has no range of rows. Cut it in {directory}/segments"
+            )
     tables = [Path(directory) / "utt2spk"]
     if cut.exists():
         tables.append(cut)
@@ -311,16 +318,34 @@ def _speakers(directory: str, utterances: list[str], listing: Path) -> dict[str,
 
 
 def _digest(tables: list[Path], locations: Mapping[str, Location]) -> str:
-    """Returns the SHA-256 of tables, and of the names and sizes of the files at `locations`.
+    """Returns the SHA-256 of tables, and of name, size and content of the files at `locations`.
 
-    It has no directories, so it stays the same for data that was moved.
+    It has no directories, so it stays the same for data that was moved. Of a command it has only
+    the text.
     """
     digest = hashlib.sha256()
     for table in tables:
         digest.update(table.read_bytes())
-    sizes: dict[str, int] = {}
+    contents: dict[str, str] = {}
     for key, (path, *parts, _) in locations.items():
-        if path not in sizes:
-            sizes[path] = os.path.getsize(path) if os.path.isfile(path) else -1
-        digest.update(f"{key} {os.path.basename(path)} {sizes[path]} {parts}\n".encode())
+        if path not in contents:
+            contents[path] = _content(path) if os.path.isfile(path) else ""
+        digest.update(f"{key} {os.path.basename(path)} {contents[path]} {parts}\n".encode())
     return digest.hexdigest()
+
+
+def _content(path: str) -> str:
+    """Returns the size of a file, and a SHA-256 of it: of the whole file if it is small.
+
+    Of a larger file it is that of blocks at equal distances, from the first one to the last.
+    """
+    digest = hashlib.sha256()
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        if size <= _BLOCKS * _BLOCK:
+            digest.update(file.read())
+        else:
+            for number in range(_BLOCKS):
+                file.seek(number * (size - _BLOCK) // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return f"{size} {digest.hexdigest()}"

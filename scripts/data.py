@@ -285,13 +285,19 @@ def held_out(
         minibatch: frames of a minibatch, for other models.
 
     Raises:
-        ValueError: the model is recurrent, and the split has fewer utterances than replicas.
+        ValueError: the split is empty, or the model is recurrent and the split has fewer utterances
+            than replicas.
     """
     if isinstance(strategy, tfpara.AsyncStrategy):
         strategy = None
     replicas = strategy.num_replicas if strategy else 1
     ids = strategy.local_replica_ids if strategy else [0]
     utterances = len(corpus.split(split))
+    if not utterances:
+        raise ValueError(
+            f"corpus {corpus.directory} has no {split} data. Choose another split, or prepare the "
+            f"corpus with --{split}_data or --{split}_share."
+        )
     if is_recurrent(description) and utterances < replicas:
         raise ValueError(
             f"the {split} split of {corpus.directory} has {utterances} utterances, and a recurrent "

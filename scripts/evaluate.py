@@ -27,7 +27,7 @@ from scripts.data import held_out, is_recurrent, stream_options
 from tfpara.algorithms import BSP
 from tfpara.sync.strategy import PeriodicSyncStrategy
 
-_SILENCE = "_"  # eSpeak NG's name of the silence
+_SILENCE = "_"  # eSpeak NG's name of the silence, of corpora that do not name theirs
 
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
@@ -45,7 +45,9 @@ _INSERTION_PENALTY = flags.DEFINE_float(
     "insertion_penalty", 0.0, "taken off (natural logarithm) for every phone that is decoded"
 )
 _UNCOUNTED = flags.DEFINE_list(
-    "uncounted_phones", [_SILENCE], "phones that the phone error rate leaves out, such as silence"
+    "uncounted_phones",
+    None,
+    "phones that the phone error rate leaves out; the silence of the corpus if not set",
 )
 _LOGLIKES = flags.DEFINE_string(
     "write_loglikes",
@@ -78,7 +80,7 @@ def main() -> None:
             model, _ = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)  # takes whole utterances
         spoken = functools.partial(decoding.utterances, model, description, corpus, _SPLIT.value)
         if hmm is not None:
-            phones = _decode(spoken(), hmm)
+            phones = _decode(spoken(), hmm, _uncounted(corpus))
         if _LOGLIKES.value:
             matrices = decoding.log_likelihoods(spoken(), statistics)
             written = kaldi_write.write_matrices(_LOGLIKES.value, matrices)
@@ -106,7 +108,7 @@ def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple
         return None, None
     if _DECODE.value:
         phones = PhoneStates.of(corpus.class_names).phones
-        unknown = set(_UNCOUNTED.value) - {*phones, _SILENCE}
+        unknown = set(_UNCOUNTED.value or []).difference(phones)
         if unknown:
             raise ValueError(
                 f"--uncounted_phones: the corpus has no {', '.join(sorted(unknown))}. Its phones "
@@ -125,12 +127,21 @@ def _frames(corpus: index.CorpusIndex, description: dict[str, Any]) -> int:
     return int((options.lengths(frames) - options.label_delay).sum())
 
 
-def _decode(spoken: Iterator[decoding.Utterance], hmm: Hmm) -> dict[str, float]:
+def _uncounted(corpus: index.CorpusIndex) -> list[str]:
+    """Returns the phones that are not counted."""
+    if _UNCOUNTED.value is not None:
+        return _UNCOUNTED.value
+    return [corpus.options.get("silence", _SILENCE)]
+
+
+def _decode(
+    spoken: Iterator[decoding.Utterance], hmm: Hmm, uncounted: list[str]
+) -> dict[str, float]:
     options = {
         "acoustic_scale": _ACOUSTIC_SCALE.value,
         "insertion_penalty": _INSERTION_PENALTY.value,
     }
-    return {**decoding.score(spoken, hmm, uncounted=_UNCOUNTED.value, **options), **options}
+    return {**decoding.score(spoken, hmm, uncounted=uncounted, **options), **options}
 
 
 def _strategy(devices: list[str] | None) -> Any:

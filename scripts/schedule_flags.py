@@ -227,6 +227,12 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
     return chosen
 
 
+def of_scores() -> list[str]:
+    """Returns the flags given that need held-out scores, such as "--schedule=newbob"."""
+    guard = [] if _GUARD.value is None else [f"--{_GUARD.name}={_GUARD.value}"]
+    return (["--schedule=newbob"] if _schedule() == "newbob" else []) + guard
+
+
 def after_scores(entropy: str, validation: Any) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that come after those that score the model.
 

@@ -102,6 +102,7 @@ def main() -> None:
     with common.bad_input():
         _check()
         corpus = index.read(_CORPUS.value)
+        _check_held_out(corpus)
         description = _description(corpus)
         first_period = next(iter(schedule_flags.sync_periods().values()))
         # With parameter servers, this call does not return in any process but the chief.
@@ -115,7 +116,6 @@ def main() -> None:
         data: Any
         if rule_flags.is_async():
             data = async_training.ChunkedData(corpus, strategy, description, **order)
-            validation = held_out(corpus, "validation", None, description)
         else:
             data = TrainingData(
                 corpus,
@@ -126,7 +126,8 @@ def main() -> None:
                 warm=warm,
                 **order,
             )
-            validation = held_out(corpus, "validation", strategy, description)
+        scored = len(corpus.split("validation")) > 0
+        validation = held_out(corpus, "validation", strategy, description) if scored else None
         callbacks = _callbacks(run_dir, validation, data, warm)
         checkpoint = _checkpoint(run_dir, strategy, _data_plan(corpus))
     history = _History()
@@ -134,6 +135,8 @@ def main() -> None:
         if strategy.is_chief:
             with common.bad_input():
                 _start_run(run_dir, files, description)
+            if not scored:
+                print(f"{corpus.directory} has no validation data, so no epoch is scored.")
         _fit(model, strategy, data, [*callbacks, history, checkpoint])
     except CheckpointError as error:
         anew = "" if _START_OVER.value else " To begin anew, give --start_over."
@@ -179,6 +182,22 @@ def _check() -> None:
     of_syncs = (_SYNCS, _TRACE)
     common.only_for(not rule_flags.is_async(), of_syncs, "synchronous rules such as --rule=bmuf")
     schedule_flags.check()
+
+
+def _check_held_out(corpus: index.CorpusIndex) -> None:
+    """Refuses flags that need held-out scores where the corpus has no validation data."""
+    if len(corpus.split("validation")):
+        return
+    needing = schedule_flags.of_scores()
+    if rule_flags.rule_name() == "aasgd":
+        needing.append("--rule=aasgd")
+    if _TIMES.value > 1:
+        needing.append(f"--{_TIMES.name}={_TIMES.value}")
+    if needing:
+        raise ValueError(
+            f"corpus {corpus.directory} has no validation data, which {needing[0]} needs. Prepare "
+            "the corpus with --validation_data or --validation_share, or leave the flag out."
+        )
 
 
 def _description(corpus: index.CorpusIndex) -> dict[str, Any]:
@@ -241,16 +260,20 @@ def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> 
 def _callbacks(
     run_dir: Path, validation: Any, data: Any, warm: Any
 ) -> list[keras.callbacks.Callback]:
-    """Returns all callbacks but the last ones."""
+    """Returns all callbacks but the last ones; without `validation` none that score."""
     replicas = data.strategy.num_replicas
     traced = [] if _TRACE.value is None else [tfpara.callbacks.Trace(_TRACE.value)]
     choosing = async_training.before_scores(data, validation) if rule_flags.is_async() else []
+    averages = list(data.strategy.averages)
+    scoring = []
+    if validation is not None:
+        scoring.append(scores(validation, averages, run_dir, _TIMES.value, data.num_steps))
     return [
         *traced,
         tfpara.callbacks.Telemetry(run_dir / "tensorboard", data.num_frames),
         *schedule_flags.before_scores(replicas, warm),
         *choosing,
-        scores(validation, list(data.strategy.averages), run_dir, _TIMES.value, data.num_steps),
+        *scoring,
         *schedule_flags.after_scores(runs.entropy_name(data.description), validation),
     ]
 

@@ -80,6 +80,7 @@ def test_compressed_matrices_that_kaldiio_writes(tmp_path, method):
         ("utt  [\n  1.5 2 \n  -3e-05 4 ]\n", [[1.5, 2], [-3e-5, 4]]),
         ("utt  [\n  0 1.5 \n  1e-5 2 ]\n", [[0, 1.5], [1e-5, 2]]),  # kaldiio takes it for integers
         ("utt  [\n  1 2 3 ]\n", [[1, 2, 3]]),
+        ("utt  [ ]\n", np.zeros((0, 0))),
     ],
 )
 def test_text_matrices(tmp_path, text, expected):
@@ -95,14 +96,47 @@ def test_ranges_hold_their_last_row_and_column(tmp_path):
     (tmp_path / "a.ark").write_bytes(by_hand(b"FM", matrix))
     read = kaldi.read_matrix(location(tmp_path / "a.ark", 0, "[1:3,2:3]"))
     np.testing.assert_array_equal(read, matrix[1:4, 2:4])
-    with pytest.raises(CorpusError, match="asks for rows 1 to 5 of 5"):
-        kaldi.read_matrix(location(tmp_path / "a.ark", 0, "[1:5]"))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "rows", "columns"),
+    [
+        ("[:,1:3]", slice(None), slice(1, 4)),
+        ("[2:4,:]", slice(2, 5), slice(None)),
+        ("[:]", slice(None), slice(None)),
+        ("[3:,:1]", slice(3, None), slice(0, 2)),
+        ("[1:7]", slice(1, 5), slice(None)),  # three rows more than there are: Kaldi's tolerance
+        ("[4:7,0:3]", slice(4, 5), slice(None)),
+    ],
+)
+def test_ranges_without_an_end_or_a_little_too_long(tmp_path, ranges, rows, columns):
+    matrix = np.arange(20.0).reshape(5, 4)
+    (tmp_path / "a.ark").write_bytes(by_hand(b"FM", matrix))
+    read = kaldi.read_matrix(location(tmp_path / "a.ark", 0, ranges))
+    np.testing.assert_array_equal(read, matrix[rows, columns])
+
+
+@pytest.mark.parametrize(
+    ("ranges", "asked"),
+    [
+        ("[1:8]", "rows 1 to 8, and the matrix has 5"),
+        ("[5:6]", "rows 5 to 6, and the matrix has 5"),
+        ("[5:]", "rows 5 and more, and the matrix has 5"),
+        ("[:,1:4]", "columns 1 to 4, and the matrix has 4"),
+    ],
+)
+def test_ranges_outside_of_the_matrix(tmp_path, ranges, asked):
+    (tmp_path / "a.ark").write_bytes(by_hand(b"FM", np.ones((5, 4))))
+    with pytest.raises(CorpusError, match=f"line 7, utt .*: bad range: the line asks for {asked}"):
+        kaldi.read_matrix(location(tmp_path / "a.ark", 0, ranges))
 
 
 def test_a_pipe_that_is_allowed(tmp_path):
     (tmp_path / "a").write_bytes(by_hand(b"FM", np.ones((2, 2))))
     place = kaldi_tables.locate(f"cat {tmp_path}/a |", "feats.scp, line 1, utt", True)
     np.testing.assert_array_equal(kaldi.read_matrix(place), np.ones((2, 2)))
+    place = kaldi_tables.locate(f"cat {tmp_path}/a |[0:0]", "feats.scp, line 1, utt", True)
+    np.testing.assert_array_equal(kaldi.read_matrix(place), np.ones((1, 2)))
 
 
 def alignments():
@@ -227,6 +261,21 @@ def test_keys_out_of_order(tmp_path, order, message):
     path = tmp_path / "pdf.1"
     path.write_text("".join(f"{key} 1 2\n" for key in order))
     with pytest.raises(CorpusError, match=rf"{path}, {message}"):
+        archive(path)
+
+
+@pytest.mark.parametrize("key", ["a\u200cb", "a\u200db", "a\u00a0b", "a\u2028b", "日本"])
+def test_keys_are_any_utf8_without_ascii_white_space(tmp_path, key):
+    path = tmp_path / "pdf.1"
+    path.write_text(f"{key} 1 2\n")
+    assert [item.key for item in archive(path)] == [key]
+
+
+@pytest.mark.parametrize("key", [b"a\x01b", b"a\x7fb", b"a\x0bb", b"a\xff"])
+def test_keys_that_no_archive_has(tmp_path, key):
+    path = tmp_path / "pdf.1"
+    path.write_bytes(key + b" 1 2\n")
+    with pytest.raises(CorpusError, match="byte 0: .* is not the key of an object"):
         archive(path)
 
 

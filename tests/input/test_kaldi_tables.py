@@ -55,6 +55,14 @@ def test_order_is_that_of_bytes(table):
     assert list(kaldi_tables.read(path)) == keys
 
 
+@pytest.mark.parametrize("white", ["\u00a0", "\u2003", "\u200c", "\u0085"])
+def test_only_white_space_of_ascii_ends_a_key(table, white):
+    path = table(f"a{white}1 r{white}1 0 1{white}\r\n")
+    assert kaldi_tables.read(path) == {f"a{white}1": f"r{white}1 0 1{white}"}
+    path = table(f"a{white}1 r{white}1 0 1\n")
+    assert kaldi_tables.segments(path) == {f"a{white}1": Segment(f"r{white}1", 0.0, 1.0)}
+
+
 def test_a_missing_table(tmp_path):
     with pytest.raises(FileNotFoundError, match="wav.scp does not exist"):
         kaldi_tables.read(tmp_path / "wav.scp")
@@ -94,6 +102,8 @@ WHOLE = slice(None)
         ("c:x/a.ark", ("c:x/a.ark", 0, WHOLE, WHOLE, False)),
         ("a.ark:5[0:9]", ("a.ark", 5, slice(0, 10), WHOLE, False)),
         ("a.ark:5[3:9,1:2]", ("a.ark", 5, slice(3, 10), slice(1, 3), False)),
+        ("a.ark:5[:,1:2]", ("a.ark", 5, WHOLE, slice(1, 3), False)),
+        ("a.ark:5[3:9,:]", ("a.ark", 5, slice(3, 10), WHOLE, False)),
         ("odd[1].wav", ("odd[1].wav", 0, WHOLE, WHOLE, False)),
     ],
 )
@@ -108,7 +118,23 @@ def test_pipes_are_refused_with_the_reason():
         parts("rm x |")
     with pytest.raises(CorpusError, match="is a command"):
         parts("| tee x")
+    with pytest.raises(CorpusError, match="is a command"):
+        parts("rm x |[0:3]")
     assert parts("cat 'a:1[0:3]' |", True) == ("cat 'a:1[0:3]'", 0, WHOLE, WHOLE, True)
+    assert parts("cat a |[0:3]", True) == ("cat a", 0, slice(0, 4), WHOLE, True)
+
+
+@pytest.mark.parametrize(
+    "bad", ["[]", "[3]", "[1:2:3]", "[-1:3]", "[a:b]", "[0:1,0:1,0:1]", "[,1:3]"]
+)
+def test_bad_ranges(bad):
+    with pytest.raises(CorpusError, match=r"line 3, u: bad range \[.* of 'a.ark:5': it must be"):
+        parts(f"a.ark:5{bad}")
+
+
+def test_a_range_that_goes_backwards():
+    with pytest.raises(CorpusError, match=r"bad range \[:,3:2\] of 'a.ark:5': 3 comes after 2"):
+        parts("a.ark:5[:,3:2]")
 
 
 @pytest.mark.parametrize("text", ["| tee x", "|", "-", ":12", "[0:3]"])

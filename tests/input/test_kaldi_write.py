@@ -65,6 +65,8 @@ def test_the_table_is_sorted_and_doubles_are_rounded(tmp_path):
         ([("u1", np.ones((0, 3)))], r"not empty. Received: \[0, 3\]"),
         ([("u1", np.ones((2, 3))), ("u2", np.ones((2, 4)))], r"u2 must be \[num_frames, 3\]"),
         ([("u1", np.array([[0, 1], [-np.inf, 2]]))], "u1 has -inf in frame 1, column 0"),
+        ([("u1", np.array([[0, 1e300]]))], r"u1 has 1e\+300 in frame 0, column 1"),
+        ([("u\x011", np.ones((2, 3)))], "must be one word"),
         ([("u1", np.array([[0, np.nan]]))], "u1 has nan in frame 0, column 1"),
         ([], "there is no matrix to write"),
     ],
@@ -73,6 +75,17 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path, bad, message):
     with pytest.raises(CorpusError, match=message):
         write_matrices(tmp_path / "loglikes", bad)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["u\u200c1", "u\u00a01", "日本"])
+def test_a_key_that_python_takes_for_two_words_or_none(tmp_path, key):
+    archive, table = write_matrices(tmp_path / "x", [(key, np.ones((2, 3)))])
+    (place,) = kaldi_tables.read(table).values()
+    np.testing.assert_array_equal(
+        kaldi.read_matrix(kaldi_tables.locate(place, key, False)), np.ones((2, 3))
+    )
+    with open(archive, "rb") as file:
+        assert [item.key for item in kaldi.read_archive(file, "x")] == [key]
 
 
 def test_a_failure_keeps_the_older_files(tmp_path):

@@ -29,6 +29,16 @@ def test_alignments_of_several_files(tmp_path):
     assert seen == [("alignments", None)] * 4
 
 
+def test_an_empty_alignment_is_none(tmp_path):
+    write_alignments(tmp_path / "pdf.1", {"a": [1, 2], "b": [], "c": [0]})
+    (tmp_path / "pdf.2").write_bytes(b"b \nd \n")
+    with KaldiAlignments([f"{tmp_path}/pdf.*"]) as labels:
+        assert labels.ids() == ["a", "c"]
+        np.testing.assert_array_equal(labels.read("c", 1), [0])
+    with KaldiAlignments([f"{tmp_path}/pdf.2"]) as labels:
+        assert (labels.ids(), labels.class_names) == ([], [])
+
+
 def test_digest_is_that_of_the_content(tmp_path):
     for name, last in (("x", 1), ("y", 1), ("z", 2)):
         write_alignments(tmp_path / name, {"a": [0, last]})
@@ -89,6 +99,13 @@ def test_phone_times_by_hand(tmp_path, text):
             np.testing.assert_array_equal(labels.read("u1", 9), [3, 4, 5, 0, 0, 1, 1, 2, 2])
         # 30 ms of silence that the file leaves out.
         np.testing.assert_array_equal(labels.read("u2", 6), [3, 4, 5, 6, 7, 8])
+
+
+def test_only_white_space_of_ascii_divides_a_line(tmp_path):
+    (tmp_path / "x.ctm").write_text("u\u00a01 a\u2003b 0 0.03\n")
+    with PhoneTimes([str(tmp_path / "x.ctm")]) as labels:
+        assert labels.ids() == ["u\u00a01"]
+        assert labels.class_names == [f"a\u2003b.{state}" for state in range(3)]
 
 
 def test_phone_times_gzipped_in_several_files(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from contents import content
 
 from input import features, index, preparation, sources
-from input.labels import KaldiAlignments
+from input.labels import KaldiAlignments, PhoneTimes
 from input.records import CorpusError
 from input.sources import Extraction
 
@@ -137,7 +137,7 @@ def test_no_share_leaves_a_split_empty(data):
 
 
 def test_too_few_speakers_to_hold_out(data):
-    with pytest.raises(CorpusError, match="4 speakers are too few .*--test_share=0"):
+    with pytest.raises(CorpusError, match=r"data \(4\) are too few .*--test_share=0"):
         data.make(validation_share=0.7, test_share=0.29)
 
 
@@ -175,6 +175,52 @@ def test_a_corpus_is_found_again_unless_something_changed(data):
         data.make(made_with={"program": "x"})
 
 
+@pytest.mark.parametrize("frames", [20, 40_000])
+def test_features_that_were_extracted_again_are_not_those_of_before(data, frames):
+    """Of the same shapes, in archives of the same names, small and large."""
+    generator = np.random.default_rng(3)
+    for key in data.frames:
+        data.frames[key] = generator.normal(0, 1, (20, DIM)).astype(np.float32)
+    data.frames["s1-u0"] = generator.normal(0, 1, (frames, DIM)).astype(np.float32)
+    data.labels = random_labels(data.frames)
+    data.write()
+    data.make()
+    assert data.make().reused
+    data.frames = {key: 3 * value + 1 for key, value in data.frames.items()}
+    data.write()
+    with pytest.raises(CorpusError, match="other options: data_sha256"):
+        data.make()
+
+
+def test_statistics_that_were_summed_again_are_not_those_of_before(data):
+    def make(mean):
+        stats = {f"s{n}": np.array([[mean] * DIM + [1], [9.0] * DIM + [0]]) for n in range(4)}
+        kaldiio.save_ark(f"{data.directory}/cmvn.ark", stats, scp=f"{data.directory}/cmvn.scp")
+        return data.make(cmvn="given", stats={"train": sources.SpeakerStats(data.directory)})
+
+    make(1.0)
+    assert make(1.0).reused
+    with pytest.raises(CorpusError, match="other options: stats_sha256"):
+        make(2.0)
+
+
+def test_labels_with_another_silence_are_others(data, tmp_path):
+    lines = [f"{key} a 0.05 {0.01 * len(value) - 0.05}\n" for key, value in data.frames.items()]
+    (tmp_path / "phones").write_text("".join(lines))
+
+    def make(silence):
+        source = sources.kaldi_directory(data.directory, Extraction())
+        with PhoneTimes([str(tmp_path / "phones")], silence) as labels:
+            return preparation.prepare(
+                data.out, {"train": source}, labels, preparation.Options(), {}
+            )
+
+    assert make("SIL").corpus.options["silence"] == "SIL"
+    assert make("SIL").reused
+    with pytest.raises(CorpusError, match=r"other options: silence \('SIL' there, 'sp' now\)"):
+        make("sp")
+
+
 # Normalisation and deltas
 
 
@@ -198,6 +244,24 @@ def test_cmvn_of_the_speaker(data):
         speaker = key.split("-")[0]
         mine = [value for other, value in data.frames.items() if other.startswith(speaker)]
         mean = np.concatenate(mine).astype(np.float64).mean(0)
+        np.testing.assert_allclose(frames, data.frames[key] - mean, atol=1e-5)
+
+
+def test_cmvn_of_the_speaker_is_of_utterances_without_labels_too(data):
+    """As Kaldi's compute-cmvn-stats, which has no alignments. One without labels has a NaN."""
+    data.frames["s2-u1"][0, 0] = np.nan
+    for key in ("s1-u1", "s2-u1"):
+        del data.labels[key]
+    data.labels["s1-u2"] = np.append(data.labels["s1-u2"], [1, 2])
+    data.write()
+    made = data.make(cmvn="speaker", skip=("labels", "length"))
+    found = content(made.corpus)
+    assert found.keys() == data.frames.keys() - {"s1-u1", "s1-u2", "s2-u1"}
+    for key, (frames, _, _) in found.items():
+        speaker = key.split("-")[0]
+        mine = [value for other, value in data.frames.items() if other.startswith(speaker)]
+        finite = [value for value in mine if np.isfinite(value).all()]
+        mean = np.concatenate(finite).astype(np.float64).mean(0)
         np.testing.assert_allclose(frames, data.frames[key] - mean, atol=1e-5)
 
 
@@ -284,6 +348,26 @@ def test_lengths_that_differ_a_little_are_cut(data):
     np.testing.assert_array_equal(found["s1-u1"][1], data.labels["s1-u1"][:-2])
     whole = features.add_deltas(data.frames["s2-u2"], 1)  # from all frames, then cut
     np.testing.assert_allclose(found["s2-u2"][0], whole[:-1], atol=1e-6)
+
+
+@pytest.mark.parametrize("empty", ["s0-u0", "s1-u1"])
+@pytest.mark.parametrize("cmvn", ["none", "speaker"])
+def test_an_utterance_without_frames(data, empty, cmvn):
+    data.frames[empty] = np.zeros((0, 0), np.float32)
+    data.write()
+    with pytest.raises(CorpusError, match=rf"{empty} has no frames, and \d+ labels.*--skip=length"):
+        data.make(max_length_mismatch=100, cmvn=cmvn)
+    made = data.make(skip=("length",), cmvn=cmvn)
+    assert made.skipped == {"length": 1}
+    assert content(made.corpus).keys() == data.frames.keys() - {empty}
+
+
+def test_an_utterance_with_an_empty_alignment(data):
+    data.labels["s1-u1"] = np.zeros(0)
+    data.write()
+    with pytest.raises(CorpusError, match="1 of 12 .* no labels, first s1-u1.*--skip=labels"):
+        data.make()
+    assert data.make(skip=("labels",)).skipped == {"labels": 1}
 
 
 def test_features_that_are_not_finite(data):

@@ -93,6 +93,13 @@ def test_segment_of_an_unknown_recording(tmp_path):
         sources.kaldi_directory(str(tmp_path), Extraction())
 
 
+def test_a_recording_with_a_range(tmp_path):
+    (tmp_path / "wav.scp").write_text("r x.wav[0:9]\n")
+    write_utt2spk(tmp_path, ["r"])
+    with pytest.raises(CorpusError, match="wav.scp, line 1, r: a recording has no range of rows"):
+        sources.kaldi_directory(str(tmp_path), Extraction())
+
+
 def test_from_audio_though_there_are_features(tmp_path):
     kaldiio.save_ark(
         f"{tmp_path}/feats.ark", {"a": np.ones((3, 2), np.float32)}, scp=f"{tmp_path}/feats.scp"

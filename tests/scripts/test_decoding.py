@@ -72,6 +72,29 @@ def test_phone_errors_are_those_of_the_models_posteriors(evaluated, corpus_direc
     assert f"phone error rate {total.rate:.2f} % ({total.insertions} insertions" in ended.out
 
 
+def test_the_silence_that_a_corpus_names_is_not_counted(
+    run_well, evaluated, corpus_directory, tmp_path
+):
+    run_dir = evaluated[0]
+    corpus = index.read(corpus_directory)
+    model, description = runs.load(run_dir)
+    content = decoding.statistics(run_dir, description, corpus)
+    scores = decoding.score(
+        decoding.utterances(model, description, corpus, "test"),
+        decoding.hmm(content, corpus.class_names),
+        acoustic_scale=0.3,
+        insertion_penalty=0.0,
+        uncounted=["s"],
+    )
+    options = {**corpus.options, "silence": "s"}
+    other = with_other_statistics(corpus_directory, tmp_path / "other", options=options)
+    flags = ("--decode", "--acoustic_scale=0.3", f"--out={tmp_path / 'scores.json'}")
+    run_well("evaluate", f"--run_dir={run_dir}", f"--corpus={other}", *flags)
+    found = json.loads((tmp_path / "scores.json").read_text())
+    assert found["phones"] == scores["phones"]
+    assert found["phones"] != json.loads((run_dir / "test.json").read_text())["phones"]
+
+
 def with_other_statistics(directory, out, **changes):
     """The same corpus, byte for byte, but for the statistics of its training frames."""
     shutil.copytree(directory, out)

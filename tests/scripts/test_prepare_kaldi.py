@@ -1,5 +1,6 @@
 """prepare_kaldi and prepare_librispeech as a user runs them."""
 
+import json
 from pathlib import Path
 
 import kaldiio
@@ -54,6 +55,28 @@ def test_kaldi_features_to_a_model(run_well, kaldi, tmp_path):
     assert corpus.options["features"] == "given"
     small = ("--layers=1", "--width=8", "--context=1", "--minibatch=32", "--epochs=1")
     run_well("train", f"--corpus={out}", f"--run_dir={tmp_path / 'run'}", "--rule=none", *small)
+
+
+def test_one_speaker_trains_without_held_out_scores(run, run_well, kaldi, tmp_path):
+    data, out = tmp_path / "data", tmp_path / "corpus"
+    data.mkdir()
+    (data / "feats.scp").write_text((kaldi / "data" / "feats.scp").read_text())
+    keys = [line.split()[0] for line in (data / "feats.scp").read_text().splitlines()]
+    (data / "utt2spk").write_text("".join(f"{key} one\n" for key in keys))
+    flags = (f"--data={data}", f"--ali={kaldi}/pdf.1", f"--out={out}", "--test_share=0")
+    ended = run("prepare_kaldi", *flags)
+    assert "speakers of the training data (1) are too few to hold some out" in ended.err
+    assert "--validation_share=0 to go without validation" in ended.err
+    run_well("prepare_kaldi", *flags, "--validation_share=0")
+    small = ("--layers=1", "--width=8", "--context=1", "--minibatch=32", "--epochs=1")
+    run_dir = tmp_path / "run"
+    training = ("train", f"--corpus={out}", f"--run_dir={run_dir}", "--rule=none", *small)
+    refused = run(*training, "--schedule=newbob")
+    assert f"{out} has no validation data, which --schedule=newbob needs" in refused.err
+    assert f"{out} has no validation data, so no epoch is scored" in run_well(*training).out
+    (epoch,) = json.loads((run_dir / "history.json").read_text())["epochs"]
+    assert epoch["loss"] > 0
+    assert not any("validation" in name for name in epoch)
 
 
 def test_kaldi_audio_with_utterances_skipped_is_reused(run_well, kaldi, tmp_path):
@@ -118,6 +141,35 @@ def test_bad_input_is_one_line(run, kaldi, tmp_path, program, flags, words):
     for word in words:
         assert word in last
     assert list(Path(tmp_path).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--norm_vars",), "--norm_vars=True is for --cmvn."),
+        (("--silence=sp",), "--silence=sp is for --phones."),
+        (("--num_ceps=20",), "--num_ceps=20 is for --features=mfcc and plp."),
+        (("--num_mel=23", "--features=plp"), "--num_mel=23 is for --features=fbank."),
+        (("--sample_rate=8000",), "--sample_rate=8000 is for features computed from audio"),
+        (("--resample",), "--resample=True is for features computed from audio"),
+        (("--decoder=tensorflow-io",), "--decoder=tensorflow-io is for features computed"),
+        (
+            ("--validation_data=data", "--validation_share=0.2"),
+            "--validation_share=0.2 is for a corpus without --validation_data.",
+        ),
+        (
+            ("--test_data=data", "--test_share=0"),
+            "--test_share=0.0 is for a corpus without --test_data.",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_flags_that_would_do_nothing(run, kaldi, tmp_path, flags, message):
+    paths = [flag.replace("=data", f"={kaldi}/data") for flag in ("--data=data", *flags)]
+    ended = run("prepare_kaldi", *paths, f"--ali={kaldi}/pdf.1", f"--out={tmp_path / 'corpus'}")
+    assert ended.returncode == 1
+    assert f"prepare_kaldi: {message}" in ended.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pipes_are_not_run(run, kaldi, tmp_path):

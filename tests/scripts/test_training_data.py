@@ -1,6 +1,6 @@
 """The training data of all epochs: every frame once, whatever N, sizes and interruptions are."""
 
-from dataclasses import dataclass
+import dataclasses
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ STREAMS = {
 }
 
 
-@dataclass
+@dataclasses.dataclass
 class Strategy:
     """As much of a strategy as the data need to know."""
 
@@ -143,6 +143,15 @@ def test_too_many_replicas_are_refused(corpus):
 def test_streams_need_an_utterance_for_each_replica(corpus):
     with pytest.raises(ValueError, match="the test split .* one for each of 99 replicas"):
         held_out(corpus, "test", Strategy(99, [0]), STREAMS)
+
+
+@pytest.mark.parametrize("description", [FRAMES, STREAMS], ids=["frames", "streams"])
+def test_a_split_without_data_is_named(corpus, description):
+    columns = dict.fromkeys(("frames", "id"), ())
+    empty = dataclasses.replace(corpus.split("test"), **columns)
+    without = dataclasses.replace(corpus, splits={**corpus.splits, "test": empty})
+    with pytest.raises(ValueError, match="has no test data. Choose .*--test_data or --test_share"):
+        held_out(without, "test", None, description)
 
 
 def test_held_out_streams_have_the_models_rows(corpus):
