@@ -159,10 +159,24 @@ def score(
 def log_likelihoods(
     spoken: Iterator[Utterance], content: dict[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi."""
+    """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi.
+
+    Those of a class without a training frame are about `models.decoding.UNSEEN`.
+    """
     prior = decoding.log_prior(np.array(content["frames"])).astype(np.float32)
     for utterance in spoken:
         yield utterance.id, utterance.log_posteriors - prior
+
+
+def about_unseen(content: dict[str, Any]) -> str | None:
+    """Returns a sentence on the classes without a training frame; None if there are none."""
+    unseen = content["frames"].count(0)
+    if not unseen:
+        return None
+    return (
+        f"{unseen} of the {len(content['frames'])} classes have no training frame. Their "
+        f"log-likelihoods are about {decoding.UNSEEN:g}, so that no decoder takes them."
+    )
 
 
 def _of_stacks(labels: np.ndarray, count: int) -> np.ndarray:
