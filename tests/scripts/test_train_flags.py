@@ -203,12 +203,69 @@ def test_a_papers_model_takes_the_frames_of_the_corpus(tiny_description):
     assert (made["kind"], made["stack"], made["arguments"]["input_dim"]) == ("lstm", 3, 360)
 
 
-@pytest.fixture
-def tiny_description():
+class Corpus:
     """As much of a corpus as the model needs."""
 
-    class Corpus:
-        feature_dim, num_classes, options = 120, 9, {}
-        directory, fingerprint = "corpus", "mark"
+    num_classes, directory, fingerprint = 9, "corpus", "mark"
 
+    def __init__(self, feature_dim=120, **options):
+        self.feature_dim, self.options = feature_dim, options
+
+
+@pytest.fixture
+def tiny_description():
     return Corpus()
+
+
+@pytest.mark.parametrize(
+    ("corpus", "chosen", "coefficients", "bands"),
+    [
+        (Corpus(), {}, None, 40),  # of prepare_speech
+        (Corpus(56, features="fbank", num_mel=28, deltas=1), {}, 28, 28),
+        (Corpus(160, features="given", deltas=1), {"bands": 80}, None, 80),
+    ],
+)
+def test_the_convolution_runs_over_the_channels_of_a_frame(corpus, chosen, coefficients, bands):
+    with flagsaver.flagsaver(model="cldnn-003", **chosen):
+        made = model_flags.description(corpus, coefficients)
+    assert made["arguments"]["bands"] == bands
+
+
+@pytest.mark.parametrize(
+    ("corpus", "chosen", "coefficients", "message"),
+    [
+        (
+            Corpus(160, features="given", deltas=1),
+            {},
+            None,
+            "nothing says what the 80 columns of the feats.scp of corpus are. .* --bands=80",
+        ),
+        (
+            Corpus(129, features="given", deltas=2),
+            {"bands": 40},
+            80,
+            "alone, --bands=40, and those of corpus have 43 numbers before deltas",
+        ),
+        (
+            Corpus(129, features="given", deltas=2),
+            {"bands": 43},
+            80,
+            "--coefficients=80 must be a multiple of the 43 .* Give --coefficients=43.",
+        ),
+        (Corpus(39, features="mfcc", num_ceps=13, deltas=2), {}, None, "those of corpus have MFCC"),
+        (Corpus(120, features="plp", num_ceps=40, deltas=2), {}, None, "have PLP. Prepare"),
+        (
+            Corpus(129, features="fbank", num_mel=40, pitch=True, deltas=2),
+            {},
+            80,
+            "have pitch. Prepare the corpus with --features=fbank and without --pitch",
+        ),
+        (Corpus(), {"model": "lstm-000", "bands": 40}, None, "--bands=40 is for --model=cldnn-003"),
+    ],
+)
+def test_a_convolution_over_anything_else_is_refused(corpus, chosen, coefficients, message):
+    with (
+        flagsaver.flagsaver(**{"model": "cldnn-003", **chosen}),
+        pytest.raises(ValueError, match=message),
+    ):
+        model_flags.description(corpus, coefficients)
