@@ -24,7 +24,9 @@ _SCALE = flags.DEFINE_float(
 )
 _LAYERS = flags.DEFINE_integer("layers", 6, "hidden layers", lower_bound=0)
 _WIDTH = flags.DEFINE_integer("width", 1024, "units of a hidden layer", lower_bound=1)
-_ACTIVATION = flags.DEFINE_string("activation", "relu", "of the hidden layers, as Keras names it")
+_ACTIVATION = flags.DEFINE_string(
+    "activation", "relu", "of the hidden layers, as Keras names it; pretrain: sigmoid"
+)
 _CONTEXT = flags.DEFINE_integer("context", 5, "frames spliced on each side", lower_bound=0)
 _BANDS = flags.DEFINE_integer(
     "bands",
@@ -89,6 +91,26 @@ def description(corpus: CorpusIndex, coefficients: int | None = None) -> dict[st
         "corpus": str(corpus.directory),
         "corpus_fingerprint": corpus.fingerprint,
     }
+
+
+def sigmoid_dnn(corpus: CorpusIndex) -> dict[str, Any]:
+    """Returns the `description` of a DNN of sigmoids, which RBMs pretrain.
+
+    Raises:
+        ValueError: the flags choose a recurrent model, or another activation.
+    """
+    if recurrent():
+        raise ValueError("RBMs pretrain DNNs. Choose --model=dnn or a paper's DNN.")
+    made = description(corpus)
+    if flags.FLAGS[_ACTIVATION.name].using_default_value and _MODEL.value == _PLAIN:
+        made["arguments"]["activation"] = "sigmoid"
+    activation = made["arguments"]["activation"]
+    if activation != "sigmoid":
+        what, fix = f"--model={_MODEL.value} has {activation} units", "Choose --model=dnn-001, say"
+        if _MODEL.value == _PLAIN:
+            what, fix = f"--activation={activation}", "Give --activation=sigmoid, here and to train"
+        raise ValueError(f"{what}, and RBMs give the weights of sigmoid ones. {fix}.")
+    return made
 
 
 def _bands(corpus: CorpusIndex, frame_dim: int) -> int:

@@ -115,6 +115,30 @@ def load_weights(model: keras.Model, path: Path) -> None:
         ) from error
 
 
+def beside(weights: Path) -> Path:
+    """Returns NAME.json for NAME.weights.h5: `pretrain` and runs describe their model there."""
+    return weights.with_name(weights.name.removesuffix(".weights.h5") + ".json")
+
+
+def check_activation(description: Mapping[str, Any], weights: Path) -> None:
+    """Refuses weights of units with another activation, where the file beside them tells.
+
+    Raises:
+        ValueError: the units of the description are others than those of the weights.
+    """
+    try:
+        theirs = json.loads(beside(weights).read_text())["arguments"]["activation"]
+        ours = description["arguments"]["activation"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # nothing is known of them
+    if theirs != ours:
+        raise ValueError(
+            f"{weights} has the weights of {theirs} units, says {beside(weights).name} beside it, "
+            f"and this model has {ours} units. Give --model=dnn with --activation={theirs}, or a "
+            "paper's model that has them."
+        )
+
+
 def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the loss and metrics for `compile`. Metrics of streams leave the padding out."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -215,6 +215,7 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
     with strategy.scope():
         model = runs.build(description, seed=_SEED.value, **streams_)
         if _INIT.value:
+            runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
         optimizer = schedule_flags.optimizer(model, strategy.num_replicas)
         model.compile(optimizer, **runs.metrics(description))

@@ -269,3 +269,23 @@ def test_a_convolution_over_anything_else_is_refused(corpus, chosen, coefficient
         pytest.raises(ValueError, match=message),
     ):
         model_flags.description(corpus, coefficients)
+
+
+def test_rbms_pretrain_sigmoids():
+    assert model_flags.sigmoid_dnn(Corpus())["arguments"]["activation"] == "sigmoid"
+    with flagsaver.flagsaver(model="dnn-001"):
+        assert model_flags.sigmoid_dnn(Corpus())["arguments"]["activation"] == "sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"activation": "relu"}, "--activation=relu, and RBMs give .* Give --activation=sigmoid"),
+        ({"activation": "tanh"}, "--activation=tanh, and RBMs give the weights of sigmoid ones"),
+        ({"model": "dnn-003"}, "--model=dnn-003 has relu units, and .* Choose --model=dnn-001"),
+        ({"model": "lstm-000"}, "RBMs pretrain DNNs"),
+    ],
+)
+def test_rbms_of_other_units_are_refused(chosen, message):
+    with flagsaver.flagsaver(**chosen), pytest.raises(ValueError, match=message):
+        model_flags.sigmoid_dnn(Corpus())
