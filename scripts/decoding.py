@@ -18,7 +18,7 @@ import tensorflow as tf
 from input import features, index
 from input.index import CorpusIndex
 from models import decoding
-from scripts import common, run_files, serving
+from scripts import common, run_files, runs, serving
 
 FILE_NAME = "decoding.json"
 
@@ -87,7 +87,11 @@ def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) 
         if all(kept.get(key) == value for key, value in mark.items()):
             return kept
     if corpus.fingerprint != mark["corpus_fingerprint"]:
-        corpus = index.read(description["corpus"])
+        try:
+            corpus = runs.corpus_of_training(description)
+        except FileNotFoundError as error:
+            once = "Do so once with --decode or --write_loglikes: counts are kept, for any corpus."
+            raise FileNotFoundError(f"{error} {once}") from error
     if corpus.fingerprint != mark["corpus_fingerprint"]:
         raise ValueError(
             f"corpus {corpus.directory} has changed since the run {run_dir} was trained on it, so "

@@ -5,6 +5,7 @@ Import it before TensorFlow, after `scripts.common`.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from absl import flags
@@ -53,7 +54,7 @@ def description(corpus: CorpusIndex, coefficients: int | None = None) -> dict[st
     Returns:
         `kind`, a name in `presets.BUILDERS`, and the builder's `arguments`; `context`, the number
         of frames spliced on each side, `stack`, the number joined to one, and `coefficients`; the
-        `corpus` and its fingerprint.
+        absolute path of the `corpus`, and its fingerprint.
 
     Raises:
         ValueError: flags do not go together, a value is out of range, or the CLDNN would get frames
@@ -88,7 +89,7 @@ def description(corpus: CorpusIndex, coefficients: int | None = None) -> dict[st
         "context": context,
         "stack": stack,
         "coefficients": coefficients,
-        "corpus": str(corpus.directory),
+        "corpus": os.path.abspath(corpus.directory),
         "corpus_fingerprint": corpus.fingerprint,
     }
 

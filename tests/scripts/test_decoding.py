@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import keras
 import numpy as np
 import pytest
+from absl import flags
 
 from input import features, index
 from models import decoding as phones
-from scripts import decoding, runs
+from scripts import decoding, model_flags, runs
 from scripts.data import held_out
+
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
 
 SMALL = ("--rule=none", "--layers=1", "--width=32", "--context=2", "--minibatch=64", "--epochs=1")
 
@@ -125,6 +130,31 @@ def test_a_run_of_an_older_version_has_its_statistics_from_its_corpus(
     other = with_other_statistics(corpus_directory, tmp_path / "other")
     with pytest.raises(ValueError, match="has changed since the run was trained on it"):
         runs.frames({**description, "corpus": str(other)})
+
+
+def test_the_corpus_of_a_run_is_found_from_any_directory(
+    trained, corpus_directory, tmp_path, monkeypatch
+):
+    _, description = runs.load(trained)
+    relative = dataclasses.replace(
+        index.read(corpus_directory), directory=os.path.basename(corpus_directory)
+    )
+    monkeypatch.chdir(os.path.dirname(corpus_directory))
+    described = model_flags.description(relative)["corpus"]
+    monkeypatch.chdir(tmp_path)
+    assert runs.corpus_for({**description, "corpus": described}).num_classes > 0
+
+
+def test_a_corpus_that_has_moved_is_asked_for(trained, corpus_directory, tmp_path):
+    _, description = runs.load(trained)
+    moved = {**description, "corpus": str(tmp_path / "gone")}
+    message = f"is not in {tmp_path / 'gone'} now. Give evaluate its present directory: --corpus="
+    with pytest.raises(FileNotFoundError, match=message):
+        runs.corpus_for(moved)
+    there = runs.corpus_for(moved, corpus_directory)
+    other = dataclasses.replace(there, fingerprint="other")
+    with pytest.raises(FileNotFoundError, match=f"{message}DIRECTORY. Do so once with --decode"):
+        decoding.statistics(tmp_path, moved, other)
 
 
 @pytest.mark.parametrize(
