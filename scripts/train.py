@@ -128,7 +128,7 @@ def main() -> None:
             )
             validation = held_out(corpus, "validation", strategy, description)
         callbacks = _callbacks(run_dir, validation, data, warm)
-        checkpoint = _checkpoint(run_dir, strategy, _data_plan(corpus))
+        checkpoint = _checkpoint(run_dir, data, _data_plan(corpus))
     history = _History()
     try:
         if strategy.is_chief:
@@ -256,9 +256,9 @@ def _callbacks(
     ]
 
 
-def _checkpoint(run_dir: Path, strategy: Any, plan: dict[str, Any]) -> keras.callbacks.Callback:
+def _checkpoint(run_dir: Path, data: Any, plan: dict[str, Any]) -> keras.callbacks.Callback:
     if rule_flags.is_async():
-        return async_training.checkpoint(run_dir, _MINUTES.value, _KEEP.value, plan)
+        return async_training.checkpoint(run_dir, data, _MINUTES.value, _KEEP.value, plan)
     return tfpara.callbacks.Checkpoint(
         run_files.checkpoints(run_dir),
         every_syncs=_SYNCS.value,
