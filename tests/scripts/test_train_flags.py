@@ -1,5 +1,7 @@
 """What scripts.train makes of its flags, without starting it."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
 
+import tfpara
 from scripts import model_flags, rule_flags, runs, schedule_flags
 from tfpara import callbacks
 
@@ -122,6 +125,32 @@ def test_rates_by_hand_fall_with_each_minibatch(rule, minibatches):
     with flagsaver.flagsaver(**chosen):
         config = schedule_flags.optimizer(None, 4).get_config()["learning_rate"]["config"]
     assert config["decay_rate"] == pytest.approx(0.9**minibatches)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rule", ["none", "bsp", "asgd"])
+def test_rates_by_hand_are_in_the_log(rule):
+    """Of one replica, of two, and of a worker whose pushes are of two minibatches."""
+    chosen = {"rule": rule, "schedule": "hand", "decay_per_minibatch": 0.9, "sync_period": "2"}
+    x, y = np.zeros((64, 5), "float32"), np.zeros(64)
+    with flagsaver.flagsaver(**chosen, learning_rate=0.5):
+        if rule == "asgd":
+            strategy = tfpara.simulate_async(1, tfpara.ASGD(), sync_period=2)
+        else:
+            strategy = tfpara.simulate(2 if rule == "bsp" else 1, tfpara.BSP(), sync_period=2)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
+            model.compile(schedule_flags.optimizer(model, 1), **runs.metrics({"kind": "dnn"}))
+        options = {
+            "batch_size": 4 * strategy.num_replicas_in_sync,
+            "epochs": 2,
+            "verbose": 0,
+            "callbacks": schedule_flags.before_scores(1, callbacks.WarmStart(0)),
+        }
+        fit = model.fit if rule != "asgd" else functools.partial(strategy.fit, model)
+        rates = fit(x, y, **options).history["learning_rate"]
+    steps = 8 if rule == "bsp" else 16
+    assert rates == pytest.approx([0.5 * 0.9**steps, 0.5 * 0.9 ** (2 * steps)])
 
 
 def test_newbob_has_the_papers_thresholds():
