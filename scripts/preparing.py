@@ -153,6 +153,7 @@ def run(
     """
     started = time.monotonic()
     with common.bad_input():
+        _check()
         options, extraction = _options(), _extraction()
         common.setup_tensorflow()
         bars = _Bars()
@@ -173,6 +174,14 @@ def run(
         finally:
             bars.close()
     print(summary(made.corpus, made.reused, time.monotonic() - started) + _skipped(made))
+
+
+def _check() -> None:
+    """Refuses flags that would do nothing."""
+    common.only_for(_CMVN.value != "none", (_NORM_VARS,), "--cmvn=utterance, speaker and given")
+    common.only_for(bool(_PHONES.value), (_SILENCE,), "--phones")
+    common.only_for(_FEATURES.value == "fbank", (_NUM_MEL,), "--features=fbank")
+    common.only_for(_FEATURES.value != "fbank", (_NUM_CEPS,), "--features=mfcc and plp")
 
 
 def _options() -> preparation.Options:
@@ -208,7 +217,7 @@ def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extracti
             " features from audio. Make all of the same kind, or add --from_audio"
         )
     computed = from_audio["train"]
-    of_audio = (_FEATURES, _NUM_MEL, _NUM_CEPS, _PITCH)
+    of_audio = (_FEATURES, _NUM_MEL, _NUM_CEPS, _PITCH, _SAMPLE_RATE, _RESAMPLE, _DECODER)
     what = "features computed from audio (with --from_audio, where there is a feats.scp)"
     common.only_for(computed, of_audio, what)
     if not computed:

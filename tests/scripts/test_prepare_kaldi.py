@@ -120,6 +120,23 @@ def test_bad_input_is_one_line(run, kaldi, tmp_path, program, flags, words):
     assert list(Path(tmp_path).iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("data", "flag", "use"),
+    [
+        ("data", "--norm_vars", "--norm_vars=True is for --cmvn=utterance, speaker and given"),
+        ("data", "--silence=x", "--silence=x is for --phones"),
+        ("data", "--sample_rate=8000", "--sample_rate=8000 is for features computed from audio"),
+        ("data", "--resample", "--resample=True is for features computed from audio"),
+        ("audio", "--num_ceps=20", "--num_ceps=20 is for --features=mfcc and plp"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(run, kaldi, tmp_path, data, flag, use):
+    paths = (f"--data={kaldi}/{data}", f"--ali={kaldi}/pdf.1", f"--out={tmp_path / 'corpus'}")
+    ended = run("prepare_kaldi", *paths, flag)
+    assert ended.returncode == 1
+    assert use in ended.err
+
+
 def test_pipes_are_not_run(run, kaldi, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
