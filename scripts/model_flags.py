@@ -123,6 +123,11 @@ def _bands(corpus: CorpusIndex, frame_dim: int) -> int:
     made, where = corpus.options, f"--model={_MODEL.value} needs frames of filterbank channels"
     kind, blocks = made.get("features", "fbank"), int(made.get("deltas", 2)) + 1
     static = corpus.feature_dim // blocks
+    fix = (
+        f"Give --bands={static} if all are channels, in order of frequency; else prepare the "
+        "corpus without the others (Kaldi's select-feats), or choose another model, such as "
+        "--model=lstm-000."
+    )
     if kind in ("mfcc", "plp") or made.get("pitch"):
         what = "pitch" if made.get("pitch") else kind.upper()
         raise ValueError(
@@ -135,16 +140,13 @@ def _bands(corpus: CorpusIndex, frame_dim: int) -> int:
         if kind == "given":
             raise ValueError(
                 f"{where}, and nothing says what the {static} columns of the feats.scp of "
-                f"{corpus.directory} are. If all are channels, in order of frequency, give "
-                f"--bands={static}."
+                f"{corpus.directory} are. {fix}"
             )
         bands = int(made.get("num_mel", features.NUM_MEL))
     if bands * blocks != corpus.feature_dim:
         raise ValueError(
             f"{where} alone, --bands={bands}, and those of {corpus.directory} have {static} "
-            f"numbers before deltas. Give --bands={static} if all are channels; else prepare the "
-            "corpus without the others (Kaldi's select-feats), or choose another model, such as "
-            "--model=lstm-000."
+            f"numbers before deltas. {fix}"
         )
     if frame_dim % bands:
         raise ValueError(
