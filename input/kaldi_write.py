@@ -13,6 +13,24 @@ from input.records import CorpusError
 _AUTOMATIC = 1  # Kaldi's kAutomaticMethod
 
 
+def prepare(path_prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Makes the directory of PREFIX.ark and PREFIX.scp; call it before long work.
+
+    Returns:
+      The paths of the archive and of the table.
+
+    Raises:
+      ValueError: the path has white space, or kaldiio is not installed.
+      OSError: the directory cannot be made.
+    """
+    archive = Path(os.path.abspath(f"{os.fspath(path_prefix)}.ark"))
+    if any(character.isspace() for character in str(archive)):
+        raise ValueError(f"Kaldi's tables cannot name a path with white space. Received: {archive}")
+    packages.load("kaldiio")
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    return archive, archive.with_suffix(".scp")
+
+
 def write_matrices(
     path_prefix: str | os.PathLike[str],
     matrices: Iterable[tuple[str, np.ndarray]],
@@ -36,13 +54,9 @@ def write_matrices(
       CorpusError: a key is empty, has ASCII white space or control characters, or is there twice;
         or a matrix is empty, of another shape, or not finite as float32. Then nothing is written,
         and older files stay.
-      ValueError: kaldiio is not installed.
+      ValueError, OSError: as `prepare`.
     """
-    archive = Path(os.path.abspath(f"{os.fspath(path_prefix)}.ark"))
-    table = archive.with_suffix(".scp")
-    if any(character.isspace() for character in str(archive)):
-        raise ValueError(f"Kaldi's tables cannot name a path with white space. Received: {archive}")
-    archive.parent.mkdir(parents=True, exist_ok=True)
+    archive, table = prepare(path_prefix)
     partial = [path.with_name(f".{path.name}.{os.getpid()}.partial") for path in (archive, table)]
     try:
         with open(partial[0], "wb") as file:

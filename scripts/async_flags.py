@@ -5,6 +5,7 @@ Import it before TensorFlow, after `scripts.common`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from absl import flags
@@ -14,8 +15,14 @@ from tfpara import algorithms
 
 RULES = ("asgd", "aasgd", "downpour", "easgd_async")
 
+_LONGEST = 60.0  # minutes: paper 002, section 4.2
+_FOR_A_WORKER = 4  # chunks of a worker in an epoch, as `AsyncStrategy.fit` makes of arrays
+
 _CHUNK = flags.DEFINE_float(
-    "chunk_minutes", 60.0, "parameter servers: speech that a worker gets at a time, positive"
+    "chunk_minutes",
+    None,
+    "parameter servers: speech that a worker gets at a time, positive; if not set four chunks for "
+    "each worker, of at most 60 minutes and at least --sync_period minibatches",
 )
 _STALENESS = flags.DEFINE_integer(
     "max_staleness",
@@ -81,7 +88,7 @@ def check(name: str, simulated: int) -> None:
     alone = name in RULES and simulated > 0
     common.only_for(alone, (_SPREAD, _SLOW), "simulated workers, --simulate_replicas")
     for flag in (_CHUNK, _SLOW):
-        if not flag.value > 0:
+        if flag.value is not None and not flag.value > 0:
             raise ValueError(f"--{flag.name}={flag.value} must be positive.")
     rate_search()
 
@@ -118,9 +125,35 @@ def local_steps(name: str) -> bool:
     return name in ("downpour", "easgd_async")
 
 
-def chunk_seconds() -> float:
-    """Returns the length of a chunk, in seconds of speech."""
-    return 60.0 * _CHUNK.value
+def chunk_minutes(total: float, most: int, workers: int) -> float:
+    """Returns the length of a chunk, in minutes of speech.
+
+    Args:
+        total: minutes of the training data.
+        most: the largest number of chunks that the data can have.
+        workers: number of workers.
+    """
+    if _CHUNK.value is not None:
+        return _CHUNK.value
+    count = min(max(math.ceil(total / _LONGEST), _FOR_A_WORKER * workers), most)
+    # Rounded up, so that there is not one chunk more.
+    return min(_LONGEST, (math.floor(1e4 * total / count) + 1) / 1e4)
+
+
+def about_idle(count: int, workers: int) -> str | None:
+    """Returns a sentence on workers for which there is no chunk; None if there are none.
+
+    Args:
+        count: number of chunks of an epoch.
+        workers: number of workers.
+    """
+    if count >= workers:
+        return None
+    fix = "Lower --chunk_minutes" if _CHUNK.value is not None else "Lower --sync_period"
+    return (
+        f"An epoch has {count} chunk{'s' * (count != 1)} for {workers} workers, so that "
+        f"{workers - count} of them will be idle. {fix}, or start fewer workers."
+    )
 
 
 def rate_search() -> Any:

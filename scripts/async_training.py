@@ -12,12 +12,15 @@ from typing import Any
 import keras
 
 import tfpara
+from input.features import FRAME_SHIFT
 from input.index import CorpusIndex
 from scripts import async_flags, run_files, schedule_flags
 
 
 class ChunkedData:
     """The training split in chunks, with the attributes that `scripts.train` reads of its data.
+
+    Prints a line if there are fewer chunks than workers.
 
     Args:
         corpus: from `index.read`.
@@ -39,20 +42,35 @@ class ChunkedData:
         seed: int,
         shuffle_frames: int,
     ) -> None:
-        from scripts.data import training_chunks
+        from scripts.data import is_recurrent, stream_options, training_chunks
 
         self.strategy = strategy
         self.description = description
         self.num_frames = corpus.num_frames("train")
+        utterances = len(corpus.split("train"))
+        minibatch = max(schedule_flags.minibatches().values())
+        if is_recurrent(description):
+            streams = stream_options(description)
+            utterances //= streams.streams
+            minibatch = streams.streams * streams.truncation * streams.stack
+        # A push, and with streams an utterance for each of them, must fit into a chunk.
+        pushes = self.num_frames // (minibatch * next(iter(schedule_flags.sync_periods().values())))
+        workers = strategy.num_workers
+        self.chunk_minutes = async_flags.chunk_minutes(
+            self.num_frames * FRAME_SHIFT / 60.0, max(1, min(utterances, pushes)), workers
+        )
         self.chunks = training_chunks(
             corpus,
             description,
             minibatch=schedule_flags.minibatches(),
             seed=seed,
-            seconds=async_flags.chunk_seconds(),
+            seconds=60.0 * self.chunk_minutes,
             shuffle_frames=shuffle_frames,
         )
         self.num_steps = self.chunks.num_minibatches
+        idle = async_flags.about_idle(self.chunks.count, workers)
+        if idle is not None:
+            print(idle, flush=True)
 
 
 def fit(
@@ -77,16 +95,18 @@ def fit(
 
 
 def checkpoint(
-    run_dir: Path, minutes: float | None, keep: int, plan: Mapping[str, Any]
+    run_dir: Path, data: ChunkedData, minutes: float | None, keep: int, plan: Mapping[str, Any]
 ) -> tfpara.AsyncCheckpoint:
     """Returns the callback that writes checkpoints.
 
     Args:
         run_dir: directory of the run.
+        data: the training data, whose chunks must be as long when the run is resumed.
         minutes: time between checkpoints within epochs; None for none within epochs.
         keep: number of checkpoints that are kept.
         plan: settings that must be the same when the run is resumed.
     """
+    plan = {**plan, "chunk_minutes": str(data.chunk_minutes)}
     matters = () if schedule_flags.epochs_matter() else ("epochs",)
     return tfpara.AsyncCheckpoint(
         run_files.checkpoints(run_dir),

@@ -18,7 +18,7 @@ import tensorflow as tf
 from input import features, index
 from input.index import CorpusIndex
 from models import decoding
-from scripts import common, run_files, serving
+from scripts import common, run_files, runs, serving
 
 FILE_NAME = "decoding.json"
 
@@ -87,7 +87,11 @@ def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) 
         if all(kept.get(key) == value for key, value in mark.items()):
             return kept
     if corpus.fingerprint != mark["corpus_fingerprint"]:
-        corpus = index.read(description["corpus"])
+        try:
+            corpus = runs.corpus_of_training(description)
+        except FileNotFoundError as error:
+            once = "Do so once with --decode or --write_loglikes: counts are kept, for any corpus."
+            raise FileNotFoundError(f"{error} {once}") from error
     if corpus.fingerprint != mark["corpus_fingerprint"]:
         raise ValueError(
             f"corpus {corpus.directory} has changed since the run {run_dir} was trained on it, so "
@@ -159,10 +163,24 @@ def score(
 def log_likelihoods(
     spoken: Iterator[Utterance], content: dict[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi."""
+    """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi.
+
+    Those of a class without a training frame are about `models.decoding.UNSEEN`.
+    """
     prior = decoding.log_prior(np.array(content["frames"])).astype(np.float32)
     for utterance in spoken:
         yield utterance.id, utterance.log_posteriors - prior
+
+
+def about_unseen(content: dict[str, Any]) -> str | None:
+    """Returns a sentence on the classes without a training frame; None if there are none."""
+    unseen = content["frames"].count(0)
+    if not unseen:
+        return None
+    return (
+        f"{unseen} of the {len(content['frames'])} classes have no training frame. Their "
+        f"log-likelihoods are about {decoding.UNSEEN:g}, so that no decoder takes them."
+    )
 
 
 def _of_stacks(labels: np.ndarray, count: int) -> np.ndarray:

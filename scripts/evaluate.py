@@ -53,7 +53,7 @@ _LOGLIKES = flags.DEFINE_string(
     "write_loglikes",
     None,
     "write PREFIX.ark and PREFIX.scp: log-likelihoods (log posteriors minus log priors) for "
-    "Kaldi's decoders",
+    "Kaldi's decoders; about -100000 for classes without a training frame",
 )
 flags.adopt_module_key_flags(common)
 
@@ -81,12 +81,12 @@ def main() -> None:
         spoken = functools.partial(decoding.utterances, model, description, corpus, _SPLIT.value)
         if hmm is not None:
             phones = _decode(spoken(), hmm, _uncounted(corpus))
-        if _LOGLIKES.value:
-            matrices = decoding.log_likelihoods(spoken(), statistics)
-            written = kaldi_write.write_matrices(_LOGLIKES.value, matrices)
     if strategy is None or strategy.is_chief:
         _report(scores, _frames(corpus, description), phones)
     if _LOGLIKES.value:
+        with common.bad_input():
+            matrices = decoding.log_likelihoods(spoken(), statistics)
+            written = kaldi_write.write_matrices(_LOGLIKES.value, matrices)
         print(f"wrote log-likelihoods to {written[0]} and {written[1]}")
 
 
@@ -96,10 +96,17 @@ def _check_flags() -> None:
         raise ValueError(
             "--decode and --write_loglikes run in one process. Start evaluate without the launcher."
         )
+    of_decoding = (_ACOUSTIC_SCALE, _INSERTION_PENALTY, _UNCOUNTED)
+    common.only_for(_DECODE.value, of_decoding, "--decode")
     if not 0.0 < _ACOUSTIC_SCALE.value < float("inf"):
         raise ValueError(f"--acoustic_scale={_ACOUSTIC_SCALE.value} must be a positive number.")
     if not math.isfinite(_INSERTION_PENALTY.value):
         raise ValueError(f"--insertion_penalty={_INSERTION_PENALTY.value} must be a finite number.")
+    if _LOGLIKES.value:
+        try:
+            kaldi_write.prepare(_LOGLIKES.value)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"--write_loglikes={_LOGLIKES.value}: {error}") from error
 
 
 def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple[Any, Any]:
@@ -115,6 +122,9 @@ def _statistics(corpus: index.CorpusIndex, description: dict[str, Any]) -> tuple
                 f"are {' '.join(phones)}."
             )
     counts = decoding.statistics(Path(_RUN_DIR.value), description, corpus)
+    about = decoding.about_unseen(counts)
+    if about is not None:
+        print(about, flush=True)
     return counts, decoding.hmm(counts, corpus.class_names) if _DECODE.value else None
 
 

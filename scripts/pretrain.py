@@ -5,8 +5,8 @@ python -m scripts.train --corpus=corpus --run_dir=runs/dnn --activation=sigmoid 
     --init=runs/rbm/model.weights.h5
 
 The second command needs the same --model, --scale, --layers, --width and --context. Runs in one
-process; every worker of the training then starts from the file. Beside it a .json file says how
-well each layer reconstructs what it sees.
+process; every worker of the training then starts from the file. Beside it a .json file says which
+net it is of, and how well each layer reconstructs what it sees.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from scripts import common  # isort: skip  # before TensorFlow
 
@@ -67,13 +68,10 @@ def main() -> None:
             raise ValueError("pretrain runs in one process. Start it without the launcher.")
         common.setup_tensorflow()
         corpus = index.read(_CORPUS.value)
-        if model_flags.recurrent():
-            raise ValueError("RBMs pretrain DNNs. Choose --model=dnn or a paper's DNN.")
-        description = model_flags.description(corpus)
-        description["arguments"]["activation"] = "sigmoid"
+        description = model_flags.sigmoid_dnn(corpus)
         model = runs.build(description, seed=_SEED.value)
         layers = _pretrain(model, corpus, description["context"])
-        _write(model, layers, out)
+        _write(model, layers, description, out)
     last = {layer.layer: round(layer.errors[-1], 4) for layer in layers}
     print(json.dumps({"weights": str(out), "reconstruction_error": last}))
 
@@ -117,10 +115,16 @@ def _pretrain(model: keras.Model, corpus: index.CorpusIndex, context: int) -> li
     )
 
 
-def _write(model: keras.Model, layers: list[Pretrained], out: Path) -> None:
+def _write(
+    model: keras.Model, layers: list[Pretrained], description: dict[str, Any], out: Path
+) -> None:
     runs.save_weights(model, out)
-    report = {"flags": common.resolved_flags().split(), "layers": [x._asdict() for x in layers]}
-    common.write_json(out.with_name(out.name.removesuffix(".weights.h5") + ".json"), report)
+    report = {
+        "flags": common.resolved_flags().split(),
+        "arguments": description["arguments"],
+        "layers": [layer._asdict() for layer in layers],
+    }
+    common.write_json(runs.beside(out), report)
 
 
 if __name__ == "__main__":

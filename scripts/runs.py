@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,6 +116,30 @@ def load_weights(model: keras.Model, path: Path) -> None:
         ) from error
 
 
+def beside(weights: Path) -> Path:
+    """Returns NAME.json for NAME.weights.h5: `pretrain` and runs describe their model there."""
+    return weights.with_name(weights.name.removesuffix(".weights.h5") + ".json")
+
+
+def check_activation(description: Mapping[str, Any], weights: Path) -> None:
+    """Refuses weights of units with another activation, where the file beside them tells.
+
+    Raises:
+        ValueError: the units of the description are others than those of the weights.
+    """
+    try:
+        theirs = json.loads(beside(weights).read_text())["arguments"]["activation"]
+        ours = description["arguments"]["activation"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # nothing is known of them
+    if theirs != ours:
+        raise ValueError(
+            f"{weights} has the weights of {theirs} units, says {beside(weights).name} beside it, "
+            f"and this model has {ours} units. Give --model=dnn with --activation={theirs}, or a "
+            "paper's model that has them."
+        )
+
+
 def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the loss and metrics for `compile`. Metrics of streams leave the padding out."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -173,6 +198,21 @@ def frames(description: Mapping[str, Any]) -> Frames:
     return Frames(**{**kept, **both})
 
 
+def corpus_of_training(description: Mapping[str, Any]) -> CorpusIndex:
+    """Returns the corpus that a run was trained on.
+
+    Raises:
+        FileNotFoundError: it is no longer where it was.
+    """
+    directory = os.path.abspath(description["corpus"])
+    if not os.path.isfile(os.path.join(directory, index.FILE_NAME)):
+        raise FileNotFoundError(
+            f"the corpus that the run was trained on is not in {directory} now. Give evaluate its "
+            "present directory: --corpus=DIRECTORY."
+        )
+    return index.read(directory)
+
+
 def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> CorpusIndex:
     """Returns a corpus for a run's model, with the statistics of the training frames.
 
@@ -181,9 +221,10 @@ def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> 
         directory: directory of the corpus; None for the corpus of the training.
 
     Raises:
+        FileNotFoundError: the corpus of the training is no longer where it was.
         ValueError: the corpus has other frames or classes than the run's.
     """
-    corpus = index.read(directory or description["corpus"])
+    corpus = index.read(directory) if directory else corpus_of_training(description)
     trained = frames(description)
     _check_corpus(corpus, trained)
     # The corpus' own statistics are those of its training split, which may be a different one.

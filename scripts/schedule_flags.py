@@ -192,10 +192,7 @@ def optimizer(model: keras.Model, num_replicas: int) -> keras.optimizers.Optimiz
     """Returns the local optimizer, for a built model; call it in the strategy's scope."""
     rate: Any = _scaled(_first_rate(), num_replicas)
     if _schedule() == "hand":
-        # An iteration of the servers' optimizer is a push; those of workers are minibatches.
-        by_pushes = rule_flags.is_async() and not async_flags.local_steps(rule_flags.rule_name())
-        steps = next(iter(sync_periods().values())) if by_pushes else 1
-        rate = keras.optimizers.schedules.ExponentialDecay(rate, 1, _HAND.value**steps)
+        rate = keras.optimizers.schedules.ExponentialDecay(rate, 1, _HAND.value ** _step())
     clip: dict[str, Any] = {"global_clipnorm": _CLIP.value}
     if _OPTIMIZER.value == "ngsgd":
         return NGSGD(rate, _MOMENTUM.value, **clip).attach(model)
@@ -216,6 +213,8 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
         chosen.append(callbacks.SyncPeriod(sync_periods()))
     if _WARM.value:
         chosen.append(warm)
+    if _schedule() == "hand":
+        chosen.append(_HandsRate(_scaled(_first_rate(), num_replicas)))
     if _schedule() in ("newbob", "hand") or async_flags.rate_search() is not None:
         return chosen
     first = _scaled(_first_rate(), num_replicas)
@@ -258,6 +257,38 @@ def after_scores(entropy: str, validation: Any) -> list[keras.callbacks.Callback
             )
         )
     return chosen
+
+
+class _HandsRate(keras.callbacks.Callback):
+    """Logs the learning rate of --schedule=hand at the end of each epoch.
+
+    Not with rules whose workers have optimizers of their own, which count for themselves.
+
+    Args:
+        first: the rate at the start.
+    """
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self._first = first
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is None or async_flags.local_steps(rule_flags.rule_name()):
+            return
+        if rule_flags.is_async():
+            steps = self.model.distribute_strategy.statistics(self.model).pushes
+        else:
+            steps = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
+        logs["learning_rate"] = self._first * _HAND.value ** (_step() * steps)
+
+
+def _step() -> int:
+    """Returns the minibatches that an iteration of the optimizer is of.
+
+    An iteration of the servers' optimizer is a push; those of workers and replicas are minibatches.
+    """
+    by_pushes = rule_flags.is_async() and not async_flags.local_steps(rule_flags.rule_name())
+    return next(iter(sync_periods().values())) if by_pushes else 1
 
 
 def _schedule() -> str:

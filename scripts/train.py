@@ -129,7 +129,7 @@ def main() -> None:
         scored = len(corpus.split("validation")) > 0
         validation = held_out(corpus, "validation", strategy, description) if scored else None
         callbacks = _callbacks(run_dir, validation, data, warm)
-        checkpoint = _checkpoint(run_dir, strategy, _data_plan(corpus))
+        checkpoint = _checkpoint(run_dir, data, _data_plan(corpus))
     history = _History()
     try:
         if strategy.is_chief:
@@ -234,6 +234,7 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
     with strategy.scope():
         model = runs.build(description, seed=_SEED.value, **streams_)
         if _INIT.value:
+            runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
         optimizer = schedule_flags.optimizer(model, strategy.num_replicas)
         model.compile(optimizer, **runs.metrics(description))
@@ -278,9 +279,9 @@ def _callbacks(
     ]
 
 
-def _checkpoint(run_dir: Path, strategy: Any, plan: dict[str, Any]) -> keras.callbacks.Callback:
+def _checkpoint(run_dir: Path, data: Any, plan: dict[str, Any]) -> keras.callbacks.Callback:
     if rule_flags.is_async():
-        return async_training.checkpoint(run_dir, _MINUTES.value, _KEEP.value, plan)
+        return async_training.checkpoint(run_dir, data, _MINUTES.value, _KEEP.value, plan)
     return tfpara.callbacks.Checkpoint(
         run_files.checkpoints(run_dir),
         every_syncs=_SYNCS.value,

@@ -611,7 +611,7 @@ def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
     assert (history, strategy.statistics().steps) == ({}, STEPS)
     assert capsys.readouterr().out == (
         f"The run in '{tmp_path}' is complete: 1 of 1 epochs are trained (checkpoint 2), so "
-        "nothing is trained now. To train longer, give fit more epochs. To begin anew, give "
+        "nothing is trained now. To train longer, give more epochs. To begin anew, give "
         "another directory or remove this one.\n"
     )
     resumed, history, _ = run(tmp_path)

@@ -4,10 +4,11 @@ Plain NumPy. `hmm` estimates the model on labelled frames, `viterbi` decodes, `e
 """
 
 from models.decoding.errors import PhoneErrors, count_errors
-from models.decoding.hmm import Counts, Hmm, PhoneStates, estimate, log_prior
+from models.decoding.hmm import UNSEEN, Counts, Hmm, PhoneStates, estimate, log_prior
 from models.decoding.viterbi import Decoded, decode
 
 __all__ = [
+    "UNSEEN",
     "Counts",
     "Decoded",
     "Hmm",

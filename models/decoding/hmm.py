@@ -10,6 +10,9 @@ import numpy as np
 
 _POOLED_WEIGHT = 10.0  # weight, in moves, of all phones' distribution in a phone's own
 _MOVE_FLOOR = 0.5  # added to the counts of every possible move of all phones together
+# Log-likelihood, about, of a class that no training frame has. It is beyond the beam of a decoder
+# even at an acoustic scale of 0.01, and so small that sums of float32 keep their hundredths.
+UNSEEN = -1e5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +156,7 @@ class Hmm:
 
     Attributes:
         states: the phones' states.
-        prior: [K], probability of each class; log posteriors minus these are
+        prior: [K], probability of each class, from `log_prior`; log posteriors minus these are
             pseudo-log-likelihoods, log p(x | k) up to a number that depends on x alone.
         moves: [P, S, S], probability of a move from state (row) to state within a phone.
         entry: [P, S], probability of the state with which a phone begins.
@@ -202,8 +205,13 @@ def estimate(counts: Counts) -> Hmm:
 
 
 def log_prior(frames: np.ndarray) -> np.ndarray:
-    """Returns log p(k) = log((n_k + 1) / (n + K)), [K], from the frames n_k of each class."""
-    return np.log((frames + 1) / (frames.sum() + len(frames)))
+    """Returns log p(k) = log((n_k + 1) / (n + K)), [K], from the frames n_k of each class.
+
+    Where n_k is 0 it returns -`UNSEEN`, so that log posteriors minus it are about `UNSEEN`. Such a
+    class has a small prior, and little posterior would make it the likeliest of all.
+    """
+    known = np.log((frames + 1) / (frames.sum() + len(frames)))
+    return np.where(frames > 0, known, -UNSEEN)
 
 
 def _moves(counts: Counts) -> np.ndarray:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.decoding import (
+    UNSEEN,
     Counts,
     Hmm,
     PhoneErrors,
@@ -144,7 +145,8 @@ def test_estimates_by_hand():
     counts = Counts.zero(AB)
     counts.add(np.array([0, 0, 1, 0, 1, 3, 3, 1]))
     hmm = estimate(counts)
-    np.testing.assert_allclose(np.exp(hmm.prior), np.array([4, 4, 1, 3]) / 12)
+    np.testing.assert_allclose(np.exp(hmm.prior[[0, 1, 3]]), np.array([4, 4, 3]) / 12)
+    assert hmm.prior[2] == -UNSEEN  # b.0 was never seen
     # All phones together, from state 0: 1½ stay, 2½ go on, ½ end: of 4½; a's own: 1, 2, 0.
     together = np.array([1.5, 2.5, 0.5]) / 4.5
     np.testing.assert_allclose(np.exp(hmm.moves[0, 0]), (np.array([1, 2]) + 10 * together[:2]) / 13)
@@ -169,7 +171,8 @@ def test_estimates_are_distributions(utterances):
         counts.add(np.array(labels))
     hmm = estimate(counts)
     real = MIXED.classes >= 0
-    np.testing.assert_allclose(np.exp(hmm.prior).sum(), 1)
+    seen, total = counts.frames > 0, counts.frames.sum() + MIXED.num_classes
+    np.testing.assert_allclose(np.exp(hmm.prior[seen]).sum(), 1 - (~seen).sum() / total)
     np.testing.assert_allclose((np.exp(hmm.moves).sum(2) + np.exp(hmm.exit))[real], 1)
     np.testing.assert_allclose(np.exp(hmm.entry).sum(1), 1)
     np.testing.assert_allclose(np.exp(hmm.bigram).sum(1) + np.exp(hmm.end), 1)
@@ -179,7 +182,18 @@ def test_estimates_are_distributions(utterances):
 
 
 def test_priors_of_counts():
-    np.testing.assert_allclose(np.exp(log_prior(np.array([3, 0]))), [0.8, 0.2])
+    np.testing.assert_allclose(np.exp(log_prior(np.array([3, 1]))), [2 / 3, 1 / 3])
+    found = log_prior(np.array([3, 0]))
+    np.testing.assert_allclose(found, [np.log(0.8), -UNSEEN])
+
+
+def test_a_class_without_a_training_frame_is_not_decoded():
+    """Its small prior would make it the likeliest of all where its posterior is a hundredth."""
+    counts = Counts.zero(AB)
+    counts.add(np.repeat([0, 1], 500))
+    hmm = estimate(counts)
+    log_posteriors = np.log(np.tile([0.49, 0.49, 0.01, 0.01], (6, 1)))
+    assert np.isin(decode(log_posteriors - hmm.prior, hmm).classes, [0, 1]).all()
 
 
 # -- decoding ------------------------------------------------------------------------------------

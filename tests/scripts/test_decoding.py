@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import keras
 import numpy as np
 import pytest
+from absl import flags
 
 from input import features, index
 from models import decoding as phones
-from scripts import decoding, runs
+from scripts import decoding, model_flags, runs
 from scripts.data import held_out
+
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
 
 SMALL = ("--rule=none", "--layers=1", "--width=32", "--context=2", "--minibatch=64", "--epochs=1")
 
@@ -150,6 +155,31 @@ def test_a_run_of_an_older_version_has_its_statistics_from_its_corpus(
         runs.frames({**description, "corpus": str(other)})
 
 
+def test_the_corpus_of_a_run_is_found_from_any_directory(
+    trained, corpus_directory, tmp_path, monkeypatch
+):
+    _, description = runs.load(trained)
+    relative = dataclasses.replace(
+        index.read(corpus_directory), directory=os.path.basename(corpus_directory)
+    )
+    monkeypatch.chdir(os.path.dirname(corpus_directory))
+    described = model_flags.description(relative)["corpus"]
+    monkeypatch.chdir(tmp_path)
+    assert runs.corpus_for({**description, "corpus": described}).num_classes > 0
+
+
+def test_a_corpus_that_has_moved_is_asked_for(trained, corpus_directory, tmp_path):
+    _, description = runs.load(trained)
+    moved = {**description, "corpus": str(tmp_path / "gone")}
+    message = f"is not in {tmp_path / 'gone'} now. Give evaluate its present directory: --corpus="
+    with pytest.raises(FileNotFoundError, match=message):
+        runs.corpus_for(moved)
+    there = runs.corpus_for(moved, corpus_directory)
+    other = dataclasses.replace(there, fingerprint="other")
+    with pytest.raises(FileNotFoundError, match=f"{message}DIRECTORY. Do so once with --decode"):
+        decoding.statistics(tmp_path, moved, other)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -184,14 +214,19 @@ def test_log_likelihoods_are_posteriors_over_priors(evaluated, corpus_directory)
         np.concatenate([labels for _, labels in frames_of(corpus, "train")]),
         minlength=corpus.num_classes,
     )
-    prior = (frames + 1) / (frames + 1).sum()
+    prior, seen = (frames + 1) / (frames + 1).sum(), frames > 0
     for name in written:
-        posteriors = np.exp(written[name]) * prior
-        np.testing.assert_allclose(posteriors.sum(1), 1, rtol=1e-4)
+        posteriors = np.exp(written[name][:, seen]) * prior[seen]
+        np.testing.assert_allclose(posteriors.sum(1), 1, rtol=1e-2)
+        np.testing.assert_allclose(written[name][:, ~seen], phones.UNSEEN, rtol=1e-3)
+    assert f"{(~seen).sum()} of the {len(seen)} classes have no training frame" in ended.out
     model, description = runs.load(run_dir)
     first = next(decoding.utterances(model, description, corpus, "test"))
     np.testing.assert_allclose(
-        written[first.id], first.log_posteriors - np.log(prior), rtol=1e-4, atol=1e-4
+        written[first.id][:, seen],
+        (first.log_posteriors - np.log(prior))[:, seen],
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -240,6 +275,9 @@ def test_sequence_models_see_whole_utterances_in_stacks(corpus_directory):
         (("--decode", "--acoustic_scale=0"), "--acoustic_scale=0.0 must be a positive number"),
         (("--decode", "--insertion_penalty=nan"), "--insertion_penalty=nan must be"),
         (("--decode", "--uncounted_phones=_,@@"), "the corpus has no @@"),
+        (("--acoustic_scale=3",), "--acoustic_scale=3.0 is for --decode. Leave it out."),
+        (("--insertion_penalty=4",), "--insertion_penalty=4.0 is for --decode"),
+        (("--uncounted_phones=sil",), "--uncounted_phones=sil is for --decode"),
     ],
 )
 def test_bad_flags_are_refused(run, trained, flags, message):
@@ -247,6 +285,38 @@ def test_bad_flags_are_refused(run, trained, flags, message):
     assert ended.returncode == 1
     assert message in ended.err
     assert len(ended.err.splitlines()) == 1
+
+
+def test_a_path_that_kaldi_cannot_read_is_refused_before_the_work(run, tmp_path):
+    """The run, which is not there, is not yet looked for."""
+    ended = run("evaluate", f"--run_dir={tmp_path}", f"--write_loglikes={tmp_path}/a b/x")
+    assert ended.returncode == 1
+    assert f"--write_loglikes={tmp_path}/a b/x: Kaldi's tables cannot name a path" in ended.err
+
+
+def test_scores_are_there_if_log_likelihoods_cannot_be_written(run, trained, tmp_path):
+    (tmp_path / "x.ark").mkdir()
+    flags = (f"--out={tmp_path}/scores.json", f"--write_loglikes={tmp_path}/x")
+    ended = run("evaluate", f"--run_dir={trained}", *flags)
+    assert ended.returncode == 1
+    assert "x.ark" in ended.err
+    assert "frame error rate" in ended.out
+    assert "frame_error_rate" in json.loads((tmp_path / "scores.json").read_text())
+
+
+def test_log_likelihoods_of_classes_without_a_training_frame():
+    posteriors = np.array([[0.98, 0.01, 0.01]], np.float32)
+    spoken = decoding.Utterance("u1", np.array([0]), np.log(posteriors))
+    content = {"frames": [600, 400, 0]}
+    ((name, found),) = decoding.log_likelihoods(iter([spoken]), content)
+    assert (name, found.dtype) == ("u1", np.float32)
+    np.testing.assert_allclose(found[0, :2], np.log([0.98, 0.01]) - np.log([0.6, 0.4]), rtol=1e-2)
+    assert found[0, 2] == pytest.approx(phones.UNSEEN, rel=1e-3)
+    assert decoding.about_unseen(content) == (
+        "1 of the 3 classes have no training frame. Their log-likelihoods are about -100000, so "
+        "that no decoder takes them."
+    )
+    assert decoding.about_unseen({"frames": [1, 2]}) is None
 
 
 def test_decoding_under_the_launcher_is_refused(run, trained):

@@ -6,6 +6,7 @@ import pytest
 
 from input import index
 from models.dnn import dnn
+from scripts import runs
 
 SHAPE = ("--layers=2", "--width=24", "--context=1")
 
@@ -57,12 +58,24 @@ def test_training_starts_from_it(weights, run_well, corpus_directory, tmp_path):
         assert (started == ended).all()
 
 
+def test_a_net_of_other_units_does_not_start_from_it(weights, tmp_path):
+    out, _ = weights
+    runs.check_activation({"arguments": {"activation": "sigmoid"}}, out)
+    with pytest.raises(ValueError, match="has the weights of sigmoid units, says start.json besi"):
+        runs.check_activation({"arguments": {"activation": "relu"}}, out)
+    for content in ("", "[]", "{}"):  # files of others
+        (tmp_path / "a.json").write_text(content)
+        runs.check_activation({"arguments": {"activation": "relu"}}, tmp_path / "a.weights.h5")
+    runs.check_activation({"arguments": {"activation": "relu"}}, tmp_path / "b.weights.h5")
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
         ("--out=model.h5", "must end in .weights.h5"),
         ("--momentum=0.2", "momentum must be 0 or lie in [0.5, 1). Received: 0.2"),
         ("--learning_rate=0", "learning_rate must be positive"),
+        ("--activation=relu", "Give --activation=sigmoid, here and to train"),
     ],
 )
 def test_bad_flags_give_one_line(run, corpus_directory, tmp_path, flag, words):

@@ -1,5 +1,7 @@
 """What scripts.train makes of its flags, without starting it."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
 
+import tfpara
 from scripts import model_flags, rule_flags, runs, schedule_flags
 from tfpara import callbacks
 
@@ -124,6 +127,32 @@ def test_rates_by_hand_fall_with_each_minibatch(rule, minibatches):
     assert config["decay_rate"] == pytest.approx(0.9**minibatches)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("rule", ["none", "bsp", "asgd"])
+def test_rates_by_hand_are_in_the_log(rule):
+    """Of one replica, of two, and of a worker whose pushes are of two minibatches."""
+    chosen = {"rule": rule, "schedule": "hand", "decay_per_minibatch": 0.9, "sync_period": "2"}
+    x, y = np.zeros((64, 5), "float32"), np.zeros(64)
+    with flagsaver.flagsaver(**chosen, learning_rate=0.5):
+        if rule == "asgd":
+            strategy = tfpara.simulate_async(1, tfpara.ASGD(), sync_period=2)
+        else:
+            strategy = tfpara.simulate(2 if rule == "bsp" else 1, tfpara.BSP(), sync_period=2)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
+            model.compile(schedule_flags.optimizer(model, 1), **runs.metrics({"kind": "dnn"}))
+        options = {
+            "batch_size": 4 * strategy.num_replicas_in_sync,
+            "epochs": 2,
+            "verbose": 0,
+            "callbacks": schedule_flags.before_scores(1, callbacks.WarmStart(0)),
+        }
+        fit = model.fit if rule != "asgd" else functools.partial(strategy.fit, model)
+        rates = fit(x, y, **options).history["learning_rate"]
+    steps = 8 if rule == "bsp" else 16
+    assert rates == pytest.approx([0.5 * 0.9**steps, 0.5 * 0.9 ** (2 * steps)])
+
+
 def test_newbob_has_the_papers_thresholds():
     found = []
     for by in ("cross_entropy", "accuracy"):
@@ -203,12 +232,89 @@ def test_a_papers_model_takes_the_frames_of_the_corpus(tiny_description):
     assert (made["kind"], made["stack"], made["arguments"]["input_dim"]) == ("lstm", 3, 360)
 
 
-@pytest.fixture
-def tiny_description():
+class Corpus:
     """As much of a corpus as the model needs."""
 
-    class Corpus:
-        feature_dim, num_classes, options = 120, 9, {}
-        directory, fingerprint = "corpus", "mark"
+    num_classes, directory, fingerprint = 9, "corpus", "mark"
 
+    def __init__(self, feature_dim=120, **options):
+        self.feature_dim, self.options = feature_dim, options
+
+
+@pytest.fixture
+def tiny_description():
     return Corpus()
+
+
+@pytest.mark.parametrize(
+    ("corpus", "chosen", "coefficients", "bands"),
+    [
+        (Corpus(), {}, None, 40),  # of prepare_speech
+        (Corpus(56, features="fbank", num_mel=28, deltas=1), {}, 28, 28),
+        (Corpus(160, features="given", deltas=1), {"bands": 80}, None, 80),
+    ],
+)
+def test_the_convolution_runs_over_the_channels_of_a_frame(corpus, chosen, coefficients, bands):
+    with flagsaver.flagsaver(model="cldnn-003", **chosen):
+        made = model_flags.description(corpus, coefficients)
+    assert made["arguments"]["bands"] == bands
+
+
+@pytest.mark.parametrize(
+    ("corpus", "chosen", "coefficients", "message"),
+    [
+        (
+            Corpus(160, features="given", deltas=1),
+            {},
+            None,
+            "nothing says what the 80 columns of the feats.scp of corpus are. .* --bands=80",
+        ),
+        (
+            Corpus(129, features="given", deltas=2),
+            {"bands": 40},
+            80,
+            "alone, --bands=40, and those of corpus have 43 numbers before deltas",
+        ),
+        (
+            Corpus(129, features="given", deltas=2),
+            {"bands": 43},
+            80,
+            "--coefficients=80 must be a multiple of the 43 .* Give --coefficients=43.",
+        ),
+        (Corpus(39, features="mfcc", num_ceps=13, deltas=2), {}, None, "those of corpus have MFCC"),
+        (Corpus(120, features="plp", num_ceps=40, deltas=2), {}, None, "have PLP. Prepare"),
+        (
+            Corpus(129, features="fbank", num_mel=40, pitch=True, deltas=2),
+            {},
+            80,
+            "have pitch. Prepare the corpus with --features=fbank and without --pitch",
+        ),
+        (Corpus(), {"model": "lstm-000", "bands": 40}, None, "--bands=40 is for --model=cldnn-003"),
+    ],
+)
+def test_a_convolution_over_anything_else_is_refused(corpus, chosen, coefficients, message):
+    with (
+        flagsaver.flagsaver(**{"model": "cldnn-003", **chosen}),
+        pytest.raises(ValueError, match=message),
+    ):
+        model_flags.description(corpus, coefficients)
+
+
+def test_rbms_pretrain_sigmoids():
+    assert model_flags.sigmoid_dnn(Corpus())["arguments"]["activation"] == "sigmoid"
+    with flagsaver.flagsaver(model="dnn-001"):
+        assert model_flags.sigmoid_dnn(Corpus())["arguments"]["activation"] == "sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"activation": "relu"}, "--activation=relu, and RBMs give .* Give --activation=sigmoid"),
+        ({"activation": "tanh"}, "--activation=tanh, and RBMs give the weights of sigmoid ones"),
+        ({"model": "dnn-003"}, "--model=dnn-003 has relu units, and .* Choose --model=dnn-001"),
+        ({"model": "lstm-000"}, "RBMs pretrain DNNs"),
+    ],
+)
+def test_rbms_of_other_units_are_refused(chosen, message):
+    with flagsaver.flagsaver(**chosen), pytest.raises(ValueError, match=message):
+        model_flags.sigmoid_dnn(Corpus())

@@ -1,14 +1,21 @@
 """The training data of the asynchronous mode, and models that train on them."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import flags
+from absl.testing import flagsaver
 
 import tfpara
 from input import index
-from scripts import runs
+from scripts import async_flags, async_training, runs
 from scripts.data import held_out, training_chunks
+
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
 
 
 @pytest.fixture(name="corpus", scope="module")
@@ -65,3 +72,60 @@ def test_minibatches_that_change_size_are_not_counted(corpus):
         arguments = tf.nest.map_structure(tf.convert_to_tensor, chunks.arguments(0, chunk))
         _, labels = next(iter(chunks.dataset(0, chunk, *arguments)))
         assert np.shape(labels) == (size,)
+
+
+def chunked(corpus, workers, recurrent=False, **chosen):
+    """The data, which `scripts.train` makes of the flags."""
+    with flagsaver.flagsaver(**chosen):
+        return async_training.ChunkedData(
+            corpus,
+            types.SimpleNamespace(num_workers=workers),
+            described(corpus, recurrent=recurrent),
+            seed=3,
+            shuffle_frames=1000,
+        )
+
+
+@pytest.mark.parametrize(
+    ("minutes", "most", "workers", "count"),
+    [
+        (30.0, 1000, 2, 8),
+        (60.0, 1000, 1, 4),
+        (6000.0, 10**6, 4, 100),  # of an hour, as there always were
+        (480.0, 10**6, 2, 8),
+        (30.0, 3, 2, 3),
+        (0.07 * 8, 1000, 2, 8),
+    ],
+)
+def test_every_worker_gets_four_chunks_of_at_most_an_hour(minutes, most, workers, count):
+    length = async_flags.chunk_minutes(minutes, most, workers)
+    assert length <= 60
+    assert np.ceil(minutes / length) == count
+    with flagsaver.flagsaver(chunk_minutes=length):  # as a run that is resumed may ask for it
+        assert async_flags.chunk_minutes(minutes, most, 1) == length
+
+
+def test_a_corpus_of_less_than_an_hour_gives_every_worker_work(corpus, capsys):
+    data = chunked(corpus, 2, minibatch="16", sync_period="4")
+    assert data.chunks.count == min(8, len(corpus.split("train")))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("period", [1, 4, 7, 40, 10**6])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_push_fits_into_the_chunks_where_their_length_is_not_given(corpus, recurrent, period):
+    data = chunked(corpus, 3, recurrent, minibatch="16", sync_period=str(period))
+    count, whole = data.chunks.count, chunked(corpus, 1, recurrent, chunk_minutes=60.0)
+    assert whole.chunks.count == 1
+    assert count == 1 or data.chunks.num_minibatches // count >= period
+    assert recurrent or count == min(12, len(corpus.split("train"))) or period > 4
+
+
+def test_workers_without_a_chunk_are_told_of(corpus, capsys):
+    chunked(corpus, 3, chunk_minutes=60.0)
+    assert capsys.readouterr().out == (
+        "An epoch has 1 chunk for 3 workers, so that 2 of them will be idle. Lower "
+        "--chunk_minutes, or start fewer workers.\n"
+    )
+    chunked(corpus, 2, sync_period="1000")
+    assert "Lower --sync_period, or start fewer workers." in capsys.readouterr().out

@@ -499,7 +499,7 @@ def taken_up(
         )
     else:
         why = f"{epochs} of {epochs} epochs are trained"
-        longer = "To train longer, give fit more epochs. "
+        longer = "To train longer, give more epochs. "
     return (
         f"The run in {os.fspath(directory)!r} is complete: {why} (checkpoint {number}), so nothing "
         f"is trained now. {longer}To begin anew, give another directory or remove this one."
