@@ -47,6 +47,17 @@ def hand_over_arrays(
     return [tf.cast(new, value.dtype).numpy() for new, value in zip(got, values, strict=True)]
 
 
+def hand_over_text(text: str, collectives: TensorFlowCollectives, source: int) -> str:
+    """Returns the text of the worker with rank `source`; all call it."""
+    told = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    (size,) = hand_over_arrays([np.array([len(told)])], collectives, source)
+    # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
+    padded = np.zeros(1 << int(size[0]).bit_length(), np.int32)
+    padded[: len(told)] = told[: len(padded)]
+    (got,) = hand_over_arrays([padded], collectives, source)
+    return bytes(got[: size[0]].astype(np.uint8)).decode()
+
+
 def _as_sent(value: tf.Tensor) -> tf.Tensor:
     """A value as collectives take it."""
     return value if value.dtype in _SENT else tf.cast(value, tf.int32)

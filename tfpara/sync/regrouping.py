@@ -38,7 +38,7 @@ from tfpara.keras_model import hyperparameters
 from tfpara.strategy import StateHolder
 from tfpara.sync.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.dealing import Began
-from tfpara.sync.hand_over import hand_over, hand_over_arrays
+from tfpara.sync.hand_over import hand_over, hand_over_arrays, hand_over_text
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
 from tfpara.sync.train_function import stepping
@@ -342,8 +342,8 @@ class Regrouping:
     def _history(self) -> keras.callbacks.History:
         """What the present `fit` has given to the others."""
         history = keras.callbacks.History()
-        told: Any = self._histories[self._fit] or {"epoch": [], "history": {}}
-        history.epoch, history.history = told["epoch"], told["history"]
+        told: Any = self._histories[self._fit]
+        vars(history).update(told)
         assert self._model is not None
         history.set_model(self._model)
         self._model.history = history
@@ -505,6 +505,9 @@ class Regrouping:
                 weights = hand_over_arrays(own, hosts, source)
                 if receives and holder is not None:
                     holder.weights = weights
+        history = json.loads(hand_over_text(_told(self._model.history), hosts, source))
+        if self.joining:  # who is behind has seen these epochs itself
+            vars(self._model.history).update(history)
         if receives:
             synchronizer.start_from(synchronizer.broadcast_point())
             synchronizer.graph.block.give_up()
@@ -599,7 +602,7 @@ class Regrouping:
             if not self.joining:
                 # Nobody ends its program while another waits for it in an exchange.
                 self.together(lambda: self._extended.control.collectives.barrier("fit"))
-                self._histories = [*self._histories, _told(model.history)]
+                self._histories = [*self._histories, _shortened(_told(model.history))]
         finally:
             model._initial_epoch = None
             if former is not None:
@@ -905,14 +908,16 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     return report["syncs"], *plan.at, *report["closed"], operations
 
 
-def _told(history: keras.callbacks.History) -> Json:
-    """What a `History` has, as JSON; None if that is long, or cannot be told."""
+def _told(history: keras.callbacks.History) -> str:
+    """What a `History` has, as a text of JSON."""
     told = {"epoch": history.epoch, "history": history.history}
-    try:
-        text = json.dumps(told, default=lambda number: number.tolist())
-    except (AttributeError, TypeError, ValueError):
-        return None
-    return json.loads(text) if len(text) <= _LONGEST_HISTORY else None
+    return json.dumps(told, default=lambda value: getattr(value, "tolist", value.__repr__)())
+
+
+def _shortened(told: str) -> Json:
+    """What `_told` gave, as JSON; if that is long, its epochs alone."""
+    kept = json.loads(told)
+    return kept if len(told) <= _LONGEST_HISTORY else {**kept, "history": {}}
 
 
 def _short(error: tf.errors.OpError) -> str:
