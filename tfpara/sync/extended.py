@@ -31,7 +31,13 @@ from tfpara.cluster.place import COMPILED_ANEW, END, VARIABLE, Place, Purpose, c
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
 from tfpara.group import Group
-from tfpara.keras_model import build_optimizer, check_optimizers_known, hyperparameters, optimizers
+from tfpara.keras_model import (
+    build_optimizer,
+    check_optimizers_known,
+    hyperparameters,
+    is_seed,
+    optimizers,
+)
 from tfpara.steps import (
     batch_size,
     reductions,
@@ -1253,7 +1259,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> Any:
         # The parent's method broadcasts without a timeout and does not compare shapes.
         initial = kwargs["initial_value"]
-        seed = "seed_generator_state" in (kwargs.get("name") or "")
+        seed = is_seed(kwargs.get("name") or "")
         number = self._id_in_cluster * len(self.worker_devices) + replica_id
 
         def value() -> tf.Tensor:
