@@ -110,6 +110,8 @@ def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
     options = {"minibatches": 5, "epochs": 30, "step_seconds": 0.1}
     options["holds"] = {"20": "len(tasks) > 2 or comes"}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
+        for _ in range(4):
+            run.line().close()  # so many came before, and the number of the next is above 5
         run.start()
         assert len(run.check([], epochs=30, minibatches=5)) == 3
 

@@ -285,7 +285,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def local_replica_ids(self) -> list[int]:
         """The numbers, among 0 … N − 1, of this worker's replicas."""
         count = 1 if self.extended.as_one_replica else len(self.extended.worker_devices)
-        return list(range(self.worker_index * count, (self.worker_index + 1) * count))
+        # Before a worker has joined an elastic run, its number may be that of workers or more.
+        place = self.worker_index % self.num_workers
+        return list(range(place * count, (place + 1) * count))
 
     @property
     def sync_period(self) -> int | None:
