@@ -25,7 +25,8 @@ class Kind(enum.Enum):
     HOLDER: a part of a field of the global state. It is cut anew from the whole field.
     MODEL: a replica's variable of the Keras model. Replica i takes the value of replica i mod the
         former number.
-    RANDOM: as MODEL, for the states of seed generators. A replica beyond the former number keeps its own.
+    RANDOM: as MODEL, for states of seed generators. A replica beyond the former number keeps its
+        own.
     REPLICA: a replica's own value. It is dropped if the number of replicas has changed.
     BLOCK: belongs to the open block, of one replica or the same on all workers. It is restored when
         `fit` continues the epoch, and dropped if the number of replicas has changed.
