@@ -380,6 +380,18 @@ def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
 
 
 @pytest.mark.one_version
+def test_chiefs_that_are_lost_after_fit_are_done_without(tmp_path):
+    """One before it saves, one while it writes what all have called for."""
+    faults = {0: ["after", 1, "SIGKILL"], 1: ["write", 1, "SIGKILL"]}
+    saved = tmp_path / "saved"
+    with elastic_runs.Run(tmp_path, 3, faults, epochs=1, saves=str(saved)) as run:
+        assert len(run.check([KILLED, KILLED], epochs=1)) == 1
+    assert saved.with_suffix(".weights.h5").exists()
+    assert saved.with_suffix(".chief").read_text() == "1"
+    assert saved.with_suffix(".all").read_text() == "2"
+
+
+@pytest.mark.one_version
 def test_the_meeting_point_dies_and_is_started_again(tmp_path):
     holds = {"6": "len(tasks) > 2 or comes"}
     with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1, holds=holds) as run:

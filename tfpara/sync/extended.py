@@ -941,6 +941,20 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 for synchronizer in synchronizers:
                     synchronizer.finish_block()
 
+    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
+        """Has the chief write a file; returns when it is there.
+
+        Args:
+            write: writes the file.
+            name: of the function that is called, on all workers.
+        """
+        if self.elastic is not None:
+            self.elastic.by_the_chief(write, name)
+            return
+        if self._container_strategy().is_chief:
+            write()
+        self.control.together(call(name))
+
     def broadcast_replica(self, model: keras.Model, replica: int) -> None:
         if not 0 <= replica < self._num_replicas_in_sync:
             raise ValueError(

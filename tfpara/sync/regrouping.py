@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from tfpara.cluster import exit_codes, ports, secret
 from tfpara.cluster.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError, Passed
+from tfpara.cluster.place import call
 from tfpara.collectives import TensorFlowCollectives
 from tfpara.collectives.members import Members
 from tfpara.elastic.plan import Plan, begin
@@ -165,6 +166,18 @@ class Regrouping:
     def rank(self) -> int:
         """This worker's in the present generation."""
         return self.form.tasks.index(self.line.task)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether no member of a lower rank is left.
+
+        Within `fit` it is that of the present generation, so that it changes where all meet. After
+        it there may be no exchange any more, and who has a file to write asks who is lost by now.
+        """
+        if self.joining:
+            return False
+        lower = self.form.tasks[: self.rank]
+        return not lower or (not self._in_fit and self.line.lost.issuperset(lower))
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """The first generation, for the start of TensorFlow's server; frees the port for it."""
@@ -771,6 +784,24 @@ class Regrouping:
                 self._inside = False
             self._operations, self._result = number + 1, result
             return result
+
+    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
+        """Has the chief write a file, and the next one where it is lost before all are told.
+
+        All members call it, in the function called `name`; it returns when the file is there.
+        """
+        if self.joining:
+            return
+
+        def chief() -> int:
+            self._extended.control.together(call(name))
+            return self.form.tasks[0]
+
+        writer = None
+        while writer != (found := self.together(chief)):
+            writer = found
+            if writer == self.line.task:
+                write()
 
     # -- data --------------------------------------------------------------------------------
 
