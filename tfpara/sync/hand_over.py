@@ -14,22 +14,29 @@ from tfpara.sync.state import Slot
 
 def hand_over(
     slots: Sequence[Slot], collectives: TensorFlowCollectives, source: int, receives: bool
-) -> None:
+) -> list[tuple[tf.Variable, tf.Tensor]]:
     """Sends the values of slots; all workers call it, with the same slots in the same order.
+
+    Nothing is written here: where the source is lost in between, no worker has a part of its state.
 
     Args:
         slots: what travels, in packs of up to `BUCKET_BYTES`.
         collectives: between the workers' hosts; Horovod's groups cannot change.
         source: rank of the worker that sends.
         receives: whether this worker takes the values over.
+
+    Returns:
+        The slots' variables with the values that they are to have; none if it does not.
     """
+    received: list[tuple[tf.Variable, tf.Tensor]] = []
     for number, pack in enumerate(_packed(slots)):
         values = [slot.variable.read_value() for slot in pack]
         sizes = [value.shape.num_elements() for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
         got = tf.split(collectives.broadcast(flat, f"hand over/{number}", source), sizes)
         for slot, value in zip(pack, got if receives else (), strict=receives):
-            slot.variable.assign(tf.reshape(value, slot.variable.shape))
+            received.append((slot.variable, tf.reshape(value, slot.variable.shape)))
+    return received
 
 
 def hand_over_arrays(

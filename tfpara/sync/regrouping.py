@@ -26,6 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpara.cluster import exit_codes, ports, secret
@@ -436,6 +437,8 @@ class Regrouping:
         """Brings all members to the state of the one that is furthest."""
         reports: list[Any] = list(form.reports)
         known = [report for report in reports if report]
+        if not known:
+            self._end("those that had the state of the run are lost.")
         ahead = max(known, key=_how_far)
         source, furthest = reports.index(ahead), ahead["syncs"]
         behind = [not own or own["syncs"] < furthest for own in reports]
@@ -510,22 +513,28 @@ class Regrouping:
         (synchronizer,) = self._extended.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
-        hand_over(self.slots(), hosts, source, receives)
+        values = hand_over(self.slots(), hosts, source, receives)
+        kept: list[tuple[Any, list[np.ndarray]]] = []
         for name, state in sorted(ahead["states"].items()):
             if isinstance(state, dict) and state.get(HAS_WEIGHTS):
                 holder: Any = self.states.get(name)  # a callback that keeps the best weights
                 own = getattr(holder, "weights", None) or self._model.get_weights()
-                weights = hand_over_arrays(own, hosts, source)
-                if receives and holder is not None:
-                    holder.weights = weights
+                kept.append((holder, hand_over_arrays(own, hosts, source)))
         history = json.loads(hand_over_text(_told(self._model.history), hosts, source))
+        if not receives:
+            return
+        # All has arrived, or nothing is taken over.
+        for variable, value in values:
+            variable.assign(value)
+        for holder, weights in kept:
+            if holder is not None:
+                holder.weights = weights
         if self.joining:  # who is behind has seen these epochs itself
             vars(self._model.history).update(history)
-        if receives:
-            synchronizer.start_from(synchronizer.broadcast_point())
-            synchronizer.graph.block.give_up()
-            synchronizer.graph._agreed.assign(ahead["agreed"])
-            synchronizer.graph.met()
+        synchronizer.start_from(synchronizer.broadcast_point())
+        synchronizer.graph.block.give_up()
+        synchronizer.graph._agreed.assign(ahead["agreed"])
+        synchronizer.graph.met()
 
     def slots(self) -> list[Slot]:
         """What travels to a worker that is behind, or new."""
