@@ -379,6 +379,7 @@ class Regrouping:
             self._end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = self._returns = True
+        self._closed_at = (-1, -1)  # it may have closed an epoch alone that the others train on
         self._iterator = None
         self._become(self._alone(_ALONE + self.form.number, task))
         self._take_place_of_joiner()
