@@ -69,10 +69,11 @@ def test_a_worker_dies_and_another_comes():
         while len(aborted) < 2:
             time.sleep(0.01)
         assert sorted(aborted) == [(1, 1), (2, 1)]
+        assert [own.lost for own in lines[1:]] == [{0}, {0}]
         form, _ = meet(lines[1:], 1, True)
         assert (form.number, form.tasks) == (2, (1, 2))
         assert form.reports == ({"task": 1}, {"task": 2})
-        assert form.why == "worker 0 is lost"
+        assert form.why == "worker 0 is lost" and not lines[1].lost
         late = line(service)
         assert (late.task, late.founding) == (3, False)
         late.register(TERMS, 0)

@@ -36,11 +36,11 @@ def mark(purpose=TRAINS, epoch=0, met=0):
             return False, place.mark()
 
 
-def apart(*marks):
+def apart(*marks, elastic=False):
     reports = np.zeros((len(marks), SAMPLES + 2))
     for row, (running, values) in zip(reports, marks, strict=True):
         row[RUNNING], row[[MET, PURPOSE, EPOCH]] = running, values
-    return are_apart(reports), are_apart(reports[::-1])
+    return are_apart(reports, elastic), are_apart(reports[::-1], elastic)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,22 @@ def test_workers_that_match(marks):
 )
 def test_workers_that_do_not(marks):
     assert apart(*marks) == (True, True)
+
+
+def test_all_of_an_elastic_run_train_the_same_epoch():
+    def differ(*epochs):
+        return apart(*(mark(epoch=epoch) for epoch in epochs), elastic=True)
+
+    assert differ(2, 2) == (False, False) and differ(2, 3) == differ(0, 1) == (True, True)
+    assert apart(mark(epoch=2), mark(EPOCH_END, epoch=2), elastic=True) == (False, False)
+    first, second = Place(), Place()
+    with first.in_fit(), second.in_fit():
+        first.epoch_begins(4)
+        second.epoch_begins(1)
+        assert sentence([first.told(), second.told()]) == (
+            "worker 0 is in epoch 5 of fit, worker 1 in epoch 2 of fit; train the same epochs of "
+            "the same calls of fit on every worker."
+        )
 
 
 def test_the_end_of_an_epoch_is_where_fit_itself_reads_metrics():

@@ -2,6 +2,7 @@
 
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -11,7 +12,7 @@ import tfpara
 from tfpara.checkpoint.run import Parts
 from tfpara.checkpoint.store import CheckpointError
 from tfpara.sync import extended
-from tfpara.sync.state import Kind, Slot, slots_of
+from tfpara.sync.state import Kind, Slot, model_slots, slots_of
 
 
 class Reader:
@@ -115,6 +116,27 @@ def test_what_a_checkpoint_lacks_is_an_error_unless_earlier_ones_lack_it():
     ):
         with pytest.raises(CheckpointError, match=f"the checkpoint lacks {name}"):
             PARTS.value(Slot(name, kind, tf.Variable([1.0]), replica), strategy_of(0, 2, 2))
+
+
+class Counter(keras.layers.Layer):
+    """Counts its steps in a whole number."""
+
+    def build(self, shape):
+        self.count = self.add_weight(name="count", shape=(), dtype="int32", initializer="zeros")
+        self.count.trainable = False
+
+    def call(self, inputs, training=False):
+        if training:
+            self.count.assign_add(1)
+        return inputs
+
+
+def test_of_a_models_state_the_seeds_alone_are_random():
+    model = keras.Sequential([keras.Input([3]), Counter(), keras.layers.Dropout(0.5)])
+    model.compile("sgd", "mse")
+    kinds = [slot.kind for slot in model_slots(model) if slot.name.startswith("state/")]
+    assert [v.name for v in model.non_trainable_variables] == ["count", "seed_generator_state"]
+    assert kinds == [Kind.MODEL, Kind.RANDOM]
 
 
 # What need not be kept: it is over where a block is closed, or is written before it is read.

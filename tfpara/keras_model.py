@@ -140,6 +140,11 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
 
 
+def is_seed(name: str) -> bool:
+    """Returns whether a variable with this name or path is the state of a `SeedGenerator`."""
+    return "seed_generator_state" in name
+
+
 def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable]]:
     """Gives every variable of the model, its optimizers and its metrics, each with its own name.
 

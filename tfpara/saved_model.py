@@ -70,10 +70,9 @@ def export(
     with strategy.weights(model, which) if strategy else contextlib.nullcontext():
         if isinstance(strategy, PeriodicSyncStrategy):
             _warn_of_young_average(strategy, model, which)
-        if strategy is None or strategy.is_chief:
+            strategy.extended.by_the_chief(write, "tfpara.export()")
+        elif strategy is None or strategy.is_chief:
             write()
-    if isinstance(strategy, PeriodicSyncStrategy):
-        strategy.barrier()
 
 
 def _warn_of_young_average(strategy: PeriodicSyncStrategy, model: keras.Model, which: str) -> None:

@@ -144,6 +144,8 @@ class Run:
         last = [self.events(number)[-1] for number in ended]
         assert {each[0] for each in last} == {"end"}
         assert len({each[1] for each in last}) == 1, "the weights differ"
+        histories = [[e for e in self.events(n) if e[0] == "history"] for n in ended]
+        assert all(each == histories[0] for each in histories), histories
         self.check_counts(set(range(len(codes))) - set(ended), epochs, minibatches)
         assert all(weight > 0.0 for weight in last[0][2])
         return last

@@ -110,6 +110,8 @@ def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
     options = {"minibatches": 5, "epochs": 30, "step_seconds": 0.1}
     options["holds"] = {"20": "len(tasks) > 2 or comes"}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
+        for _ in range(4):
+            run.line().close()  # so many came before, and the number of the next is above 5
         run.start()
         assert len(run.check([], epochs=30, minibatches=5)) == 3
 
@@ -361,7 +363,7 @@ def test_who_was_given_up_in_one_fit_comes_back_in_the_next(tmp_path):
         codes, outputs = run.ends()
         assert codes == [0, 0], outputs
         assert "call 1 of fit is over; the others are in call 2" in outputs[stopped]
-        assert histories(run, stopped)[0] == histories(run, other)[0]
+        assert histories(run, stopped) == histories(run, other)
         assert run.events(stopped)[-1][1] == run.events(other)[-1][1]
         assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
 
@@ -375,6 +377,18 @@ def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
         assert len(run.check([KILLED], epochs=4)) == 2
         assert histories(run, spare)[0] == histories(run, run.of_rank(1))[0]
         assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
+
+
+@pytest.mark.one_version
+def test_chiefs_that_are_lost_after_fit_are_done_without(tmp_path):
+    """One before it saves, one while it writes what all have called for."""
+    faults = {0: ["after", 1, "SIGKILL"], 1: ["write", 1, "SIGKILL"]}
+    saved = tmp_path / "saved"
+    with elastic_runs.Run(tmp_path, 3, faults, epochs=1, saves=str(saved)) as run:
+        assert len(run.check([KILLED, KILLED], epochs=1)) == 1
+    assert saved.with_suffix(".weights.h5").exists()
+    assert saved.with_suffix(".chief").read_text() == "1"
+    assert saved.with_suffix(".all").read_text() == "2"
 
 
 @pytest.mark.one_version

@@ -13,7 +13,7 @@ whom the run begins; the answer, ``enrolled``, has a task number, and whether it
 (the number of that call) with ``terms``, ``met`` (a generation) with ``report``, ``failed`` and
 ``admits``, ``ready`` (a generation), ``out`` (the worker wants to leave) and ``done`` (its program
 ends). Empty messages, from both ends, are signs of life. The meeting point sends what `Membership`
-says. Only the standard library is imported.
+says, and ``lost`` (a task number) where a member is. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -164,8 +164,7 @@ class Meeting:
                 if now - channel.heard > self._silence:
                     channel.send(evicted=f"it was silent for {self._silence:g} s")
                     del self._channels[task]
-                    silent = f"was silent for {self._silence:g} s"
-                    self._tell(self._membership.gone(task, silent, now))
+                    self._lose(task, f"was silent for {self._silence:g} s")
             self._tell(self._membership.tick(now))
             if now >= self._beat_at:
                 self._beat_at = now + self._silence / 5.0
@@ -176,8 +175,14 @@ class Meeting:
         task = self._tasks.pop(channel, None)
         if task is not None and self._channels.get(task) is channel:
             del self._channels[task]
-            if self._membership is not None:
-                self._tell(self._membership.gone(task, why, time.monotonic()))
+            self._lose(task, why)
+
+    def _lose(self, task: int, why: str) -> None:
+        if self._membership is None:
+            return
+        said = self._membership.gone(task, why, time.monotonic())
+        self._tell([(member, {"lost": task}) for member in self._membership.members])
+        self._tell(said)
 
     def _hear(self, channel: Channel, message: Mapping[str, Json]) -> None:
         now = time.monotonic()
@@ -327,6 +332,7 @@ class Line:
             the others. Else it joins: see `register`.
         founders: workers with which the run begins.
         wanted: whether members shall meet after their next sync.
+        lost: members of the present generation that are, so far.
 
     Raises:
         MeetingError: nobody answers, or with another secret.
@@ -344,6 +350,7 @@ class Line:
     ) -> None:
         self.address = address
         self.wanted = False
+        self.lost: frozenset[int] = frozenset()
         self.generation = 0
         self._on_abort: Callable[[int, str], None] = lambda generation, why: None
         self._on_silence: Callable[[], None] = lambda: None
@@ -583,6 +590,8 @@ class Line:
     def _hear(self, message: dict[str, Json]) -> None:
         if "wanted" in message:
             self.wanted = bool(message["wanted"])
+        elif "lost" in message:
+            self.lost |= {int(message["lost"])}
         elif "enrolled" in message:
             self.task = int(message["enrolled"])  # another only while the run begins
             if self._awaits_founding and not message["founding"]:
@@ -591,6 +600,7 @@ class Line:
             self._over = "evicted" in message or "ended" in message or "farewell" in message
             if "form" in message:
                 self._form = {"form": message["form"], "members": message["members"]}
+                self.lost = frozenset()
             # Before anybody acts on it: who waits in a collective would never look.
             if "abort" in message:
                 self._on_abort(int(message["abort"]), "a worker is lost")

@@ -59,6 +59,7 @@ FIT_END = Purpose(
 )
 END = Purpose("at the end of its program")
 COMPILED_ANEW = Purpose("training a model that was compiled anew")
+_STEP = Purpose("", "train the same epochs of the same calls of fit on every worker")
 
 
 class Place:
@@ -195,7 +196,7 @@ class Place:
 
     def told(self) -> list[int]:
         """Returns this process's place as `TEXT_BYTES` bytes, for `sentence`."""
-        purpose = self._purpose or Purpose("", "")
+        purpose = self._purpose or _STEP
         rank = 0 if not purpose.text else 1 if purpose.awaits_data else 2
         text = "\n".join([str(rank), self.text()[:300], purpose.advice])
         return list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))

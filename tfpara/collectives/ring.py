@@ -14,6 +14,13 @@ from tfpara.collectives.members import Members
 # TensorFlow's own strategies use group keys too, counted up from small numbers. This one is larger.
 _GROUP_KEY = 0x74660000
 
+# Dtypes that TensorFlow does not broadcast, and those in which they travel without loss.
+_CARRIED_AS = {
+    tf.bfloat16: tf.float32,
+    **dict.fromkeys((tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
+    **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
+}
+
 
 class TensorFlowCollectives:
     """Collectives between the lead devices of the workers of a TF_CONFIG cluster.
@@ -134,10 +141,12 @@ class TensorFlowCollectives:
             keys = self._keys(f"broadcast/{name}", buffer)
             if self.size == 1:
                 return tf.identity(buffer)
+            carried = tf.cast(buffer, _CARRIED_AS.get(buffer.dtype, buffer.dtype))
             if self.rank == source:
-                sent = tf.raw_ops.CollectiveBcastSendV2(input=buffer, **keys)
-                return tf.identity(sent)
-            return tf.raw_ops.CollectiveBcastRecvV2(T=buffer.dtype, shape=tf.shape(buffer), **keys)
+                sent = tf.raw_ops.CollectiveBcastSendV2(input=carried, **keys)
+                return tf.cast(sent, buffer.dtype)
+            got = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=tf.shape(buffer), **keys)
+            return tf.cast(got, buffer.dtype)
 
     def barrier(self, name: str) -> None:
         """Waits until every worker has called it."""

@@ -322,7 +322,6 @@ class _Own:
         self._ids = np.array(strategy.local_replica_ids, np.int64)
 
     def has(self, number: tf.Tensor) -> tf.Tensor:
-        # Before a worker has joined, the number of its replica may be N or more.
         since = number - self._first - self._ids
         return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
 

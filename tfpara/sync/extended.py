@@ -31,7 +31,13 @@ from tfpara.cluster.place import COMPILED_ANEW, END, VARIABLE, Place, Purpose, c
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
 from tfpara.group import Group
-from tfpara.keras_model import build_optimizer, check_optimizers_known, hyperparameters, optimizers
+from tfpara.keras_model import (
+    build_optimizer,
+    check_optimizers_known,
+    hyperparameters,
+    is_seed,
+    optimizers,
+)
 from tfpara.steps import (
     batch_size,
     reductions,
@@ -935,6 +941,20 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 for synchronizer in synchronizers:
                     synchronizer.finish_block()
 
+    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
+        """Has the chief write a file; returns when it is there.
+
+        Args:
+            write: writes the file.
+            name: of the function that is called, on all workers.
+        """
+        if self.elastic is not None:
+            self.elastic.by_the_chief(write, name)
+            return
+        if self._container_strategy().is_chief:
+            write()
+        self.control.together(call(name))
+
     def broadcast_replica(self, model: keras.Model, replica: int) -> None:
         if not 0 <= replica < self._num_replicas_in_sync:
             raise ValueError(
@@ -1253,7 +1273,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> Any:
         # The parent's method broadcasts without a timeout and does not compare shapes.
         initial = kwargs["initial_value"]
-        seed = "seed_generator_state" in (kwargs.get("name") or "")
+        seed = is_seed(kwargs.get("name") or "")
         number = self._id_in_cluster * len(self.worker_devices) + replica_id
 
         def value() -> tf.Tensor:

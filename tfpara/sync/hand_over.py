@@ -11,55 +11,62 @@ from tfpara.collectives import TensorFlowCollectives
 from tfpara.sync.replicas import BUCKET_BYTES
 from tfpara.sync.state import Slot
 
-_SENT = (tf.float32, tf.float64, tf.int32, tf.int64)  # types that the collectives take
-
 
 def hand_over(
     slots: Sequence[Slot], collectives: TensorFlowCollectives, source: int, receives: bool
-) -> None:
+) -> list[tuple[tf.Variable, tf.Tensor]]:
     """Sends the values of slots; all workers call it, with the same slots in the same order.
+
+    Nothing is written here: where the source is lost in between, no worker has a part of its state.
 
     Args:
         slots: what travels, in packs of up to `BUCKET_BYTES`.
         collectives: between the workers' hosts; Horovod's groups cannot change.
         source: rank of the worker that sends.
         receives: whether this worker takes the values over.
+
+    Returns:
+        The slots' variables with the values that they are to have; none if it does not.
     """
+    received: list[tuple[tf.Variable, tf.Tensor]] = []
     for number, pack in enumerate(_packed(slots)):
-        values = [_as_sent(slot.variable.read_value()) for slot in pack]
+        values = [slot.variable.read_value() for slot in pack]
         sizes = [value.shape.num_elements() for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
         got = tf.split(collectives.broadcast(flat, f"hand over/{number}", source), sizes)
         for slot, value in zip(pack, got if receives else (), strict=receives):
-            shaped = tf.reshape(value, slot.variable.shape)
-            slot.variable.assign(tf.cast(shaped, slot.variable.dtype))
+            received.append((slot.variable, tf.reshape(value, slot.variable.shape)))
+    return received
 
 
 def hand_over_arrays(
     arrays: Sequence[np.ndarray], collectives: TensorFlowCollectives, source: int
 ) -> list[np.ndarray]:
     """Returns the arrays of the worker with rank `source`; all call it, with arrays as large."""
-    values = [tf.convert_to_tensor(array) for array in arrays]
-    got = [
-        collectives.broadcast(_as_sent(value), f"hand over/array {number}", source)
-        for number, value in enumerate(values)
+    return [
+        collectives.broadcast(tf.convert_to_tensor(array), f"hand over/array {n}", source).numpy()
+        for n, array in enumerate(arrays)
     ]
-    return [tf.cast(new, value.dtype).numpy() for new, value in zip(got, values, strict=True)]
 
 
-def _as_sent(value: tf.Tensor) -> tf.Tensor:
-    """A value as collectives take it."""
-    return value if value.dtype in _SENT else tf.cast(value, tf.int32)
+def hand_over_text(text: str, collectives: TensorFlowCollectives, source: int) -> str:
+    """Returns the text of the worker with rank `source`; all call it."""
+    told = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    (size,) = hand_over_arrays([np.array([len(told)])], collectives, source)
+    # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
+    padded = np.zeros(1 << int(size[0]).bit_length(), np.int32)
+    padded[: len(told)] = told[: len(padded)]
+    (got,) = hand_over_arrays([padded], collectives, source)
+    return bytes(got[: size[0]].astype(np.uint8)).decode()
 
 
 def _packed(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Slots of one type together, as many as fit into a bucket; larger ones alone."""
     packs: list[list[Slot]] = []
-    for dtype in _SENT:
+    for dtype in dict.fromkeys(slot.variable.dtype for slot in slots):
         size = BUCKET_BYTES
         for slot in slots:
-            own = slot.variable.dtype
-            if (own if own in _SENT else tf.int32) != dtype:
+            if slot.variable.dtype != dtype:
                 continue
             number = slot.variable.shape.num_elements() * dtype.size
             if size + number > BUCKET_BYTES:

@@ -26,10 +26,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpara.cluster import exit_codes, ports, secret
 from tfpara.cluster.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError, Passed
+from tfpara.cluster.place import call
 from tfpara.collectives import TensorFlowCollectives
 from tfpara.collectives.members import Members
 from tfpara.elastic.plan import Plan, begin
@@ -38,7 +40,7 @@ from tfpara.keras_model import hyperparameters
 from tfpara.strategy import StateHolder
 from tfpara.sync.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.dealing import Began
-from tfpara.sync.hand_over import hand_over, hand_over_arrays
+from tfpara.sync.hand_over import hand_over, hand_over_arrays, hand_over_text
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
 from tfpara.sync.train_function import stepping
@@ -165,6 +167,18 @@ class Regrouping:
     def rank(self) -> int:
         """This worker's in the present generation."""
         return self.form.tasks.index(self.line.task)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether no member of a lower rank is left.
+
+        Within `fit` it is that of the present generation, so that it changes where all meet. After
+        it there may be no exchange any more, and who has a file to write asks who is lost by now.
+        """
+        if self.joining:
+            return False
+        lower = self.form.tasks[: self.rank]
+        return not lower or (not self._in_fit and self.line.lost.issuperset(lower))
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """The first generation, for the start of TensorFlow's server; frees the port for it."""
@@ -342,8 +356,8 @@ class Regrouping:
     def _history(self) -> keras.callbacks.History:
         """What the present `fit` has given to the others."""
         history = keras.callbacks.History()
-        told: Any = self._histories[self._fit] or {"epoch": [], "history": {}}
-        history.epoch, history.history = told["epoch"], told["history"]
+        told: Any = self._histories[self._fit]
+        vars(history).update(told)
         assert self._model is not None
         history.set_model(self._model)
         self._model.history = history
@@ -365,6 +379,7 @@ class Regrouping:
             self._end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = self._returns = True
+        self._closed_at = (-1, -1)  # it may have closed an epoch alone that the others train on
         self._iterator = None
         self._become(self._alone(_ALONE + self.form.number, task))
         self._take_place_of_joiner()
@@ -423,6 +438,8 @@ class Regrouping:
         """Brings all members to the state of the one that is furthest."""
         reports: list[Any] = list(form.reports)
         known = [report for report in reports if report]
+        if not known:
+            self._end("those that had the state of the run are lost.")
         ahead = max(known, key=_how_far)
         source, furthest = reports.index(ahead), ahead["syncs"]
         behind = [not own or own["syncs"] < furthest for own in reports]
@@ -497,19 +514,28 @@ class Regrouping:
         (synchronizer,) = self._extended.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
-        hand_over(self.slots(), hosts, source, receives)
+        values = hand_over(self.slots(), hosts, source, receives)
+        kept: list[tuple[Any, list[np.ndarray]]] = []
         for name, state in sorted(ahead["states"].items()):
             if isinstance(state, dict) and state.get(HAS_WEIGHTS):
                 holder: Any = self.states.get(name)  # a callback that keeps the best weights
                 own = getattr(holder, "weights", None) or self._model.get_weights()
-                weights = hand_over_arrays(own, hosts, source)
-                if receives and holder is not None:
-                    holder.weights = weights
-        if receives:
-            synchronizer.start_from(synchronizer.broadcast_point())
-            synchronizer.graph.block.give_up()
-            synchronizer.graph._agreed.assign(ahead["agreed"])
-            synchronizer.graph.met()
+                kept.append((holder, hand_over_arrays(own, hosts, source)))
+        history = json.loads(hand_over_text(_told(self._model.history), hosts, source))
+        if not receives:
+            return
+        # All has arrived, or nothing is taken over.
+        for variable, value in values:
+            variable.assign(value)
+        for holder, weights in kept:
+            if holder is not None:
+                holder.weights = weights
+        if self.joining:  # who is behind has seen these epochs itself
+            vars(self._model.history).update(history)
+        synchronizer.start_from(synchronizer.broadcast_point())
+        synchronizer.graph.block.give_up()
+        synchronizer.graph._agreed.assign(ahead["agreed"])
+        synchronizer.graph.met()
 
     def slots(self) -> list[Slot]:
         """What travels to a worker that is behind, or new."""
@@ -599,7 +625,7 @@ class Regrouping:
             if not self.joining:
                 # Nobody ends its program while another waits for it in an exchange.
                 self.together(lambda: self._extended.control.collectives.barrier("fit"))
-                self._histories = [*self._histories, _told(model.history)]
+                self._histories = [*self._histories, _shortened(_told(model.history))]
         finally:
             model._initial_epoch = None
             if former is not None:
@@ -769,6 +795,24 @@ class Regrouping:
             self._operations, self._result = number + 1, result
             return result
 
+    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
+        """Has the chief write a file, and the next one where it is lost before all are told.
+
+        All members call it, in the function called `name`; it returns when the file is there.
+        """
+        if self.joining:
+            return
+
+        def chief() -> int:
+            self._extended.control.together(call(name))
+            return self.form.tasks[0]
+
+        writer = None
+        while writer != (found := self.together(chief)):
+            writer = found
+            if writer == self.line.task:
+                write()
+
     # -- data --------------------------------------------------------------------------------
 
     def _of_plan(self) -> Iterator[Any]:
@@ -905,14 +949,16 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     return report["syncs"], *plan.at, *report["closed"], operations
 
 
-def _told(history: keras.callbacks.History) -> Json:
-    """What a `History` has, as JSON; None if that is long, or cannot be told."""
+def _told(history: keras.callbacks.History) -> str:
+    """What a `History` has, as a text of JSON."""
     told = {"epoch": history.epoch, "history": history.history}
-    try:
-        text = json.dumps(told, default=lambda number: number.tolist())
-    except (AttributeError, TypeError, ValueError):
-        return None
-    return json.loads(text) if len(text) <= _LONGEST_HISTORY else None
+    return json.dumps(told, default=lambda value: getattr(value, "tolist", value.__repr__)())
+
+
+def _shortened(told: str) -> Json:
+    """What `_told` gave, as JSON; if that is long, its epochs alone."""
+    kept = json.loads(told)
+    return kept if len(told) <= _LONGEST_HISTORY else {**kept, "history": {}}
 
 
 def _short(error: tf.errors.OpError) -> str:

@@ -123,7 +123,7 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(bits * factors) % (1 << 40), tf.float64)
 
 
-def are_apart(reports: Array) -> bool:
+def are_apart(reports: Array, elastic: bool = False) -> bool:
     """Returns whether the workers have come to different exchanges.
 
     Collectives pair the workers' exchanges by their order alone. They belong together if
@@ -132,15 +132,21 @@ def are_apart(reports: Array) -> bool:
     - all workers that do not train have come for the same purpose;
     - no worker trains in a later epoch of `fit` than a worker that waits; a purpose for which no
       other worker may still train has epoch −1;
-    - no worker trains outside of `fit` (epoch 0) while another one waits inside of it.
+    - no worker trains outside of `fit` (epoch 0) while another one waits inside of it;
+    - in an elastic run, which deals out one epoch at a time, all that train are in the same one.
+
+    Args:
+        reports: the table of all replicas' reports, NumPy.
+        elastic: whether it is of an elastic run.
     """
     running = reports[:, RUNNING] > 0.0
     met, purpose, epoch = reports[:, MET], reports[:, PURPOSE], reports[:, EPOCH]
     same = running | (purpose == purpose.max())
     last = epoch[running].max(initial=-np.inf)
     awaited = epoch[~running].min(initial=np.inf)
+    several = elastic and len(set(epoch[running])) > 1
     outside = (running & (epoch == 0.0)).any() and (~running & (epoch > 0.0)).any()
-    return bool(not ((met == met[0]) & same).all() or last > awaited or outside)
+    return bool(not ((met == met[0]) & same).all() or last > awaited or outside or several)
 
 
 def problem_of(

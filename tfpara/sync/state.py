@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpara.keras_model import training_variables
+from tfpara.keras_model import is_seed, training_variables
 
 
 class Kind(enum.Enum):
@@ -25,7 +25,8 @@ class Kind(enum.Enum):
     HOLDER: a part of a field of the global state. It is cut anew from the whole field.
     MODEL: a replica's variable of the Keras model. Replica i takes the value of replica i mod the
         former number.
-    RANDOM: as MODEL, for random states. A replica beyond the former number keeps its own.
+    RANDOM: as MODEL, for states of seed generators. A replica beyond the former number keeps its
+        own.
     REPLICA: a replica's own value. It is dropped if the number of replicas has changed.
     BLOCK: belongs to the open block, of one replica or the same on all workers. It is restored when
         `fit` continues the epoch, and dropped if the number of replicas has changed.
@@ -81,7 +82,7 @@ def model_slots(model: keras.Model) -> Iterator[Slot]:
         group = name.split("/")[0]
         for replica, component in enumerate(local_results(variable.value)):
             kind = Kind.SUM if group == "metrics" else Kind.MODEL
-            if group == "state" and not component.dtype.is_floating:
+            if is_seed(variable.path):
                 kind = Kind.RANDOM
             yield Slot(name, kind, component, replica)
 

@@ -282,10 +282,22 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         return self.extended._id_in_cluster
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one that writes files of which the run needs one.
+
+        In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
+        next exchange on, elsewhere at once.
+        """
+        elastic = self.extended.elastic
+        return elastic.is_chief if elastic is not None else self.worker_index == 0
+
+    @property
     def local_replica_ids(self) -> list[int]:
         """The numbers, among 0 … N − 1, of this worker's replicas."""
         count = 1 if self.extended.as_one_replica else len(self.extended.worker_devices)
-        return list(range(self.worker_index * count, (self.worker_index + 1) * count))
+        # Before a worker has joined an elastic run, its number may be that of workers or more.
+        place = self.worker_index % self.num_workers
+        return list(range(place * count, (place + 1) * count))
 
     @property
     def sync_period(self) -> int | None:

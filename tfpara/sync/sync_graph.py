@@ -303,7 +303,10 @@ class SyncGraph:
             table = site.reports.all_gather(mine, f"{self._site.name}/places")
             return tf.numpy_function(lambda rows: sentence(rows).encode(), [table], tf.string)
 
-        (differ,) = in_python(lambda t: [are_apart(t)], (reports,), tf.TensorSpec([], tf.bool))
+        elastic = site.members is not None
+        (differ,) = in_python(
+            lambda table: [are_apart(table, elastic)], (reports,), tf.TensorSpec([], tf.bool)
+        )
         return tf.cond(differ, told, lambda: tf.constant(""))
 
     def decide(self, reports: tf.Tensor, apart: tf.Tensor, *, patient: bool = True) -> Verdict:

@@ -1,6 +1,7 @@
 """Runs every operation of a strategy's collectives, eagerly and in a function.
 
-Options (JSON): out (npz path), and moved (the dtypes that are gathered and broadcast). Worker r
+Options (JSON): out (npz path), moved (the dtypes that are gathered and broadcast), and sent (those
+that are broadcast alone; bfloat16 is saved as float32, which NumPy's files have). Worker r
 gives r + 1 times the numbers 1, 2, …; results are saved under operation/dtype/….
 """
 
@@ -35,7 +36,8 @@ def main():
         found["again"] = function(*inputs)
         for way, value in found.items():
             for number, tensor in enumerate(tf.nest.flatten(value)):
-                results[f"{key}/{way}/{number}"] = tensor.numpy()
+                saved = tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
+                results[f"{key}/{way}/{number}"] = tf.cast(tensor, saved).numpy()
 
     for dtype in SUMMED:
         buffers = [mine(dtype, rank, [6 * size]), mine(dtype, rank, [2 * size])]
@@ -49,6 +51,9 @@ def main():
             key = f"{dtype}/{len(shape)}"
             both(f"all_gather/{key}", lambda b: collectives.all_gather(b, "stack"), value)
             both(f"broadcast/{key}", lambda b: collectives.broadcast(b, "copy"), value)
+    for dtype in options["sent"]:
+        value = mine(dtype, rank, [3])
+        both(f"broadcast/{dtype}", lambda b: collectives.broadcast(b, "send"), value)
     if collectives.all_reduce([], "none") or collectives.reduce_scatter([], "none"):
         raise RuntimeError("of no buffers there is a sum")
 

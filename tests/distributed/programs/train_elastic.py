@@ -12,8 +12,9 @@ scores (a CSV file: of three scores in each epoch),
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
 `fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
 file for them), replay (a record and the number of replicas: it is trained again, in this process),
-fits (calls of `fit`; between two of them a layer is frozen and the model compiled anew), holds and
-faults.
+saves (a path: all save weights there, then the chief adds its task to PATH.chief, and all have the
+chief write PATH.all), fits (calls of `fit`; between two of them a layer is frozen and the model
+compiled anew), holds and faults.
 
 Epochs are counted through all calls of `fit`. `holds` has expressions by epoch. Before that epoch
 begins the worker waits until its expression is true, or 60 s are over. There `tasks` are the
@@ -59,6 +60,8 @@ PLACES = {
     "between": "between two calls of fit",
     "anew": "in the first step of a model that was compiled, or compiled anew",
     "enabling": "where a worker connects itself to the others of a new generation",
+    "after": "after the last call of fit, before anything is saved",
+    "write": "where the chief writes a file for all",
     "exchange": "after an exchange from Python that has gone well, before this worker knows it",
 }
 TAU = 3
@@ -260,6 +263,24 @@ def digest_of(values):
     return hashlib.md5(b"".join(v.tobytes() for v in values)).hexdigest()
 
 
+def save(model, path, faults):
+    """Saves as a script does whose workers may be lost after `fit`."""
+    faults.here("after")
+    time.sleep(2.0)  # the others hear of it meanwhile
+    model.save_weights(path + ".weights.h5")
+    task = strategy.extended.elastic.line.task
+    if strategy.is_chief:
+        with open(path + ".chief", "a") as file:
+            file.write(str(task))
+
+    def write():
+        faults.here("write")
+        with open(path + ".all", "a") as file:
+            file.write(str(task))
+
+    strategy.extended.by_the_chief(write, "tfpara.export()")
+
+
 def callbacks(options):
     steps = options["minibatches"] // (3 * options["devices"])  # of one of three workers
     # The rate falls, so this rule gives up every epoch but the first.
@@ -330,6 +351,7 @@ def main():
         "arrays": None,
         "kind": "arrays",
         "weights": None,
+        "saves": None,
         "replay": None,
         "fits": 1,
         "holds": {},
@@ -447,6 +469,8 @@ def main():
         return
     digest = digest_of(values)
     elastic = strategy.extended.elastic
+    if options["saves"]:
+        save(model, options["saves"], faults)
     seen = np.asarray(model.seen.seen).tolist()
     log("end", digest, seen, elastic.form.number)
 

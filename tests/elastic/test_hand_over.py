@@ -1,0 +1,137 @@
+"""What a worker that joins takes over arrives as it was."""
+
+import json
+import types
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfpara.collectives import TensorFlowCollectives
+from tfpara.sync.chiefs_callbacks import HAS_WEIGHTS
+from tfpara.sync.hand_over import hand_over, hand_over_arrays, hand_over_text
+from tfpara.sync.regrouping import Regrouping
+from tfpara.sync.state import Kind, Slot
+
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 3.3895e38,
+    "float32": 3.4e38,
+    "float64": 1.7e308,
+    "bool": True,
+} | {
+    name: np.iinfo(name).max
+    for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+}
+
+
+class Wire:
+    """What the source has sent, in order, for who receives it later."""
+
+    def __init__(self):
+        self.sent, self.receives = [], False
+
+    def broadcast(self, buffer, name, source):
+        if not self.receives:
+            self.sent.append((name, buffer))
+            return buffer
+        sent_as, got = self.sent.pop(0)
+        assert sent_as == name
+        assert (got.dtype, got.shape) == (buffer.dtype, buffer.shape)
+        return got
+
+
+def values_of(dtype):
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    small = [0, 1, 1] if dtype == "bool" or dtype.startswith(("u", "i")) else [0.3, -1e-3, 2.7]
+    return np.array([[*small, LARGEST[dtype]]], dtype=kind)
+
+
+def test_variables_of_every_dtype_arrive_bit_for_bit():
+    wire = Wire()
+    slots = [
+        [Slot(dtype, Kind.MODEL, tf.Variable(value)) for dtype, value in each.items()]
+        for each in (
+            {dtype: values_of(dtype) for dtype in LARGEST},
+            {dtype: np.zeros_like(values_of(dtype)) for dtype in LARGEST},
+        )
+    ]
+    assert hand_over(slots[0], wire, 0, receives=False) == []
+    wire.receives = True
+    for variable, value in hand_over(slots[1], wire, 0, receives=True):
+        variable.assign(value)
+    for slot in slots[1]:
+        np.testing.assert_array_equal(slot.variable.numpy(), values_of(slot.name), slot.name)
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_arrays_of_every_dtype_arrive_bit_for_bit(dtype):
+    wire, value = Wire(), values_of(dtype)
+    hand_over_arrays([value], wire, 0)
+    wire.receives = True
+    (got,) = hand_over_arrays([np.zeros_like(value)], wire, 0)
+    assert got.dtype == value.dtype
+    np.testing.assert_array_equal(got, value)
+
+
+@pytest.mark.parametrize("own", ["", "x", "a longer one than the other's"])
+def test_a_text_arrives(own):
+    wire = Wire()
+    assert hand_over_text("nine: ünü", wire, 0) == "nine: ünü"
+    wire.receives = True
+    assert hand_over_text(own, wire, 0) == "nine: ünü"
+
+
+class Breaking(TensorFlowCollectives):
+    """Gives ones; or, from the one with a number on, the source is lost."""
+
+    def __init__(self, breaks_at):
+        self.left = breaks_at
+
+    def broadcast(self, buffer, name, source):
+        self.left -= 1
+        if self.left < 0:
+            raise tf.errors.UnavailableError(None, None, "the source is lost")
+        if buffer.dtype == tf.int32:
+            text = json.dumps({"epoch": [0, 1], "history": {}}).encode()
+            return tf.constant(list(text.ljust(64)), tf.int32)
+        return tf.ones_like(buffer) * (64 if buffer.dtype == tf.int64 else 1)
+
+
+@pytest.mark.parametrize("breaks_at", range(6))
+def test_who_takes_over_has_all_or_nothing(breaks_at):
+    variables = [tf.Variable([0.0]), tf.Variable([0.0], dtype=tf.float64)]
+    holder, history, done = (
+        types.SimpleNamespace(weights=[np.zeros(2)]),
+        keras.callbacks.History(),
+        [],
+    )
+    history.epoch = []
+    block = types.SimpleNamespace(give_up=lambda: done.append("block"))
+    graph = types.SimpleNamespace(
+        block=block, _agreed=tf.Variable([0.0]), met=lambda: done.append("met")
+    )
+    synchronizer = types.SimpleNamespace(
+        graph=graph, broadcast_point=list, start_from=lambda weights: done.append("start")
+    )
+    control = types.SimpleNamespace(collectives=Breaking(breaks_at))
+    worker = types.SimpleNamespace(
+        _model=types.SimpleNamespace(history=history),
+        _extended=types.SimpleNamespace(synchronizers=[synchronizer], control=control),
+        slots=lambda: [Slot(str(k), Kind.MODEL, v) for k, v in enumerate(variables)],
+        states={"callback": holder},
+        joining=True,
+    )
+    ahead = {"states": {"callback": {HAS_WEIGHTS: True}}, "agreed": [1.0]}
+    try:
+        Regrouping._hand_over(worker, 0, True, ahead)
+        whole = True
+    except tf.errors.UnavailableError:
+        whole = False
+    assert whole == (breaks_at == 5)
+    assert [v.numpy().tolist() for v in variables] == [[float(whole)]] * 2
+    assert holder.weights[0].tolist() == [float(whole)] * 2
+    assert history.epoch == ([0, 1] if whole else [])
+    assert done == (["start", "block", "met"] if whole else [])
