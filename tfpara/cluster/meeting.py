@@ -149,6 +149,15 @@ class Meeting:
         """Whether the run has ended, and nothing is left to do."""
         return self._membership is not None and self._membership.is_complete
 
+    def follow(self, name: str) -> Callable[[], bool]:
+        """Returns what says, later, whether the members have gone on without a worker.
+
+        Args:
+            name: by which messages call it; the one that has come last under this name is meant.
+        """
+        task = max((task for task, own in list(self._names.items()) if own == name), default=None)
+        return lambda: bool(self.history) and task not in self.history[-1].members
+
     def close(self) -> None:
         """Ends all connections, and frees the port."""
         self._open = False
