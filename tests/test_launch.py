@@ -8,6 +8,8 @@ import re
 import select
 import signal
 import socket
+import subprocess
+import time
 
 import pytest
 from launched import DEADLINE, FOREVER, Launched, default_signals, launch
@@ -625,3 +627,61 @@ def test_an_elastic_worker_that_is_killed_before_training_is_started_again(place
     assert "worker 1 failed: killed by SIGKILL; restart 1 of 100" in err
     last = "founds" if place == "start" else "joins"
     assert [line for line in out.splitlines() if "[worker 1]" in line][-1].endswith(last)
+
+
+# Worker 0 fails with 3 after it has trained, or while worker 1 trains on.
+_FAILS = """
+import os, pathlib, sys, time
+from tfpara.cluster import secret
+from tfpara.cluster.meeting import ADDRESS, NAME, Ended, Line
+when, again = sys.argv[1], pathlib.Path(sys.argv[2]) / "again"
+settings = {"min_workers": 1, "max_workers": None, "grace_seconds": 9.0, "silence_seconds": 9.0}
+name = os.environ[NAME]
+line = Line(os.environ[ADDRESS], secret.read(), 1, settings, 9.0, name=name)
+if line.founding:
+    form = line.formed()
+    assert line.ready(form.number)
+    line.agreed({})
+    line.begins(1, [])
+    if name == "worker 0":
+        time.sleep(1.0)
+        sys.exit(3)
+    if when == "while others train":
+        form = line.met(form.number, None, True)
+        assert form.tasks == (line.task,) and line.ready(form.number)
+    else:
+        while when == "and is started again" and not again.exists(): time.sleep(0.01)
+        if when == "at the end": time.sleep(1.5)
+    line.done()
+else:
+    again.touch()
+    line.register({}, 1)
+    try: line.formed()
+    except Ended as ended: assert ended.complete
+"""
+
+
+@pytest.mark.parametrize(
+    "when,wanted",
+    [("at the end", 3), ("and is started again", 3), ("while others train", 0)],
+)
+def test_a_worker_of_an_elastic_run_that_fails_after_training_is_no_success(
+    when, wanted, script, tmp_path
+):
+    code, out, err = launch("-n", 2, "--elastic", script(_FAILS), when, tmp_path)
+    assert code == wanted, err
+    assert ("worker 0 failed first: exit code 3" in err) == bool(wanted)
+
+
+def test_no_worker_of_an_elastic_run_is_removed_before_training(script, tmp_path):
+    """The others would wait for it."""
+    text = f"import os, time\nopen({str(tmp_path / 'there')!r}, 'a')\n"
+    text += f"while not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.01)\n"
+    with Launched("-n", 2, "--elastic", script(text), stderr=subprocess.STDOUT) as launched:
+        while not (tmp_path / "there").exists():
+            time.sleep(0.01)
+        launched.process.send_signal(signal.SIGUSR2)
+        launched.read_until("no worker is removed: training has not begun, or comes to its end")
+        (tmp_path / "end").touch()
+        code, output, _ = launched.finish()
+    assert code == 0, output

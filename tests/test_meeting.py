@@ -276,3 +276,71 @@ def test_a_meeting_point_that_was_started_again_goes_on_with_the_run():
                 lines[2].met(2, {}, True)
         finally:
             again.close()
+
+
+def stopped(lines):
+    """Stops the threads of lines, as a stopped process does; returns the event that ends it."""
+    goes_on = threading.Event()
+    for own in lines:
+        wait_for = own._channel.wait_for
+        own._channel.wait_for = lambda seconds, wait_for=wait_for: (
+            goes_on.wait(60.0),
+            wait_for(seconds),
+        )
+    return goes_on
+
+
+def wait_until(holds):
+    until = time.monotonic() + 30.0
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_all_workers_are_stopped_and_go_on_together():
+    with meeting(2, silence_seconds=1.0) as service:
+        lines = [line(service) for _ in range(2)]
+        found(lines)
+        goes_on = stopped(lines)
+        wait_until(lambda: service._membership._absent == {0, 1})
+        late = line(service)  # of a worker that is started again: the run is not over for it
+        assert late.where() == (0, [])
+        goes_on.set()
+        forms = meet(lines, 1, True)
+        assert {(form.number, form.tasks) for form in forms} == {(2, (0, 1))}
+        assert forms[0].reports == ({"task": 0}, {"task": 1})
+
+
+def test_nobody_comes_back_and_the_run_is_not_taken_for_done():
+    with meeting(2, grace_seconds=0.3) as service:
+        lines = [line(service) for _ in range(2)]
+        found(lines)
+        for own in lines:
+            own.close()
+        wait_until(lambda: service.phase == "ended")
+        assert not service.is_complete
+        with pytest.raises(Ended, match="no member of it is left. Start all") as ended:
+            line(service).where()
+        assert not ended.value.complete
+
+
+def test_the_meeting_point_is_stopped_and_nobody_meets_for_it():
+    """Workers take it for dead, and connect themselves anew, for nothing to be done."""
+    aborted = []
+    with meeting(3, silence_seconds=1.0) as service:
+        lines = [line(service) for _ in range(3)]
+        found(lines)
+        for own in lines:
+            own.on_abort(lambda generation, why: aborted.append(generation))
+        channels = [own._channel for own in lines]
+        wait, goes_on = service._door.wait, threading.Event()
+        service._door.wait = lambda seconds: (goes_on.wait(60.0), wait(seconds))
+        wait_until(lambda: all(own._channel not in channels for own in lines))
+        service._door.wait = wait
+        goes_on.set()
+        wait_until(lambda: all(own._channel.known for own in lines))
+        time.sleep(2.0)
+        assert not aborted and len(service.history) == 1
+        # All is as before: they meet where they have reason to.
+        form, *_ = meet(lines, 1, False)
+        assert form.tasks == (0, 1, 2)

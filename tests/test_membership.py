@@ -162,14 +162,107 @@ def test_others_come_within_the_grace():
     assert said[1][1]["reports"] == [{"syncs": 4}, None]
 
 
+NOBODY = "the run has ended, since no member of it is left"
+
+
 def test_nobody_with_the_state_is_left():
     membership = begun()
     membership.register("host3:1", TERMS, 1.0)
-    membership.gone(0, "is lost", 1.0)
-    membership.gone(1, "is lost", 1.0)
-    assert membership.gone(2, "is lost", 1.0) == [
-        (3, {"ended": "no member is left", "complete": False})
+    for task in range(3):
+        assert not any("ended" in message for _, message in membership.gone(task, "is lost", 1.0))
+    assert membership.tick(30.9) == [] and not membership.is_over
+    task, said = membership.tick(31.0)[-1]
+    assert task == 3 and said["ended"].startswith(NOBODY) and not said["complete"]
+    # Who is started again is told the same, and does not take the run for done.
+    assert membership.register("host4:1", TERMS, 40.0) == (None, [(-1, said)])
+    assert membership.where() == said and not membership.is_complete
+
+
+def test_all_members_were_stopped_and_go_on():
+    """None of them can be heard for a while; they come back to the meeting of their generation."""
+    membership = begun()
+    assert membership.gone(1, "was silent", 1.0) == [(0, {"abort": 1}), (2, {"abort": 1})]
+    assert membership.gone(0, "was silent", 1.2) == [(2, {"abort": 1})]
+    assert membership.gone(2, "was silent", 1.4) == []
+    assert membership.returned(1, 0, "") is None  # of another generation
+    assert membership.returned(1, 1, "") == [(1, {"abort": 1})]
+    assert membership.met(1, 1, {"syncs": 5}, True, 9.0) == []
+    assert membership.returned(0, 1, "") == [(0, {"abort": 1})]
+    assert membership.met(0, 1, {"syncs": 6}, True, 9.0) == []
+    said = membership.tick(31.4)  # worker 2 has died
+    assert [(task, message["members"]) for task, message in said] == [
+        (task, [[0, "host0:1"], [1, "host1:1"]]) for task in (0, 1)
     ]
+    assert said[0][1]["reports"] == [{"syncs": 6}, {"syncs": 5}]
+    assert said[0][1]["why"].endswith("all were awaited; worker 2 has not come back")
+    assert membership.returned(2, 1, "") is None
+
+
+def test_all_that_are_awaited_are_awaited_once():
+    membership = begun(1)
+    membership.gone(0, "was silent", 1.0)
+    assert membership.tick(30.9) == []
+    membership.tick(31.0)
+    assert membership.phase == "ended"
+    # Who had come back and is lost again is awaited again.
+    membership = begun(1)
+    membership.gone(0, "was silent", 1.0)
+    assert membership.returned(0, 1, "") == [(0, {"abort": 1})]
+    membership.gone(0, "is lost", 30.0)
+    assert membership.tick(59.9) == [] and membership.phase == "meeting"
+    membership.tick(60.0)
+    assert membership.phase == "ended"
+
+
+def test_the_meeting_point_stood_still_and_nobody_meets_for_it():
+    membership = begun()
+    membership.stood_still(100.0)
+    for task in range(3):
+        assert membership.gone(task, "is lost", 100.1) == []
+    assert membership.phase == "training"
+    _, said = membership.register("host3:1", TERMS, 100.2)
+    assert (0, {"wanted": True}) in said  # which is not heard there
+    for task in range(2):
+        assert membership.returned(task, 1, "") == [(task, {"wanted": True})]
+    # Worker 2 died in the meantime: the others are told of it when their sync fails, or later.
+    assert membership.tick(129.9) == []
+    assert membership.tick(130.0) == [(0, {"abort": 1}), (1, {"abort": 1})]
+    assert membership.gone(1, "is lost", 131.0) == [(0, {"abort": 1})]  # as ever
+
+
+def test_the_meeting_point_stood_still_within_a_meeting():
+    """What members had said is said again by those that come back, since they had no answer."""
+    membership = begun(2)
+    membership.met(0, 1, {"syncs": 1}, True, 1.0)
+    membership.stood_still(100.0)
+    membership.gone(0, "is lost", 100.0)
+    assert membership.met(1, 1, {"syncs": 2}, True, 100.1) == []
+    assert membership.returned(0, 1, "") == [(0, {"abort": 1})]
+    said = membership.met(0, 1, {"syncs": 1}, True, 100.2)
+    assert [message["form"] for _, message in said] == [2, 2]
+    assert membership.ready(0, 2, 100.3) == []
+    membership.gone(0, "is lost", 100.4)
+    assert membership.ready(1, 2, 100.5) == []
+    assert membership.returned(0, 2, "") == []
+    assert membership.ready(0, 2, 100.6) == [(0, {"go": 2}), (1, {"go": 2})]
+
+
+def test_the_meeting_point_stood_still_while_others_were_awaited():
+    membership = begun(min_workers=3)
+    membership.gone(0, "is lost", 1.0)
+    membership.met(1, 1, {}, True, 1.0)
+    membership.stood_still(1000.0)
+    assert membership.tick(1000.0) == []
+    assert membership.met(2, 1, {}, True, 1001.0) == []
+    assert membership.tick(1030.9) == []
+    assert [message["form"] for _, message in membership.tick(1031.0)] == [2, 2]
+
+
+def test_a_member_is_lost_where_another_has_done_its_work():
+    membership = begun(2)
+    membership.done(0, 1.0)
+    membership.gone(1, "is lost", 1.0)
+    assert membership.phase == "ended" and membership.is_complete
 
 
 def test_founders_that_do_not_come():
@@ -230,7 +323,7 @@ class Worker:
         self.peers = ()
         self.state = "waiting"  # training, at the meeting, enabling, out
         self.syncs = 0
-        self.wish = False
+        self.wish = self.failed = False
 
 
 class Run:
@@ -244,14 +337,15 @@ class Run:
         self.forms = {}
         self.gos = set()
         self.last = False  # whether a generation was the last
+        self.away = set()  # workers that are cut off
 
     def deliver(self, said):
         for task, message in said:
-            if task in self.workers:
+            if task in self.workers and task not in self.away:
                 self.workers[task].inbox.append(message)
             if "form" in message:
                 self.check_form(message)
-            if "go" in message:
+            if "go" in message and message["go"] not in self.gos:  # it may be said again later
                 self.gos.add(message["go"])
                 # All members had connected themselves when it was said.
                 members = [task for task, _ in self.forms[message["go"]]["members"]]
@@ -286,7 +380,7 @@ class Run:
 
     def meet(self, task, failed):
         worker = self.workers[task]
-        worker.state = "at the meeting"
+        worker.state, worker.failed = "at the meeting", failed
         report = {"syncs": worker.syncs}
         self.deliver(self.membership.met(task, worker.generation, report, failed, self.now))
 
@@ -336,30 +430,60 @@ class Run:
 
     def kill(self, task):
         del self.workers[task]
-        self.deliver(self.membership.gone(task, "is lost", self.now))
+        if task in self.away:
+            self.away.remove(task)
+        else:
+            self.deliver(self.membership.gone(task, "is lost", self.now))
+
+    def cut(self, task):
+        """A worker cannot be heard, nor hears, until it comes back."""
+        self.away.add(task)
+        self.deliver(self.membership.gone(task, "was silent", self.now))
+
+    def come_back(self, task):
+        """As `Line` does: it says where it is, and asks again for what it had no answer to."""
+        self.away.remove(task)
+        worker = self.workers[task]
+        said = self.membership.returned(task, worker.generation, "")
+        if said is None:
+            worker.state = "out"
+            return
+        self.deliver(said)
+        if worker.state == "at the meeting":
+            self.meet(task, worker.failed)
+        elif worker.state == "enabled":
+            self.deliver(self.membership.ready(task, worker.generation, self.now))
 
     def step(self, calm):
         self.now += self.random.random()
+        self.deliver(self.membership.tick(self.now))
         if not calm and self.random.random() < 0.15:
             self.register()
         if not self.workers:
             return
         task = self.random.choice(list(self.workers))
         chance = self.random.random()
-        if not calm and chance < 0.06:
+        if task in self.away:
+            if calm or chance < 0.3:
+                self.come_back(task)
+        elif not calm and chance < 0.06:
             self.kill(task)
         elif not calm and chance < 0.09:
             if self.workers[task].state == "training":
                 self.meet(task, True)  # a link between two workers is cut
         elif not calm and chance < 0.12:
             self.deliver(self.membership.wants_out(task, self.now))
+        elif not calm and chance < 0.15:
+            if self.workers[task].state != "out" and self.workers[task].generation:
+                self.cut(task)
+        elif not calm and chance < 0.16:
+            self.membership.stood_still(self.now)
         elif chance < 0.4:
             self.sync(task)
         elif chance < 0.6:
             self.arrive(task)
         else:
             self.hear(task)
-        self.deliver(self.membership.tick(self.now))
 
 
 @given(

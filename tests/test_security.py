@@ -550,6 +550,29 @@ def test_of_a_line_without_end_little_is_kept():
         each.close()
 
 
+@pytest.mark.parametrize("shared", [OURS, b""])
+def test_who_knows_the_secret_may_send_long_messages(shared):
+    ends = [
+        messages.Channel(end, shared, "start", caller=not number)
+        for number, end in enumerate(socket.socketpair())
+    ]
+    until = time.monotonic() + LONG
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for length in (10, 3 << 20, 17 << 20):
+            ends[0].send(text="x" * length)
+            heard = pool.submit(ends[1].wait, until)
+            while not heard.done() and not ends[0].closed:
+                ends[0].receive()
+            comes = length == 10 or (shared and length < 1 << 24)
+            assert (heard.result() is not None) == bool(comes), length
+            if not comes:
+                break
+            ends[1].send()
+            assert ends[0].wait(until) == {}
+    assert ends[1].closed
+    ends[0].close()
+
+
 # -- where a process listens --------------------------------------------------------------------
 
 

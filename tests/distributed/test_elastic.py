@@ -167,6 +167,22 @@ def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path
 
 
 @pytest.mark.one_version
+def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
+    options = {"epochs": 4, "step_seconds": 0.05, "silence_seconds": 2.0, "grace_seconds": 60.0}
+    with elastic_runs.Run(tmp_path, 2, **options) as run:
+        for number in range(2):
+            run.wait_until(number, "synced", count=2)
+        for process in run.processes:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(5.0)
+        for process in run.processes:
+            process.send_signal(signal.SIGCONT)
+        assert len(run.check([], epochs=4)) == 2
+        assert [len(each.members) for each in run.meeting.history] == [2, 2]
+        assert run.meeting.history[1].why.endswith("all were awaited")
+
+
+@pytest.mark.one_version
 @pytest.mark.parametrize("ask", ["lose", "terminate"])
 def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 4, "step_seconds": 0.05}

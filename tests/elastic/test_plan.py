@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,3 +94,41 @@ def test_progressions_have_the_same_units_in_the_same_order(units, size):
     plan = Plan(0, tuple(range(size)), ((),) * size, tuple(sorted(units)), 201)
     for rank in range(size):
         assert tuple(itertools.chain(*plan.ranges(rank))) == plan.owed_to(rank)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.integers(1, 50))
+        | st.tuples(st.lists(st.integers(0, 99), max_size=9), st.just(1)),
+        max_size=4,
+    ),
+    st.integers(-3, 99),
+)
+def test_a_plan_is_the_same_after_its_way_as_json(blocks, distance):
+    """Whatever repeats in its lists, and however often."""
+    units = tuple(
+        unit + turn * distance for block, times in blocks for turn in range(times) for unit in block
+    )
+    plan = Plan(3, (4, 7), (units, ()), tuple(sorted(units)), 5, 1)
+    told = json.loads(json.dumps(plan.state()))
+    assert Plan.of(told) == plan and Plan.place(told) == plan.at
+    # As earlier versions wrote it.
+    assert Plan.of({**told, "carried": [list(units), []], "owed": sorted(units)}) == plan
+
+
+@pytest.mark.parametrize(
+    "first,second,uneven",
+    [([3], [7], 0), (range(8, 16), range(40, 48), 0), ([1, 5, 9, 11], [3, 4], 1)],
+)
+def test_the_plans_of_many_workers_are_short(first, second, uneven):
+    """All workers tell theirs in one message, also after some were lost twice in a long block."""
+    period, plan = 2000, begin(0, range(64))
+    for lost, dealt, more in ((first, period, period), (second, 0, 1000)):
+        ranks = range(plan.size)
+        steps = [len(plan.carried[rank]) + more - uneven * (rank % 5) for rank in ranks]
+        steps = [0 if rank in lost else own for rank, own in zip(ranks, steps, strict=True)]
+        tasks = [task for rank, task in enumerate(plan.tasks) if rank not in lost]
+        plan = plan.after([dealt] * plan.size, steps, tasks)
+    assert sum(map(len, plan.carried)) > 100_000
+    assert len(json.dumps([plan.state()] * plan.size)) < 1 << 19
+    assert Plan.of(plan.state()) == plan

@@ -72,6 +72,21 @@ def test_workers_that_others_have_started_need_a_meeting_point(variables, who, m
         tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, elastic=tfpara.Elastic())
 
 
+def test_a_meeting_point_needs_elastic(monkeypatch):
+    """Else each worker of tfpara-launch --elastic would train by itself, as the chief."""
+    monkeypatch.setenv("TFPARA_MEETING", "127.0.0.1:4000")
+    with pytest.raises(ValueError, match=r"TFPARA_MEETING='127.0.0.1:4000' .*elastic=tfpara.Elast"):
+        tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2)
+    # A simulation is of one process.
+    assert tfpara.simulate(2, tfpara.BSP(), sync_period=2).num_replicas == 2
+    # A task of another kind takes no part.
+    task = {"cluster": TF_CONFIG["cluster"], "task": {"type": "evaluator", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(task))
+    with pytest.raises(SystemExit) as ended:
+        tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2)
+    assert ended.value.code == 0
+
+
 @pytest.mark.quick
 def test_without_a_meeting_point_a_process_trains_alone(monkeypatch, capfd):
     import keras

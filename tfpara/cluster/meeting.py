@@ -114,6 +114,7 @@ class Meeting:
         self._addresses: dict[int, str] = {}
         self._names: dict[int, str] = {}
         self._beat_at = 0.0
+        self._looked_at = time.monotonic()
         self._open = True
         self._thread = threading.Thread(target=self._run, name="tfpara-meeting", daemon=True)
         self._thread.start()
@@ -143,6 +144,20 @@ class Meeting:
         """Whether the run comes to its end, or has ended."""
         return self._membership is not None and self._membership.is_over
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has ended, and nothing is left to do."""
+        return self._membership is not None and self._membership.is_complete
+
+    def follow(self, name: str) -> Callable[[], bool]:
+        """Returns what says, later, whether the members have gone on without a worker.
+
+        Args:
+            name: by which messages call it; the one that has come last under this name is meant.
+        """
+        task = max((task for task, own in list(self._names.items()) if own == name), default=None)
+        return lambda: bool(self.history) and task not in self.history[-1].members
+
     def close(self) -> None:
         """Ends all connections, and frees the port."""
         self._open = False
@@ -152,6 +167,7 @@ class Meeting:
     def _run(self) -> None:
         while self._open:
             self._door.wait(_TICK_SECONDS)
+            self._notice_pause()
             for channel, said in self._door.poll():
                 for message in said:
                     self._hear(channel, message)
@@ -160,29 +176,32 @@ class Meeting:
             if self._membership is None:
                 continue
             now = time.monotonic()
-            for task, channel in list(self._channels.items()):
+            for channel in list(self._channels.values()):
                 if now - channel.heard > self._silence:
-                    channel.send(evicted=f"it was silent for {self._silence:g} s")
-                    del self._channels[task]
-                    self._lose(task, f"was silent for {self._silence:g} s")
+                    # It comes back when it can, and hears then whether the others have gone on.
+                    self._part(channel, f"was silent for {self._silence:g} s")
             self._tell(self._membership.tick(now))
             if now >= self._beat_at:
                 self._beat_at = now + self._silence / 5.0
                 self._door.tell_guests()
+
+    def _notice_pause(self) -> None:
+        """Looks whether this process itself was stopped, so that workers took it for lost."""
+        now = time.monotonic()
+        former, self._looked_at = self._looked_at, now
+        if self._membership is not None and now - former > self._silence / 2.0:
+            _log.warning("tfpara: the meeting point did not run for %.1f s.", now - former)
+            self._membership.stood_still(now)
+            for channel in self._channels.values():
+                channel.heard = now
 
     def _part(self, channel: Channel, why: str) -> None:
         self._door.drop(channel)
         task = self._tasks.pop(channel, None)
         if task is not None and self._channels.get(task) is channel:
             del self._channels[task]
-            self._lose(task, why)
-
-    def _lose(self, task: int, why: str) -> None:
-        if self._membership is None:
-            return
-        said = self._membership.gone(task, why, time.monotonic())
-        self._tell([(member, {"lost": task}) for member in self._membership.members])
-        self._tell(said)
+            if self._membership is not None:
+                self._tell(self._membership.gone(task, why, time.monotonic()))
 
     def _hear(self, channel: Channel, message: Mapping[str, Json]) -> None:
         now = time.monotonic()
@@ -247,13 +266,20 @@ class Meeting:
         if settings != self._settings:
             channel.send(refused=f"the run has elastic={self._settings}, this worker {settings}")
             return
-        again = _membership_of(message.get("again"))
+        if isinstance(wanted, int) and self._addresses.get(wanted) == address:
+            former = self._channels.get(wanted)
+            if former is not None:  # the worker has noticed first that this has ended
+                self._part(former, "is lost")
+        again, missed = _membership_of(message.get("again")), list[Say]()
         if again is not None and isinstance(wanted, int):
             self._tell(self._membership.resume(*again, now))
-            if not self._membership.returned(wanted, again[0], name):
-                channel.send(evicted="the others have gone on without it")
+            told = self._membership.returned(wanted, again[0], name)
+            if told is None:
+                over = self._membership.is_over
+                evicted = {"evicted": "the others have gone on without it"}
+                channel.send(**(self._membership.where() if over else evicted))
                 return
-            self._tell(self._membership.begins(wanted, *_fits_of(message["again"])))
+            missed = told + self._membership.begins(wanted, *_fits_of(message["again"]))
         known = isinstance(wanted, int) and (wanted in self._addresses or again is not None)
         task: int | None = wanted if known and wanted not in self._channels else None
         task = self._membership.number() if task is None else task
@@ -261,6 +287,7 @@ class Meeting:
         self._names[task] = name[:_LONGEST_NAME]
         founding = self._membership.phase == "founding" and message.get("founds") is True
         channel.send(enrolled=task, founding=founding, founders=self._founders)
+        self._tell(missed)
         if founding:
             # At once: whoever comes when the founders are complete has to know that it joins.
             _, said = self._membership.register(address, {}, now, task, self._names[task])
@@ -545,10 +572,15 @@ class Line:
                 if now >= beat_at:
                     beat_at = now + self._silence / 5.0
                     self._channel.send()
-                # It tells of itself as often as this worker does.
-                if now - self._channel.heard > self._silence:
+                # It tells of itself as often as this worker does; but before it has answered, it
+                # may be stopped, and more connections would wait there in vain.
+                answers = self._channel.known
+                patience = self._silence if answers else max(self._silence, self._timeout)
+                if now - self._channel.heard > patience:
                     self._channel.close()
                 closed = self._channel.closed
+            if not answers:
+                self._on_silence()
             for message in said:
                 self._hear(message)
             if closed and (self._over or not self._found_again()):

@@ -10,6 +10,10 @@ a member is lost in between, all meet again.
 
 Why members meet: one was lost, so the others' collectives are aborted; or a collective has failed
 by itself; or somebody wants in or out, and the members have agreed to meet after their next sync.
+
+Some members are *absent*: they cannot be heard, but nobody goes on without them for a while, since
+it is likely that they are alive. So it is after the meeting point itself has not run, and where no
+member at all can be heard.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ from typing import Any, Literal
 Phase = Literal["founding", "training", "meeting", "enabling", "ended"]
 Say = tuple[int, dict[str, Any]]
 _OVER = "the run has come to its end"
+_NOBODY = (
+    "the run has ended, since no member of it is left. Start all its workers, and its meeting "
+    "point, again: they go on from a checkpoint"
+)
 _HAS_COME = " has come"
 BEGUN = "others have begun the run without it"  # told to who waited for that
 
@@ -35,7 +43,8 @@ class Limits:
         max_workers: most; None: any number. Who comes beyond that waits as a spare.
         start_seconds: longest wait for the founders; those that are there begin without the others
             if they are `min_workers`.
-        grace_seconds: longest wait for others where fewer than `min_workers` are left.
+        grace_seconds: longest wait for others where fewer than `min_workers` are left, and for
+            members that are absent.
         meeting_seconds: longest wait for a member that is connected and does not come to a meeting.
     """
 
@@ -104,8 +113,10 @@ class Membership:
       whose members write a checkpoint and end; else "".
     * ``go``: a generation's number; all members are connected.
     * ``farewell``: who wanted out is out.
+    * ``lost``: the task number of a member that is, and is not awaited.
     * ``evicted``: a sentence; who was taken for lost must join anew.
-    * ``ended``: a sentence; nobody is left who could go on. ``complete``: nothing is left to do.
+    * ``ended``: a sentence; nobody is left who could go on. ``complete``: whether nothing is left
+      to do.
 
     Args:
         limits: as above.
@@ -117,6 +128,7 @@ class Membership:
         terms: what the members have alike; empty until they have said it.
         fit: the call of `fit` that they are in, or were in last, from 0.
         histories: what each call of `fit` before it has returned, as JSON.
+        is_complete: whether the run has ended, and nothing is left to do.
     """
 
     def __init__(self, limits: Limits, now: float) -> None:
@@ -132,10 +144,16 @@ class Membership:
         self._short_since: float | None = None  # since when too few are there
         self._wanted = False  # whether members know that somebody wants in or out
         self._why: list[str] = []
-        self._absent: set[int] = set()  # members that have yet to return, after `resume`
-        self._awaited_until: float | None = None  # how long
+        self._lost: dict[int, _Worker] = {}  # members, since the generation was formed
+        self._absent: set[int] = set()  # members that cannot be heard, and are awaited
+        self._awaited_until = now  # how long
+        self._doubts_until = now  # how long a connection that ends says little about its worker
+        self._aborted = False  # whether members were told to end the generation's collectives
+        self._resumed = False  # whether the generation is what a member has told
         self._last = False  # whether all were asked to end, with something left to do
         self._finishing = False  # whether a worker has come to its end, or all were asked to
+        self._ended = ""  # why the run is over, once it is
+        self.is_complete = False
 
     @property
     def generation(self) -> int:
@@ -169,7 +187,7 @@ class Membership:
             members: addresses by task number, in rank order.
             now: as elsewhere.
         """
-        if self.phase != "founding" and not (self._awaited_until and generation > self.generation):
+        if self.phase != "founding" and not (self._resumed and generation > self.generation):
             return []
         said: list[Say] = []
         for task in list(self._workers) if self.phase == "founding" else ():
@@ -177,22 +195,37 @@ class Membership:
             said.append((task, {"evicted": BEGUN}))
         for task in self._members:
             self._workers.pop(task, None)
-        self.phase, self._since, self._awaited_until = "training", now, now
-        self._awaited_until += self.limits.grace_seconds
+        self.phase, self._since, self._resumed = "training", now, True
         self.history = [Generation(generation, tuple(members), "the meeting point is new")]
-        self._members, self._absent = tuple(members), set(members)
-        for task, address in members.items():
-            self._workers[task] = _Worker(address, {}, f"worker {task}")
+        self._members, self._absent, self._aborted = tuple(members), set(), False
+        self._lost.clear()
+        told = {task: _Worker(own, {}, f"worker {task}") for task, own in members.items()}
+        self._await(told, now + self.limits.grace_seconds)
         self._next_task = max(self._next_task, max(members) + 1)
         return said
 
-    def returned(self, task: int, generation: int, name: str) -> bool:
-        """Returns whether a worker is a member that was awaited after `resume`: it is there."""
+    def stood_still(self, now: float) -> None:
+        """The meeting point has not run for a while: who could not be heard may well be alive.
+
+        A member whose connection ends within the grace is awaited to its end, and not lost. All
+        waits begin anew, since nobody could come in the meantime.
+        """
+        self._doubts_until = self._awaited_until = now + self.limits.grace_seconds
+        self._since = now
+        self._short_since = None if self._short_since is None else now
+
+    def returned(self, task: int, generation: int, name: str) -> list[Say] | None:
+        """A member of a generation is there again, by another connection.
+
+        Returns:
+            What it may have missed; None if it was not awaited, and has to join anew.
+        """
         if generation != self.generation or task not in self._absent:
-            return False
+            return None
         self._absent.discard(task)
         self._workers[task].name = name or self._workers[task].name
-        return True
+        said: list[Say] = [(task, {"wanted": True})] if self._wanted else []
+        return said + ([(task, {"abort": generation})] if self._aborted else [])
 
     def register(
         self,
@@ -248,7 +281,9 @@ class Membership:
 
     def where(self) -> dict[str, Any]:
         """The message that says which call of `fit` the members are in, or that all is over."""
-        if self.is_over:
+        if self.phase == "ended":
+            return {"ended": self._ended, "complete": self.is_complete}
+        if self._finishing:
             return {"ended": _OVER, "complete": not self._last}
         return {"fit": self.fit, "histories": self.histories}
 
@@ -286,15 +321,24 @@ class Membership:
 
     def gone(self, task: int, why: str, now: float) -> list[Say]:
         """A worker is lost: its connection has ended, or it was silent for too long."""
-        worker = self._workers.pop(task, None)
+        worker = self._workers.get(task)
         if worker is None:
             return []
+        is_member = task in self._members and self.phase != "ended"
+        if is_member and now < self._doubts_until:
+            self._await({task: worker}, self._doubts_until)
+            return []
+        del self._workers[task]
         said: list[Say] = []
-        if task in self._members and self.phase != "ended":
+        if is_member:
+            if task not in self._absent:  # nobody is awaited twice
+                self._lost[task] = worker
+            self._absent.discard(task)
             if not worker.leaves:  # of one that does, it has been said
                 self._why.append(f"{worker.name} {why}")
+            said = [(member, {"lost": task}) for member in self.members]
             # Those that have agreed to meet may be on their way still, in a collective.
-            said = self._begin_meeting(now)
+            said += self._begin_meeting(now)
         return said + self._go_on(now)
 
     def wants_out(self, task: int, now: float) -> list[Say]:
@@ -311,6 +355,7 @@ class Membership:
         """
         self._finishing = True
         self._workers.pop(task, None)
+        self._absent.discard(task)
         if self.phase != "ended" and not self.members:
             return self._end(_OVER, complete=not self._last)
         return self._go_on(now)
@@ -356,9 +401,8 @@ class Membership:
     def tick(self, now: float) -> list[Say]:
         """Time has passed."""
         said: list[Say] = []
-        if self._absent and self._awaited_until is not None and now >= self._awaited_until:
-            absent, self._absent = self._absent, set()
-            for task in absent:
+        if now >= self._awaited_until:
+            for task in tuple(self._absent):
                 said += self.gone(task, "has not come back", now)
         late = now - self._since >= self.limits.meeting_seconds
         if self.phase in ("meeting", "enabling") and late:
@@ -412,9 +456,17 @@ class Membership:
         for task in leaving if not self._finishing else ():
             del self._workers[task]
             said.append((task, {"farewell": True}))
-        if not self.members:
+        if not self.members and self._finishing:
+            return said + self._end(_OVER, complete=not self._last)
+        if not self.members and not self._lost:
             # Who waits has no state to go on from.
-            return said + self._end("no member is left")
+            return said + self._end(_NOBODY)
+        if not self.members:
+            # It is rather they who cannot be heard than that all have died.
+            lost, self._lost = self._lost, {}
+            self._why.append("all were awaited")
+            self._await(lost, now + self.limits.grace_seconds)
+            return said
         if len(self.members) + len(self.waiting) >= self.limits.min_workers or self._finishing:
             return said + self._form(now)
         if self._short_since is None:
@@ -439,6 +491,8 @@ class Membership:
         self.history.append(Generation(self.generation + 1, members, why))
         self._members, self._why, self._wanted, self._short_since = members, [], False, None
         self._phase("enabling", now)
+        self._lost.clear()
+        self._aborted = False
         for worker in self._workers.values():
             worker.came, worker.ready, worker.admits = False, False, True
             worker.report = None
@@ -453,12 +507,21 @@ class Membership:
 
     def _begin_meeting(self, now: float) -> list[Say]:
         self._phase("meeting", now)
+        self._aborted = True
         late = [task for task in self.members if not self._workers[task].came]
         return [(task, {"abort": self.generation}) for task in late]
 
+    def _await(self, workers: Mapping[int, _Worker], until: float) -> None:
+        """Takes members for absent; what they had said they say again when they come back."""
+        for task, worker in workers.items():
+            worker.came, worker.ready, worker.report = False, False, None
+            self._workers[task] = worker
+        self._absent |= workers.keys()
+        self._awaited_until = until
+
     def _end(self, why: str, complete: bool = False) -> list[Say]:
-        self.phase = "ended"
-        return [(task, {"ended": why, "complete": complete}) for task in self._workers]
+        self.phase, self._ended, self.is_complete = "ended", why, complete
+        return [(task, self.where()) for task in self._workers]
 
     def _phase(self, phase: Phase, now: float) -> None:
         if phase != self.phase:

@@ -25,6 +25,7 @@ from tfpara.cluster import secret as run_secret
 from tfpara.typing import Json
 
 _LONGEST_MESSAGE = 1 << 20  # bytes
+_LONGEST_OF_RUN = 1 << 24  # bytes, from who has shown that it knows the run's secret
 _LONGEST_GREETING = 64  # bytes
 _READ = 1 << 16  # bytes
 _GREETING = re.compile(rb"tfpara ([0-9a-f]{32})")
@@ -175,9 +176,14 @@ class Channel:
         self.closed = True
         self._connection.close()
 
+    @property
+    def _longest(self) -> int:
+        """Bytes of a message; without a secret anyone could fill the memory with longer ones."""
+        return _LONGEST_OF_RUN if self.known and self._secret else _LONGEST_MESSAGE
+
     def _read(self) -> None:
         try:
-            while not self.closed and len(self._arrived) <= _LONGEST_MESSAGE:
+            while not self.closed and len(self._arrived) <= self._longest:
                 chunk = self._connection.recv(_READ)
                 if not chunk:
                     self.closed = True
@@ -187,7 +193,7 @@ class Channel:
             return
         except OSError:
             self.closed = True
-        if len(self._arrived) > _LONGEST_MESSAGE:
+        if len(self._arrived) > self._longest:
             self._give_up()
 
     def _begin(self, line: bytes) -> None:
@@ -233,7 +239,7 @@ class Channel:
         except BlockingIOError:
             # All messages of a run fit into this. They do not if a stopped process has not read for
             # hours. Then it is given up.
-            if len(self._leaving) > 4 * _LONGEST_MESSAGE:
+            if len(self._leaving) > 4 * self._longest:
                 self._give_up()
         except OSError:  # the next read finds that the connection has ended
             self._leaving = b""

@@ -12,6 +12,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_WIDEST = 64  # units of a block that is looked for in a list
+_ENOUGH = 64  # repetitions of a block with which no other is looked for
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -41,6 +44,11 @@ class Plan:
     def at(self) -> tuple[int, int]:
         """The call of `fit` and the epoch, as they follow each other."""
         return self.fit, self.epoch
+
+    @staticmethod
+    def place(state: Mapping[str, Any]) -> tuple[int, int]:
+        """What `at` is of the plan with a `state`."""
+        return state.get("fit", 0), state["epoch"]
 
     @property
     def size(self) -> int:
@@ -82,12 +90,13 @@ class Plan:
             tasks: the workers of the next generation.
         """
         trained = [sum(pair) for pair in zip(dealt, open_steps, strict=True)]
-        listed = [len(self.carried[rank] + self.owed_to(rank)) for rank in range(self.size)]
+        listed = [self.carried[rank] + self.owed_to(rank) for rank in range(self.size)]
         # Below this row of the units from `first` on, what is not trained is owed.
-        row = max(0, *(done - known for done, known in zip(trained, listed, strict=True)))
+        row = max(0, *(done - len(known) for done, known in zip(trained, listed, strict=True)))
+        first = self.first + row * self.size
         owed, carried = [], {}
         for rank, task in enumerate(self.tasks):
-            units = [self.unit(rank, step) for step in range(listed[rank] + row)]
+            units = [*listed[rank], *range(self.first + rank, first, self.size)]
             owed += units[trained[rank] :]
             carried[task] = tuple(units[dealt[rank] : trained[rank]])
         return Plan(
@@ -95,7 +104,7 @@ class Plan:
             tuple(tasks),
             tuple(carried.get(task, ()) for task in tasks),
             tuple(sorted(owed)),
-            self.first + row * self.size,
+            first,
             self.fit,
         )
 
@@ -108,15 +117,51 @@ class Plan:
         return self.first - len(self.owed) - sum(map(len, self.carried)) + sum(dealt)
 
     def state(self) -> dict[str, Any]:
-        """As JSON carries it."""
-        return dataclasses.asdict(self)
+        """As JSON carries it: short, since all workers tell all others theirs."""
+        lists = {"carried": [_packed(own) for own in self.carried], "owed": _packed(self.owed)}
+        return {**dataclasses.asdict(self), **lists}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Plan:
         """The plan with a `state`."""
-        carried = tuple(map(tuple, state["carried"]))
-        tasks, owed = tuple(state["tasks"]), tuple(state["owed"])
+        carried = tuple(map(_unpacked, state["carried"]))
+        tasks, owed = tuple(state["tasks"]), _unpacked(state["owed"])
         return cls(state["epoch"], tasks, carried, owed, state["first"], state.get("fit", 0))
+
+
+def _packed(units: Sequence[int]) -> list[Any]:
+    """Units as a short list for JSON.
+
+    An entry is a unit; or [U, d, n]: the units of a list U, and n − 1 times the same again, each
+    time further on by d. The units of one worker are the repetition of one, those of several that
+    were lost together of as many.
+    """
+    found: list[Any] = []
+    at = 0
+    while at < len(units):
+        longest, width = 1, 1  # all units of the entry; those of U
+        for wide in range(1, min(_WIDEST, (len(units) - at) // 2) + 1):
+            distance, end = units[at + wide] - units[at], at + wide
+            while end < len(units) and units[end] - units[end - wide] == distance:
+                end += 1
+            times = (end - at) // wide
+            if times > 1 and times * wide - wide > longest - width:
+                longest, width = times * wide, wide
+            if longest >= _ENOUGH * width:
+                break
+        block, times = list(units[at : at + width]), longest // width
+        found.append([block, units[at + width] - units[at], times] if times > 1 else block[0])
+        at += longest
+    return found
+
+
+def _unpacked(entries: Sequence[Any]) -> tuple[int, ...]:
+    """The units of a list of `_packed`, or of a plain one, as earlier versions wrote it."""
+    found: list[int] = []
+    for entry in entries:
+        block, distance, times = ([entry], 0, 1) if isinstance(entry, int) else entry
+        found += [unit + turn * distance for turn in range(times) for unit in block]
+    return tuple(found)
 
 
 def begin(epoch: int, tasks: Sequence[int], fit: int = 0) -> Plan:

@@ -58,10 +58,11 @@ With --ps=P there are P parameter servers and N workers besides the chief, for p
 tfpara.AsyncStrategy. The failure of a worker does not end the run as long as there is another, or
 --restart_workers=R allows to start it again; that of the chief or a parameter server does.
 
-Exit code: 0 if all workers returned 0; else that of the worker that failed first, or 128 + N if
-signal N ended it; 2 if workers could not be started. 75 means that a program was asked to end, by
-SIGTERM, wrote a checkpoint, and is to be started again: on Slurm by `sbatch --requeue` and
-`scontrol requeue`, on Kubernetes by a Job's podFailurePolicy; see docs/checkpoints.md.
+Exit code: 0 if all workers returned 0, but for those that others went on without (--elastic, --ps);
+else that of the worker that failed first, or 128 + N if signal N ended it; 2 if workers could not
+be started. 75 means that a program was asked to end, by SIGTERM, wrote a checkpoint, and is to be
+started again: on Slurm by `sbatch --requeue` and `scontrol requeue`, on Kubernetes by a Job's
+podFailurePolicy; see docs/checkpoints.md.
 
 Examples (the first is there to be run):
   tfpara-launch -n 2 -- python -m tfpara.examples.classify
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 # A mistake in the script, for example, fails before training has begun, and again.
                 return not meeting.is_over and (meeting.has_begun or killed)
 
-            launcher = launch(takes_in, worker)
+            launcher = launch(takes_in, worker, meeting.follow)
             count = options.workers + options.spares
             return launcher.run(command, lambda: [worker(number) for number in range(count)])
     except (LaunchError, secret.SecretError, OSError) as error:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from tfpara.cluster import secret
+from tfpara.cluster import exit_codes, secret
 from tfpara.cluster.meeting import ADDRESS, Meeting
 
 _EPILOG = f"""
@@ -16,7 +16,8 @@ Workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) enrol h
 and meet where one is lost or comes. Give each of them {ADDRESS}=HOST:PORT. tfpara-launch --elastic
 serves a meeting point by itself.
 
-It ends when the run is over, or on SIGINT or SIGTERM. Exit code: 0; 2 if it cannot listen.
+It ends when the run is over, or on SIGINT or SIGTERM. Exit code: 0; 75 if the run is to go on from
+a checkpoint, once this program and the workers are started again; 2 if it cannot listen.
 """
 
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if meeting.phase == "ended":
             break
     meeting.close()
-    return 0
+    return exit_codes.restart() if meeting.phase == "ended" and not meeting.is_complete else 0
 
 
 if __name__ == "__main__":

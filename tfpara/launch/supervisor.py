@@ -65,6 +65,8 @@ class Launcher:
         takes_in: whether a worker that is started again now can take part in the run; its argument
             says whether the former was killed, and so had made no mistake of its own.
         another: returns one more worker, given its number, for SIGUSR1; None: there can be no more.
+        follow: called with the name of an expendable worker that has failed; returns what says, at
+            the end, whether the run has gone on without it. Else its failure is that of the run.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class Launcher:
         restart_workers: int = 0,
         takes_in: Callable[[bool], bool] = lambda killed: True,
         another: Callable[[int], Process] | None = None,
+        follow: Callable[[str], Callable[[], bool]] = lambda name: lambda: True,
     ) -> None:
         self._console, self._log_dir, self._grace = console, log_dir, grace
         self._max_restarts, self._restart_workers = max_restarts, restart_workers
-        self._takes_in, self._another = takes_in, another
+        self._takes_in, self._another, self._follow = takes_in, another, follow
         self._events: queue.SimpleQueue[_Exit | int] = queue.SimpleQueue()
         self._restarts = 0
         self._command: Sequence[str] = ()
@@ -228,6 +231,8 @@ class Launcher:
         running = set(range(len(self._workers)))
         # Expendable workers that have failed, each with the time when to restart or do without it.
         spared: dict[int, tuple[float, _Exit]] = {}
+        # All of them, in order, each with what says whether the run has gone on without it.
+        failed: list[tuple[_Exit, Callable[[], bool]]] = []
         while running or spared:
             due = min((when, rank) for rank, (when, _) in spared.items()) if spared else None
             event = self._next_event(min(deadline, due[0]) if due else deadline)
@@ -255,6 +260,8 @@ class Launcher:
                     # It is not restarted at once: it may have ended because the chief ends.
                     if event.code:
                         spared[event.rank] = now + self._pause(event.rank), event
+                        name = self._processes[event.rank].name
+                        failed.append((event, self._follow(name)))
                 elif event.code and failure is None:
                     failure = event
                     if received is None:  # otherwise all were asked to end already, with --grace
@@ -273,7 +280,7 @@ class Launcher:
             elif event == signals.ADD:
                 running |= self._add(received or failure, end, tell_guardian)
             elif event == signals.REMOVE:
-                self._remove(running, spared)
+                self._remove(received or failure, running, spared)
             elif event != signal.SIGPIPE or received is None:
                 passed_on = signal.SIGTERM if event == signal.SIGPIPE else event
                 self._signal_all(passed_on if received is None else signal.SIGKILL)
@@ -284,6 +291,8 @@ class Launcher:
             over |= not running and any(not each.code for each in self._exits.values())
             if failure or received or over:
                 spared.clear()
+        if failure is None and received is None:
+            failure = next((event for event, went_on in failed if not went_on()), None)
         return failure, received
 
     def _add(
@@ -301,8 +310,13 @@ class Launcher:
             thread.start()
         return {rank}
 
-    def _remove(self, running: set[int], spared: dict[int, tuple[float, _Exit]]) -> None:
+    def _remove(
+        self, ends: object, running: set[int], spared: dict[int, tuple[float, _Exit]]
+    ) -> None:
         """Has the worker that was added last leave; one that waits to be restarted is left out."""
+        if ends or not self._takes_in(False):
+            _say("no worker is removed: training has not begun, or comes to its end")
+            return
         there = sorted((running | spared.keys()) - self._removed)
         if len(there) < 2:
             _say("no worker is removed: there is no other. SIGTERM ends the run")
@@ -341,8 +355,9 @@ class Launcher:
 
     def _is_spared(self, ended: _Exit) -> bool:
         """Returns whether the end of a worker is not that of the run."""
+        name, _, expendable = self._processes[ended.rank]
         over = any(not each.code for each in self._exits.values())
-        return self._processes[ended.rank].expendable and (over or self._takes_in(ended.is_killed))
+        return expendable and (over or self._takes_in(ended.is_killed) or self._follow(name)())
 
     def _pause(self, rank: int) -> float:
         """Seconds until a worker that has failed is started again: longer if it fails at once."""

@@ -463,7 +463,7 @@ class Regrouping:
         open_steps = []
         for task in plan.tasks:
             own, is_behind = here.get(task, (None, True))
-            counts = own and not is_behind and Plan.of(own["plan"]).at == plan.at
+            counts = own and not is_behind and Plan.place(own["plan"]) == plan.at
             open_steps.append(own["open"] if own and counts else 0)
         self.plan = plan.after(ahead["dealt"], open_steps, form.tasks)
         self._closed_at = max(self._closed_at, tuple(ahead["closed"]))
@@ -945,8 +945,8 @@ class Regrouping:
 
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     """How far a worker is, to be compared with others."""
-    plan, operations = Plan.of(report["plan"]), report["operations"]
-    return report["syncs"], *plan.at, *report["closed"], operations
+    place, operations = Plan.place(report["plan"]), report["operations"]
+    return report["syncs"], *place, *report["closed"], operations
 
 
 def _told(history: keras.callbacks.History) -> str:

@@ -19,6 +19,10 @@ from tfpara.threads import check_threads
 from tfpara.whole_number import checked_whole
 
 
+class _Simulation(PeriodicSyncStrategy):
+    _is_simulated = True
+
+
 def simulate(
     num_replicas: int,
     rule: Rule,
@@ -75,7 +79,7 @@ def simulate(
         return _replayed(num_replicas, rule, Path(record), sync_period, options)
     make_devices(num_replicas)
     devices = [f"CPU:{number}" for number in range(num_replicas)]
-    return PeriodicSyncStrategy(rule, sync_period=sync_period, devices=devices, **options)
+    return _Simulation(rule, sync_period=sync_period, devices=devices, **options)
 
 
 def _replayed(
@@ -93,7 +97,7 @@ def _replayed(
     devices = [f"CPU:{number}" for number in range(replay.replicas)]
     # A run whose members change keeps its state whole; simulated devices would divide it.
     options = {"aggregation": "replicated", **options}
-    strategy = PeriodicSyncStrategy(rule, sync_period=sync_period, devices=devices, **options)
+    strategy = _Simulation(rule, sync_period=sync_period, devices=devices, **options)
     settings = strategy.extended.settings.elastic()
     following = rule if elastic.rule_follows else None
     largest = check_sizes(rule, elastic.max_workers, 1) if elastic.rule_follows else None

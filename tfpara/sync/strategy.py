@@ -127,11 +127,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
-        ValueError: a value is outside its range.
+        ValueError: a value is outside its range; or TFPARA_MEETING is set, and `elastic` is not.
         tfpara.FingerprintError: the workers were started with different settings.
         tfpara.cluster.ClusterError: TF_CONFIG, or an engine's variables, are wrong.
         tfpara.StartupError: some workers did not come, or have another cluster.
     """
+
+    _is_simulated = False  # whether it is of one process, whatever the environment says
 
     def __init__(
         self,
@@ -180,6 +182,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             text = f"tfpara: elastic=: {MEETING} is not set, so this process trains alone"
             print(text, file=sys.stderr, flush=True)
         found = cluster.taking_part(cluster.read)
+        if meeting_point() and found.num_workers == 1 and not self._is_simulated:
+            raise ValueError(
+                f"{MEETING}={meeting_point()!r} says where the workers of an elastic run meet, and "
+                "with elastic=None each of them would train by itself. Give this strategy "
+                f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
+            )
         if found.has_ps and found.is_chief:
             _log.warning("tfpara: %s", _PS_LEFT_OUT)
         chosen, why = choose(collectives, found)
