@@ -29,9 +29,14 @@ def begun(founders=3, **options):
     return membership
 
 
+def lost(task, *others, of=1):
+    """What the others are told of a loss, in a generation."""
+    return [(to, {"lost": task}) for to in others] + [(to, {"abort": of}) for to in others]
+
+
 def test_a_member_is_lost():
     membership = begun()
-    assert membership.gone(0, "is lost", 1.0) == [(1, {"abort": 1}), (2, {"abort": 1})]
+    assert membership.gone(0, "is lost", 1.0) == lost(0, 1, 2)
     assert membership.met(2, 1, {"syncs": 7}, True, 1.1) == []
     said = membership.met(1, 1, {"syncs": 8}, True, 1.2)
     form = {
@@ -75,7 +80,8 @@ def test_a_member_is_lost_on_the_way_to_an_agreed_meeting():
     membership.register("host3:1", TERMS, 1.0)
     assert membership.met(0, 1, {}, False, 2.0) == []
     # Worker 1 waits in the sync before the meeting, for one that does not come.
-    assert membership.gone(2, "is lost", 2.5) == [(1, {"abort": 1})]
+    told = [(0, {"lost": 2}), (1, {"lost": 2}), (1, {"abort": 1})]
+    assert membership.gone(2, "is lost", 2.5) == told
     assert [message.get("form") for _, message in membership.met(1, 1, {}, True, 3.0)] == [2] * 3
 
 
@@ -85,7 +91,7 @@ def test_a_member_is_lost_before_the_new_generation_is_connected():
     membership.met(1, 1, {}, True, 1.0)
     membership.met(2, 1, {}, True, 1.0)
     membership.ready(2, 2, 1.0)
-    assert membership.gone(1, "is lost", 1.5) == [(2, {"abort": 2})]
+    assert membership.gone(1, "is lost", 1.5) == lost(1, 2, of=2)
     (said,) = membership.met(2, 2, {"syncs": 9}, True, 1.6)
     assert said[1]["form"] == 3
     assert said[1]["reports"] == [{"syncs": 9}]
@@ -111,7 +117,8 @@ def test_who_does_not_come_is_given_up():
     assert membership.tick(300.0) == []
     said = membership.tick(301.0)
     assert "did not come to the meeting for 300 s" in said[0][1]["evicted"]
-    assert [message.get("form") for _, message in said[1:]] == [2, 2]
+    assert said[1:3] == [(0, {"lost": 2}), (1, {"lost": 2})]
+    assert [message.get("form") for _, message in said[3:]] == [2, 2]
 
 
 def test_too_few_are_left():
@@ -181,8 +188,8 @@ def test_nobody_with_the_state_is_left():
 def test_all_members_were_stopped_and_go_on():
     """None of them can be heard for a while; they come back to the meeting of their generation."""
     membership = begun()
-    assert membership.gone(1, "was silent", 1.0) == [(0, {"abort": 1}), (2, {"abort": 1})]
-    assert membership.gone(0, "was silent", 1.2) == [(2, {"abort": 1})]
+    assert membership.gone(1, "was silent", 1.0) == lost(1, 0, 2)
+    assert membership.gone(0, "was silent", 1.2) == lost(0, 2)
     assert membership.gone(2, "was silent", 1.4) == []
     assert membership.returned(1, 0, "") is None  # of another generation
     assert membership.returned(1, 1, "") == [(1, {"abort": 1})]
@@ -190,6 +197,8 @@ def test_all_members_were_stopped_and_go_on():
     assert membership.returned(0, 1, "") == [(0, {"abort": 1})]
     assert membership.met(0, 1, {"syncs": 6}, True, 9.0) == []
     said = membership.tick(31.4)  # worker 2 has died
+    assert said[:2] == [(0, {"lost": 2}), (1, {"lost": 2})]
+    said = said[2:]
     assert [(task, message["members"]) for task, message in said] == [
         (task, [[0, "host0:1"], [1, "host1:1"]]) for task in (0, 1)
     ]
@@ -218,7 +227,7 @@ def test_the_meeting_point_stood_still_and_nobody_meets_for_it():
     membership = begun()
     membership.stood_still(100.0)
     for task in range(3):
-        assert membership.gone(task, "is lost", 100.1) == []
+        assert membership.gone(task, "is lost", 100.1) == []  # nobody is told to be lost
     assert membership.phase == "training"
     _, said = membership.register("host3:1", TERMS, 100.2)
     assert (0, {"wanted": True}) in said  # which is not heard there
@@ -226,8 +235,8 @@ def test_the_meeting_point_stood_still_and_nobody_meets_for_it():
         assert membership.returned(task, 1, "") == [(task, {"wanted": True})]
     # Worker 2 died in the meantime: the others are told of it when their sync fails, or later.
     assert membership.tick(129.9) == []
-    assert membership.tick(130.0) == [(0, {"abort": 1}), (1, {"abort": 1})]
-    assert membership.gone(1, "is lost", 131.0) == [(0, {"abort": 1})]  # as ever
+    assert membership.tick(130.0) == lost(2, 0, 1)
+    assert membership.gone(1, "is lost", 131.0) == lost(1, 0)  # as ever
 
 
 def test_the_meeting_point_stood_still_within_a_meeting():
