@@ -917,6 +917,34 @@ def test_compiling_anew_keeps_the_global_model_and_the_counts():
     assert strategy.statistics().syncs == 4
 
 
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_layer_that_is_frozen_has_one_set_of_weights(independent):
+    """Of EASGD's replicas that of the global model; of independent ones that of the first."""
+    strategy = make_strategy(tfpara.EASGD(0.2))
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    if independent:
+        strategy.set_sync_period(None)
+        model.fit(distributed(strategy), verbose=0)
+    with strategy.weights(model, "local" if independent else "global"):
+        want = model.get_weights()
+    model.layers[0].trainable = False
+    for train_again in (False, True):
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        model.fit(distributed(strategy), verbose=0)
+        one, other = components(strategy, model)
+        if not train_again:
+            for got in (one, other):
+                np.testing.assert_array_equal(got[0], want[0])
+            assert np.abs(one[2] - other[2]).max() > 0.0
+        with strategy.weights(model, "global"):
+            for a, b in zip(*components(strategy, model), strict=True):
+                np.testing.assert_array_equal(a, b)
+        model.layers[0].trainable = True
+
+
 def sorted_like(model, weights):
     """Weights of frozen_model() in the order of `model.weights`, which freezing does not change."""
     by_shape = {w.shape: w for w in weights}

@@ -715,6 +715,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             period=self._period,
         )
         self._synchronizers_made += 1
+        if former is not None:
+            former.synchronizer.leave(
+                variables.weights, lambda value: self.control.broadcast(value, "left weights")
+            )
         synchronizer = Synchronizer(variables, settings, site)
         if site.members is not None:
             replicas = site.members.size * len(self.worker_devices)

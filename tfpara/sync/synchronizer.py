@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -319,6 +319,35 @@ class Synchronizer:
             for fragment, run in enumerate(runs)
             for _ in range(run.start, run.stop)
         ]
+
+    def leave(
+        self,
+        kept: Sequence[Sequence[tf.Variable]],
+        from_chief: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
+        """Gives all replicas one set of the weights that are no longer trained.
+
+        That is the global model where the rule leaves the replicas apart, and what the chief's
+        first replica has where there were no syncs. Every worker must call it, while the block is
+        closed.
+
+        Args:
+            kept: the weights that are trained from now on.
+            from_chief: returns the chief's tensor.
+        """
+        first = {id(variable[0]) for variable in kept}
+        left = [i for i, v in enumerate(self._variables.weights) if id(v[0]) not in first]
+        if not left:
+            return
+        graph = self.graph
+        if self.sync_period is None:
+            values = graph.replicas.layout.unpack(list(map(from_chief, graph.replicas.weights(0))))
+        elif not graph.global_state.rule.last().overwrites:
+            values = self.global_weights("global")
+        else:
+            return  # they are equal
+        variables = [self._variables.weights[i] for i in left]
+        assign(variables, [[values[i] for i in left]] * len(self._site.devices))
 
     def adopt(self, former: Synchronizer) -> None:
         """Takes over the state of the synchronizer that the same model had before.
