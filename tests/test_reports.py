@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfpara.sync.reports import SAMPLES, Columns, decide, report_of
+from tfpara.sync.reports import SAMPLES, Columns, decide, problem_of, report_of
 
 COLUMNS = Columns.of(parts=2, counts=1, rates=1)
 
@@ -15,6 +15,7 @@ def report(samples, steps, *, count=7, running=True, request=0.0, **changed):
     given = {
         "running": running,
         "signature": 5.0,
+        "others": 6.0,
         "request": request,
         "mark": np.zeros(3),
         "taken": 9,
@@ -45,6 +46,16 @@ def test_the_decision_by_hand():
     assert found.of_block.tolist() == [0.75, 0.0]
     assert found.portions[0].tolist() == [0.5, 0.0]
     assert found.divisor.tolist() == [1.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("taken", "words"), [((9, 9), "replica 1 (worker 1) has other frozen weights"), ((9, 10), "")]
+)
+def test_what_is_not_trained_is_compared_after_the_same_minibatches(taken, words):
+    """A callback may set it before every minibatch, and a worker may have more of these."""
+    rows = [report([8.0, 8.0], [4.0, 4.0], taken=t, others=float(k)) for k, t in enumerate(taken)]
+    problem = problem_of(np.stack(rows), COLUMNS)
+    assert problem.startswith(words) and bool(problem) == bool(words)
 
 
 @pytest.mark.parametrize("block", [6.0, 3.0, float(2**62)])
@@ -83,8 +94,9 @@ def test_a_replica_that_trained_nothing_reports_no_rate_and_independent_ones_no_
     assert np.isnan(report([0.0, 0.0], [0.0, 0.0], idle=True)[COLUMNS.rates])
     never = report([4.0, 2.0], [1.0, 1.0], never=True)
     assert np.isnan(never[COLUMNS.rates]) and not never[COLUMNS.samples].any()
-    assert never[COLUMNS.taken] == [9.0] and never[COLUMNS.counts] == [7.0]
-    assert len(row) == COLUMNS.width == SAMPLES + 2 + 2 + 1 + 1 + 1
+    assert never[COLUMNS.taken] == [9.0] and never[COLUMNS.others] == [6.0]
+    assert never[COLUMNS.counts] == [7.0]
+    assert len(row) == COLUMNS.width == SAMPLES + 2 + 2 + 1 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize(

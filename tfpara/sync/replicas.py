@@ -67,6 +67,7 @@ class ReplicaVariables:
     slots: the optimizers' slots that a sync resets or averages.
     slot_resets: values of the slots after a reset.
     local_state: "keep", "reset" or "average", what a sync does to the slots.
+    frozen: weights that are not trained, which no sync reads or writes.
     moments: the first and the second moments, if the rule filters them.
     counts: step counts of the optimizers whose slots or moments a sync writes.
     cycles: for each of `counts`, the number of steps over which gradients are accumulated.
@@ -81,6 +82,7 @@ class ReplicaVariables:
     slot_names: Sequence[str]
     slot_resets: Sequence[float]
     local_state: str = "keep"
+    frozen: Sequence[Sequence[tf.Variable]] = ()
     moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
     counts: Sequence[Sequence[tf.Variable]] = ()
     cycles: Sequence[int] = ()

@@ -92,6 +92,8 @@ class SyncGraph:
         averaging: the exchanges.
         compressed: the wire that compresses; None if weights are sent as they are.
         signatures: for each weight a number that must be equal on all replicas.
+        other_signatures: the same for the state, as it was at first or was set, and for the frozen
+            weights.
         dealt: in an elastic run, steps of each worker that are in the model since its data were
             dealt out; else None.
     """
@@ -133,9 +135,10 @@ class SyncGraph:
     def _make_counters(self) -> None:
         make = self._site.make
         # All workers must start from the same weights, also if a script has loaded them.
-        signatures = [signature_of(v[0]) for v in self._variables.weights]
-        signatures = tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
-        self.signatures = make(signatures, "signatures")
+        variables = self._variables
+        others = [*variables.state, *variables.frozen]
+        self.signatures = make(_signatures(variables.weights), "signatures")
+        self.other_signatures = make(_signatures(others), "other_signatures")
         self._request = make(tf.zeros([], tf.float64), "request")
         self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, replicas running, all
         self._steps = make(tf.zeros([], tf.int64), "steps")
@@ -250,6 +253,7 @@ class SyncGraph:
                 "running": running,
                 "request": self._request.read_value(),
                 "signature": self.signatures.read_value(),
+                "others": self.other_signatures.read_value(),
                 "steps": block.part_steps.read_value(),
                 "taken": self._steps.read_value(),
                 "pending": block.steps.read_value(),
@@ -509,6 +513,8 @@ class SyncGraph:
         yield from self.global_state.slots()
         yield from self.counted()
         yield Slot("counter/signatures", Kind.SHARED, self.signatures)
+        others = self.other_signatures
+        yield Slot("counter/other_signatures", Kind.SHARED, others, absent=0.0)
         yield from self.averaging.slots()
         if self.compressed is not None:
             yield from self.compressed.slots()
@@ -527,10 +533,17 @@ class SyncGraph:
         ]
 
 
+def _signatures(variables: Sequence[Sequence[tf.Variable]]) -> tf.Tensor:
+    """Returns the signature of each variable's component on the first device."""
+    signatures = [signature_of(variable[0]) for variable in variables]
+    return tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
+
+
 def _rows(common: dict[str, Any], replicas: Sequence[tuple]) -> tuple[np.ndarray]:
     """Returns the reports of the local replicas, [local replicas, columns], from what they read."""
     period, pending = common.pop("period"), common.pop("pending")
     common["signature"] = common["signature"].sum()
+    common["others"] = common["others"].sum()
     common.update(never=period >= NEVER, idle=pending == 0)
     return (np.stack([report_of(*each, **common) for each in replicas]),)
 

@@ -40,6 +40,7 @@ class Synchronizer:
         self._own: list[list[tf.Tensor]] | None = None
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
+        self._index |= {id(v[0]): ("frozen", i) for i, v in enumerate(variables.frozen)}
         self.graph = SyncGraph(variables, settings, site)
         self._overlap = Overlap(self.graph, settings.overlap, site) if settings.overlap else None
         self._device_period = settings.device_sync_period
@@ -208,6 +209,9 @@ class Synchronizer:
                 for keeper in keepers:
                     keeper.set_part(bucket, at, value[piece.start : piece.stop])
             graph.signatures[index].assign(signature_of(value))
+        if kind in ("state", "frozen"):
+            others = index if kind == "state" else len(self._variables.state) + index
+            graph.other_signatures[others].assign(signature_of(value))
 
     def global_weights(self, which: str) -> list[tf.Tensor]:
         """Returns the "global" model or a named average, one tensor for each weight.
@@ -399,5 +403,12 @@ class Synchronizer:
             anchor.assign(value)
         for slot, theirs in zip(new.counted(), old.counted(), strict=True):
             slot.variable.assign(theirs.variable)
-        # Signatures must be equal everywhere, as zeros are; the local weights may differ.
-        new.signatures.assign(tf.zeros_like(new.signatures))
+        # Signatures must be equal everywhere, as zeros are; what replicas have trained may differ.
+        # What the former synchronizer did not have was never compared.
+        variables = self._variables
+        for signatures, of_kind in (
+            (new.signatures, variables.weights),
+            (new.other_signatures, [*variables.state, *variables.frozen]),
+        ):
+            compared = tf.constant([id(v[0]) in former._index for v in of_kind], tf.bool)
+            signatures.assign(tf.where(compared, tf.zeros_like(signatures), signatures))
