@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfpara.sync.reports import SAMPLES, Columns, decide, problem_of, report_of
+from tfpara.sync.settings import NEVER
 
 COLUMNS = Columns.of(parts=2, counts=1, rates=1)
 
@@ -58,6 +59,17 @@ def test_what_is_not_trained_is_compared_after_the_same_minibatches(taken, words
     assert problem.startswith(words) and bool(problem) == bool(words)
 
 
+def test_where_all_sample_weights_are_0_those_count_that_took_steps():
+    """Of three replicas the second has had no data; the last row is of an idle one."""
+    rows = [report([0.0, 8.0], [steps, 2.0]) for steps in (3.0, 0.0, 2.0, 3.0)]
+    given = {"local": slice(0, 4), "replicas": 3}
+    found = decide(np.stack(rows), COLUMNS, "", block=4.0, **given)
+    assert found.committed.tolist() == [True, True]
+    assert found.portions[0].tolist() == [0.5, 0.0, 0.5, 0.0]
+    independent = decide(np.stack(rows), COLUMNS, "", block=float(NEVER), **given)
+    assert independent.committed.tolist() == [False, True]
+
+
 @pytest.mark.parametrize("block", [6.0, 3.0, float(2**62)])
 def test_a_block_is_at_most_whole_and_a_problem_forbids_all(block):
     table = np.stack([report([8.0, 8.0], [6.0, 3.0], running=False)] * 2)
@@ -73,7 +85,8 @@ def test_a_block_is_at_most_whole_and_a_problem_forbids_all(block):
 )
 def test_shares_of_all_workers_add_up_to_one(samples, workers):
     """And they are as the samples are, on whichever worker a replica is."""
-    rows = [report([float(n) for n in each], [1.0, 1.0]) for each in samples] * workers
+    counted = [[float(n) for n in each] for each in samples]
+    rows = [report(each, [min(n, 1.0) for n in each]) for each in counted] * workers
     table, own = np.stack(rows), len(samples)
     found = [
         decide(table, COLUMNS, "", local=slice(w * own, (w + 1) * own), replicas=9, block=1.0)

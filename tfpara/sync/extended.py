@@ -41,7 +41,6 @@ from tfpara.steps import (
     without_tuner,
 )
 from tfpara.strategy import StateHolder
-from tfpara.sync.block import NEVER
 from tfpara.sync.control import Control, MismatchError
 from tfpara.sync.division import batch_size as batch_size_of
 from tfpara.sync.division import difference, divided_between_workers
@@ -54,6 +53,7 @@ from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.replaying import Replay
 from tfpara.sync.replicas import Site
 from tfpara.sync.settings import (
+    NEVER,
     Settings,
     inner,
     memory_of,
@@ -697,6 +697,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
                 "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
                 "log. Multiply the learning rate by N, or let the loss be a mean: docs/moving.md"
+            )
+        if any(v[0].dtype == tf.float64 for v in (*variables.weights, *variables.state)):
+            self.note(
+                "the model has weights of float64, and every sync rounds them to float32, in which "
+                "the global model is kept: docs/training.md"
             )
         if settings is not self.settings and settings.rule.has_momentum():
             self.note(f"for this local optimizer the rule is {settings.rule!r}: docs/rules.md")

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfpara.sync.settings import NEVER
 from tfpara.typing import Array
 
 # The first columns of a report. The samples begin at column SAMPLES; `Columns` has all that follow.
@@ -196,10 +197,10 @@ def problem_of(
         )
     differing = np.argwhere(_differing_others(reports, columns))
     if len(differing):
-        first, second = map(int, differing[0])  # the first one in row-major order
+        one, other = map(int, differing[0])  # the first pair in row-major order
         return (
-            f"{owner(second)} has other frozen weights or statistics, such as those of batch "
-            f"normalisation, than replica {first}. Load and set them on every worker alike."
+            f"{owner(other)} has other frozen weights or statistics, such as those of batch "
+            f"normalisation, than replica {one}. Load and set them on every worker alike."
         )
     differing = np.argwhere(_differing_rates(reports, columns))
     if len(differing):
@@ -284,7 +285,7 @@ def decide(
         block: minibatches of a whole block.
     """
     running = reports[:, RUNNING]
-    samples = reports[:, columns.samples]
+    samples = _counted(reports, columns, replicas, block)
     totals = samples.sum(0)
     steps = reports[:, columns.steps].max(0)
     alike = (samples == samples[0]).all(0)
@@ -300,6 +301,20 @@ def decide(
         divisor=np.where(alike, float(replicas), 1.0),
         of_block=np.minimum(steps / block, 1.0),
     )
+
+
+def _counted(reports: Array, columns: Columns, replicas: int, block: float) -> Array:
+    """Returns the samples of each replica by part, [replicas, parts], as the mean counts them.
+
+    Where all sample weights of a part's block are 0, every replica that has taken steps counts the
+    same. Its momentum and its decay have moved it.
+    """
+    samples, steps = reports[:, columns.samples], reports[:, columns.steps]
+    if block >= NEVER:
+        return samples  # zeros, since nothing is averaged
+    present = np.arange(len(reports)) < replicas
+    stepped = (steps > 0.0) & present[:, np.newaxis]
+    return np.where(samples.sum(0) > 0.0, samples, stepped.astype(samples.dtype))
 
 
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfpara.cluster.place import MARKS, TEXT_BYTES, sentence
 from tfpara.sync import aggregation as aggregations
 from tfpara.sync.averaging import Arrival, Averaging, PlainWire, Shares, phase
-from tfpara.sync.block import NEVER, Block
+from tfpara.sync.block import Block
 from tfpara.sync.compression import CompressedWire
 from tfpara.sync.global_state import GlobalState
 from tfpara.sync.replicas import Buckets, Replicas, ReplicaVariables, Site
@@ -37,7 +37,7 @@ from tfpara.sync.reports import (
     signature_of,
     stop_if,
 )
-from tfpara.sync.settings import Settings
+from tfpara.sync.settings import NEVER, Settings
 from tfpara.sync.state import Kind, Slot
 from tfpara.sync.statistics import SyncStatistics
 from tfpara.typing import Array, Nest
@@ -261,7 +261,7 @@ class SyncGraph:
             }
             each = [
                 (
-                    self.replicas.sums(r),
+                    self.replicas.sums(r, self.averaging.anchors),
                     block.samples[r].read_value(),
                     [tf.convert_to_tensor(count[r]) for count in self.replicas.shared_counts],
                     [tf.convert_to_tensor(rate[r]) for rate in self._variables.rates],

@@ -9,11 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.sync.block import NEVER
 from tfpara.sync.overlap import Overlap
 from tfpara.sync.replicas import Buckets, ReplicaVariables, Site, assign
 from tfpara.sync.reports import signature_of
-from tfpara.sync.settings import Settings
+from tfpara.sync.settings import NEVER, Settings
 from tfpara.sync.state import Slot
 from tfpara.sync.statistics import Agreement
 from tfpara.sync.sync_graph import SyncGraph, not_inlined, where
@@ -395,6 +394,8 @@ class Synchronizer:
             else:
                 values = of_weights(*(g.global_state.whole(cell.field) for g in (old, new)))
             new.global_state.set_field(cell.field, values)
+        # Another optimizer may have brought other defaults of the rule.
+        new.global_state.carry(old.global_state.rule.last())
         if new.compressed is not None and old.compressed is not None:
             new.compressed.adopt(old.compressed, of_weights)
         # State may have moved since the last sync, so its anchors are taken over too.

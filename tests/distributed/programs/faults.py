@@ -3,9 +3,9 @@
 Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model),
 local_devices, look (whether it looks at the global model after a failure as well), schedules
 (whether rates are searched and fall, an epoch is given up, and data are uneven), momentum (of the
-optimizer), others (whether the model has a frozen layer and a normalisation), and fault: null, "nan" (weights become NaN),
-"kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other weights than the chief's), "frozen" (in the frozen layer), "statistics" (of the
-normalisation),
+optimizer), others (whether the model has a frozen layer and a normalisation), and fault: null,
+"nan" (weights become NaN), "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other
+weights than the chief's), "frozen" (in the frozen layer), "statistics" (of the normalisation),
 "leave" (exits with 0 in the middle of training), "absent" (before it), "sleep" (longer than the
 others wait), "rate" (a learning rate of its own), "own" (none, but data of its own), "empty" (no
 data of its own).
