@@ -192,6 +192,11 @@ def test_bad_options(options, rule, message):
         make(rule, **options)
 
 
+def test_a_delay_may_be_a_number_of_numpy():
+    settings = make(tfpara.BSP(), overlap=np.int64(2)).extended.settings
+    assert settings.overlap == 2 and type(settings.overlap) is int
+
+
 def test_more_fragments_than_variables():
     strategy = make(tfpara.BSP(), fragments=5)
     model = network(strategy)
