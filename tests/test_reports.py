@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfpara.sync.reports import SAMPLES, Columns, decide, report_of
+from tfpara.sync.reports import SAMPLES, Columns, decide, problem_of, report_of
+from tfpara.sync.settings import NEVER
 
 COLUMNS = Columns.of(parts=2, counts=1, rates=1)
 
@@ -15,6 +16,7 @@ def report(samples, steps, *, count=7, running=True, request=0.0, **changed):
     given = {
         "running": running,
         "signature": 5.0,
+        "others": 6.0,
         "request": request,
         "mark": np.zeros(3),
         "taken": 9,
@@ -47,6 +49,27 @@ def test_the_decision_by_hand():
     assert found.divisor.tolist() == [1.0, 4.0]
 
 
+@pytest.mark.parametrize(
+    ("taken", "words"), [((9, 9), "replica 1 (worker 1) has other frozen weights"), ((9, 10), "")]
+)
+def test_what_is_not_trained_is_compared_after_the_same_minibatches(taken, words):
+    """A callback may set it before every minibatch, and a worker may have more of these."""
+    rows = [report([8.0, 8.0], [4.0, 4.0], taken=t, others=float(k)) for k, t in enumerate(taken)]
+    problem = problem_of(np.stack(rows), COLUMNS)
+    assert problem.startswith(words) and bool(problem) == bool(words)
+
+
+def test_where_all_sample_weights_are_0_those_count_that_took_steps():
+    """Of three replicas the second has had no data; the last row is of an idle one."""
+    rows = [report([0.0, 8.0], [steps, 2.0]) for steps in (3.0, 0.0, 2.0, 3.0)]
+    given = {"local": slice(0, 4), "replicas": 3}
+    found = decide(np.stack(rows), COLUMNS, "", block=4.0, **given)
+    assert found.committed.tolist() == [True, True]
+    assert found.portions[0].tolist() == [0.5, 0.0, 0.5, 0.0]
+    independent = decide(np.stack(rows), COLUMNS, "", block=float(NEVER), **given)
+    assert independent.committed.tolist() == [False, True]
+
+
 @pytest.mark.parametrize("block", [6.0, 3.0, float(2**62)])
 def test_a_block_is_at_most_whole_and_a_problem_forbids_all(block):
     table = np.stack([report([8.0, 8.0], [6.0, 3.0], running=False)] * 2)
@@ -62,7 +85,8 @@ def test_a_block_is_at_most_whole_and_a_problem_forbids_all(block):
 )
 def test_shares_of_all_workers_add_up_to_one(samples, workers):
     """And they are as the samples are, on whichever worker a replica is."""
-    rows = [report([float(n) for n in each], [1.0, 1.0]) for each in samples] * workers
+    counted = [[float(n) for n in each] for each in samples]
+    rows = [report(each, [min(n, 1.0) for n in each]) for each in counted] * workers
     table, own = np.stack(rows), len(samples)
     found = [
         decide(table, COLUMNS, "", local=slice(w * own, (w + 1) * own), replicas=9, block=1.0)
@@ -83,8 +107,9 @@ def test_a_replica_that_trained_nothing_reports_no_rate_and_independent_ones_no_
     assert np.isnan(report([0.0, 0.0], [0.0, 0.0], idle=True)[COLUMNS.rates])
     never = report([4.0, 2.0], [1.0, 1.0], never=True)
     assert np.isnan(never[COLUMNS.rates]) and not never[COLUMNS.samples].any()
-    assert never[COLUMNS.taken] == [9.0] and never[COLUMNS.counts] == [7.0]
-    assert len(row) == COLUMNS.width == SAMPLES + 2 + 2 + 1 + 1 + 1
+    assert never[COLUMNS.taken] == [9.0] and never[COLUMNS.others] == [6.0]
+    assert never[COLUMNS.counts] == [7.0]
+    assert len(row) == COLUMNS.width == SAMPLES + 2 + 2 + 1 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
-from tfpara.callbacks import HeldOut
+from tfpara.callbacks import Checkpoint, HeldOut
 from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod, learning_rate
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
@@ -658,6 +658,12 @@ def test_a_schedule_inside_the_optimizer_is_refused(make):
         (lambda: Newbob(held_out(), "error"), "whether higher is better"),
         (lambda: OverfittingGuard("loss", "validation_accuracy"), "same measure"),
         (lambda: LearningRate(Hand(0.1, 5), steps_per_epoch=0), "steps_per_epoch=0"),
+        (lambda: LearningRate(Hand(0.1, 5), steps_per_epoch=1.5), "steps_per_epoch=1.5 must be a"),
+        (lambda: HeldOut(None, times_per_epoch=1.5), "times_per_epoch=1.5 must be a whole number"),
+        (lambda: HeldOut(None, times_per_epoch=float("nan")), "times_per_epoch=nan must be a"),
+        (lambda: HeldOut(None, which=[]), r"which=\[\] names no weights"),
+        (lambda: Checkpoint("never", every_syncs=0.5), "every_syncs=0.5 must be a whole number"),
+        (lambda: Checkpoint("never", keep=1.5), "keep=1.5 must be a whole number of checkpoints"),
         (lambda: SyncPeriod({0: 0}), "at least 1"),
         (lambda: SyncPeriod({0: 2.5}), r"periods\[0\]=2.5 must be a whole number of minibatches"),
         (lambda: SyncPeriod({1: 5}), "one must be 0"),

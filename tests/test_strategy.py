@@ -6,6 +6,7 @@ weights are averaged by hand every τ steps.
 
 import contextlib
 import gc
+import math
 import weakref
 
 import keras
@@ -917,6 +918,54 @@ def test_compiling_anew_keeps_the_global_model_and_the_counts():
     assert strategy.statistics().syncs == 4
 
 
+def test_another_kind_of_optimizer_leaves_the_point_from_which_replicas_start():
+    """The default block momentum of Adam is lower in the first syncs, so the global model moves."""
+    strategy = make_strategy(tfpara.BMUF(), devices=["CPU:0", "CPU:1", "CPU:2"])
+    with strategy.scope():
+        model = compiled(dense_model, lambda: keras.optimizers.SGD(0.1))
+    model.fit(distributed(strategy), verbose=0)
+    (former,) = strategy.extended.synchronizers
+    with strategy.scope():
+        model.compile(keras.optimizers.Adam(0.01), model.loss)
+    synchronizer = strategy.extended.synchronizer_of(model)
+    assert synchronizer is not former
+    rules = [each.graph.global_state.rule.last() for each in (former, synchronizer)]
+    assert rules[0].warmup != rules[1].warmup
+    for now, before, local in zip(
+        synchronizer.broadcast_point(), former.broadcast_point(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(now, before, atol=1e-6)
+        np.testing.assert_allclose(now, local, atol=1e-6)
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_layer_that_is_frozen_has_one_set_of_weights(independent):
+    """Of EASGD's replicas that of the global model; of independent ones that of the first."""
+    strategy = make_strategy(tfpara.EASGD(0.2))
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    if independent:
+        strategy.set_sync_period(None)
+        model.fit(distributed(strategy), verbose=0)
+    with strategy.weights(model, "local" if independent else "global"):
+        want = model.get_weights()
+    model.layers[0].trainable = False
+    for train_again in (False, True):
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        model.fit(distributed(strategy), verbose=0)
+        one, other = components(strategy, model)
+        if not train_again:
+            for got in (one, other):
+                np.testing.assert_array_equal(got[0], want[0])
+            assert np.abs(one[2] - other[2]).max() > 0.0
+        with strategy.weights(model, "global"):
+            for a, b in zip(*components(strategy, model), strict=True):
+                np.testing.assert_array_equal(a, b)
+        model.layers[0].trainable = True
+
+
 def sorted_like(model, weights):
     """Weights of frozen_model() in the order of `model.weights`, which freezing does not change."""
     by_shape = {w.shape: w for w in weights}
@@ -952,6 +1001,69 @@ def test_nan_in_statistics_or_averaged_slots_is_an_error(local_state):
     with pytest.raises(tf.errors.InvalidArgumentError, match="replica 1 .* has NaN or Inf"):
         strategy.synchronize()
     assert np.isfinite(strategy.experimental_local_results(variable.value)[0].numpy()).all()
+
+
+class Masked(keras.layers.Layer):
+    """Adds a mask of huge numbers, or infinite ones, to what softmax gets."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def build(self, shape):
+        start = keras.initializers.Constant(self.value)
+        self.mask = self.add_weight(shape=(8,), initializer=start, trainable=False, name="mask")
+
+    def call(self, x):
+        masked = x[:, :, None] + keras.ops.where(keras.ops.arange(8) < 3, 0.0, self.mask)
+        return keras.ops.softmax(masked)[:, :, 0]
+
+
+@pytest.mark.parametrize("value", [float(np.finfo("float32").min), -math.inf])
+@pytest.mark.parametrize("device_sync_period", [None, 1])
+def test_state_of_huge_numbers_that_does_not_move_is_no_error(value, device_sync_period):
+    strategy = make_strategy(device_sync_period=device_sync_period)
+    with strategy.scope():
+        layers = [keras.layers.Dense(8), Masked(value), keras.layers.Dense(4)]
+        model = compiled(
+            lambda: keras.Sequential([keras.Input((6,)), *layers]),
+            lambda: keras.optimizers.SGD(0.1),
+        )
+    model.fit(distributed(strategy), verbose=0)
+    for weights in components(strategy, model):
+        assert all(np.isfinite(w).all() for w in (*weights[:2], *weights[3:]))
+        np.testing.assert_array_equal(weights[2], np.full(8, value, "float32"))
+
+
+def test_a_block_whose_sample_weights_are_all_0_is_synced():
+    """Momentum, and decay, move the replicas in it."""
+    strategy = make_strategy(sync_period=4)
+    with strategy.scope():
+        model = dense_model()
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        )
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+    x, y = replica_batches(0, 2 * STEPS)
+    weight = np.ones(y.shape, "float32")
+    weight[STEPS:] = 0.0
+    flat = [a.reshape(-1, *a.shape[2:]) for a in (x, y, weight)]
+    model.fit(*flat[:2], sample_weight=flat[2], batch_size=2 * BATCH, shuffle=False, verbose=0)
+    assert strategy.statistics().syncs == 2
+    with strategy.weights(model, "global"):
+        want = model.get_weights()
+    for weights in components(strategy, model):
+        for a, b in zip(weights, want, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_rounding_weights_of_float64_is_told(capsys):
+    strategy = make_strategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, dtype="float64")])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(distributed(strategy), verbose=0)
+    assert "weights of float64" in capsys.readouterr().err
 
 
 @pytest.mark.one_version
@@ -1060,6 +1172,7 @@ def test_models_that_share_weights_are_refused():
         (tfpara.BMUF, {}, TypeError, r"write tfpara.BMUF\(\) with parentheses"),
         (None, {"sync_period": 0}, ValueError, "sync_period=0 must be a whole number"),
         (None, {"sync_period": 2.5}, ValueError, "sync_period=2.5"),
+        (None, {"sync_period": 2**62}, ValueError, "sync_period=4611686018427387904 is above"),
         (None, {"local_state": "drop"}, ValueError, "local_state='drop' is not one of auto"),
         (None, {"averages": {"ema": 0.9}}, TypeError, r"averages\['ema'\]=0.9"),
         (None, {"averages": {"ema": tfpara.EMA}}, TypeError, "the class; write it with its arg"),
@@ -1069,6 +1182,8 @@ def test_models_that_share_weights_are_refused():
         (None, {"averages": []}, TypeError, r"averages=\[\] must map names"),
         (None, {"averages": {1: tfpara.MA()}}, TypeError, "must map names"),
         (None, {"averages": {"global": tfpara.MA()}}, ValueError, "'global' is taken"),
+        (None, {"averages": {"all": tfpara.MA()}}, ValueError, "'all' is taken"),
+        (None, {"averages": {"": tfpara.MA()}}, ValueError, "'' is empty"),
         (None, {"devices": ["CPU:9"]}, ValueError, r"devices=\['CPU:9'\]"),
         (None, {"communication": "RNIG"}, ValueError, "communication='RNIG' is not one of"),
         (None, {"timeout_seconds": -5}, ValueError, "timeout_seconds=-5 must be a positive"),

@@ -192,6 +192,11 @@ def test_bad_options(options, rule, message):
         make(rule, **options)
 
 
+def test_a_delay_may_be_a_number_of_numpy():
+    settings = make(tfpara.BSP(), overlap=np.int64(2)).extended.settings
+    assert settings.overlap == 2 and type(settings.overlap) is int
+
+
 def test_more_fragments_than_variables():
     strategy = make(tfpara.BSP(), fragments=5)
     model = network(strategy)
@@ -308,7 +313,7 @@ def test_rates_of_replicas_that_have_trained_alike_are_compared(rows, words):
     at = reports.SAMPLES
     columns = reports.Columns.of(parts=1, counts=0, rates=2)
     together = [1.0, -1.0, *[0.0] * (at - 2)]
-    table = np.array([[*together, 8.0, *row] for row in rows])
+    table = np.array([[*together, 8.0, *row[:2], 0.0, *row[2:]] for row in rows])
     problem = reports.problem_of(table, columns, ["w"], 2)
     assert (problem != "") == (words != "")
     assert words in problem.replace("replica ", "")

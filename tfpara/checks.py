@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfpara import algorithms
 from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.version import __version__
-from tfpara.whole_number import checked_whole
+from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
 
 def versions() -> dict[str, str]:
@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 def checked_period(sync_period: int) -> int:
     """Returns the period if it is a whole number of at least 1, else raises ValueError."""
-    return checked_whole("sync_period", sync_period, of="minibatches")
+    return checked_whole("sync_period", sync_period, of="minibatches", at_most=LARGEST_COUNT)
 
 
 def checked_averages(
@@ -59,8 +59,9 @@ def checked_averages(
                 f"averages[{name!r}]={average!r} is not an average object, but {what}. There are: "
                 f"{known}; or one of your own (tfpara.Average)."
             )
-        if name in ("global", "local"):
-            raise ValueError(f"averages: the name {name!r} is taken. Choose another.")
+        if name in ("", "all", "global", "local"):
+            what = "is taken" if name else "is empty"
+            raise ValueError(f"averages: the name {name!r} {what}. Choose another.")
     return dict(averages)
 
 

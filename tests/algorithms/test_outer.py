@@ -37,7 +37,6 @@ OPTIMIZERS = {
     "adadelta": lambda: O.Adadelta(1.0),
     "adamax": lambda: O.Adamax(0.1),
     "nadam": lambda: O.Nadam(0.1),
-    "ftrl": lambda: O.Ftrl(0.1),
     "lion": lambda: O.Lion(0.1),
     "rmsprop": lambda: O.RMSprop(0.1, momentum=0.5, centered=True),
 }
@@ -304,6 +303,19 @@ class Anchored(O.SGD):
             self.assign(anchor, variable)
 
 
+class FromSlots(O.Optimizer):
+    """Computes the weights from a sum of gradients, as Ftrl does."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.sums = self.add_optimizer_variables(variables, "sum")
+
+    def update_step(self, gradient, variable, learning_rate):
+        total = self.sums[self._get_variable_index(variable)]
+        self.assign_add(total, gradient)
+        self.assign(variable, -learning_rate * total)
+
+
 def excluding():
     optimizer = O.SGD(0.1, weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -315,6 +327,8 @@ def excluding():
     [
         (lambda: O.Adafactor(), "Adafactor cannot be an outer optimizer: it scales"),
         (lambda: O.Lamb(), "Lamb cannot be an outer optimizer: it scales"),
+        (lambda: O.Ftrl(), "Ftrl cannot be an outer optimizer: it computes the weights from its"),
+        (lambda: FromSlots(0.1), "FromSlots cannot be an outer optimizer: its first step"),
         (lambda: O.LossScaleOptimizer(O.SGD(0.1)), "LossScaleOptimizer cannot"),
         (lambda: O.SGD(0.1, clipnorm=1.0), r"clipnorm=1.0.*use clipvalue"),
         (lambda: O.SGD(0.1, global_clipnorm=2.0), r"global_clipnorm=2.0.*use clipvalue"),

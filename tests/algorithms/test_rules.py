@@ -368,6 +368,7 @@ def test_averages_of_a_start_without_syncs():
         (lambda: BMUF(-0.1), "block_momentum=-0.1"),
         (lambda: BMUF(float("nan")), "block_momentum=nan"),
         (lambda: BMUF(0.5, 0.0), "block_learning_rate=0.0 must be positive"),
+        (lambda: BMUF(0.5, float("inf")), "block_learning_rate=inf must be positive and finite"),
         (lambda: BMUF("square"), "block_momentum='square' is no number and none of linear, sqrt"),
         (lambda: BMUF(warmup=0.0), "warmup=0.0 is no positive number of blocks"),
         (lambda: BMUF(warmup=float("inf")), "warmup=inf"),

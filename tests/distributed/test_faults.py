@@ -68,11 +68,14 @@ def test_a_worker_that_never_starts_is_named():
     [
         ("nan", "replica 2 (worker 1) has NaN or Inf in weight "),
         ("load", "replica 2 (worker 1) starts from other weights than replica 0"),
+        ("frozen", "replica 2 (worker 1) has other frozen weights or statistics, "),
+        ("statistics", "replica 2 (worker 1) has other frozen weights or statistics, "),
         ("rate", "replica 0 (worker 0) 0.1, replica 2 (worker 1) 0.05. Set the rate on every"),
     ],
 )
 def test_bad_weights_on_one_worker_stop_all(fault, message):
-    for result in both({"local_devices": 2}, {"local_devices": 2, "fault": fault}):
+    options = {"local_devices": 2, "others": fault in ("frozen", "statistics")}
+    for result in both(options, {**options, "fault": fault}):
         assert result.returncode != 0
         assert message in result.output
 

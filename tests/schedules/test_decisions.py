@@ -308,6 +308,7 @@ def test_quadratic_periods():
     assert [Quadratic(halving, 0.2, 10)(epoch) for epoch in range(4)] == [10, 16, 64, 256]
     # α = √τ₀ · the first rate: they grow at once, from exactly τ₀.
     assert Quadratic(halving, math.sqrt(7) * 0.1, 7)(0) == 7
+    assert Quadratic(lambda _: 1e-200, 0.2, 10)(0) == Quadratic(lambda _: 1e-12, 0.2, 10)(0) < 2**62
 
 
 @given(st.floats(1e-4, 1.0), st.floats(0.01, 0.99), st.floats(1e-3, 10.0), st.integers(1, 100))

@@ -132,9 +132,9 @@ class BMUF(Rule):
                 f"warmup={self.warmup!r} is no positive number of blocks in which the gain rises "
                 "by one. Give True, False, or such a number."
             )
-        if not zeta > 0.0:
+        if not 0.0 < zeta < math.inf:
             raise ValueError(
-                f"block_learning_rate={zeta!r} must be positive. The usual value is 1."
+                f"block_learning_rate={zeta!r} must be positive and finite. The usual value is 1."
             )
         if self.compat not in _COMPAT:
             raise ValueError(f"compat={self.compat!r} is not one of {_COMPAT}.")

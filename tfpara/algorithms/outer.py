@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from tfpara.algorithms.keras_step import KerasStep, shortest
 from tfpara.algorithms.rule import Rule
@@ -22,6 +23,7 @@ _REFUSED = {
     "Lamb": "scales its step by the norm of whole weight matrices",
     "Muon": "works on whole weight matrices",
     "ScheduleFreeAdamW": "keeps a second copy of the weights, which its slots must start from",
+    "Ftrl": "computes the weights from its slots, which begin at 0, so that they begin at 0 too",
     "LossScaleOptimizer": "scales losses, and a pseudo-gradient has none",
     "MultiOptimizer": "treats variables differently, and the rule sees one flat vector",
 }
@@ -64,7 +66,8 @@ class Outer(Rule):
     Raises:
         TypeError: `keras_optimizer` is no Keras optimizer.
         ValueError: its step is not element by element (Adafactor, Lamb, Muon, clipping by norm), or
-            it does more than a step (use_ema, gradient_accumulation_steps, loss scaling).
+            does not begin at the weights (Ftrl), or it does more than a step (use_ema,
+            gradient_accumulation_steps, loss scaling).
 
     Source: Reddi et al., "Adaptive federated optimization" (2021), algorithm 1 (there FedOpt).
 
@@ -159,6 +162,18 @@ class Outer(Rule):
             raise ValueError(
                 f"{name} cannot be an outer optimizer: its step or its start mixes weights, and "
                 f"every replica owns only a part of them. {_FIX}"
+            )
+        if not self._optimizer.weight_decay:
+            self._check_stays(weights)
+
+    def _check_stays(self, weights: NDArray[np.float32]) -> None:
+        """Raises ValueError if a first step moves the weights where no replica has moved."""
+        moved = self.update(self.init(weights), weights, 2).global_model
+        if not np.allclose(moved, weights, rtol=1e-5, atol=1e-9):
+            raise ValueError(
+                f"{type(self._optimizer).__name__} cannot be an outer optimizer: its first step "
+                f"with the gradient 0 takes the weights {weights} to {moved}, away from where the "
+                f"run begins. {_FIX}"
             )
 
 

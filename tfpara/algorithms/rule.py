@@ -119,7 +119,7 @@ class Rule:
         point. Otherwise the replicas did not start at `received`, and their mean is `received` plus
         the mean of the differences.
         """
-        return self.broadcast(state, state) if self._overwrites else received
+        return self.broadcast(state, state) if self.overwrites else received
 
     # A rule without such a method sets it to None; its syncs then cannot overlap training.
     def restart_delayed(self, local: Array, snapshot: Array, broadcast: Array) -> Array:
@@ -135,12 +135,12 @@ class Rule:
         computation and communication decoupled stochastic gradient descent" (CoCoD-SGD, 2019), for
         model averaging.
         """
-        if self._overwrites:
+        if self.overwrites:
             return self.restart(local, broadcast) + (local - snapshot)
         return local + (self.restart(snapshot, broadcast) - snapshot)
 
     @property
-    def _overwrites(self) -> bool:
+    def overwrites(self) -> bool:
         """Whether replicas go on from the broadcast point alone."""
         return type(self).restart is Rule.restart
 

@@ -22,6 +22,7 @@ from tfpara.checks import versions
 from tfpara.cluster import exit_codes
 from tfpara.strategy import Strategy
 from tfpara.typing import Json, Logs
+from tfpara.whole_number import checked_whole
 
 # Variables that older checkpoints do not have. They lack frozen weights, too.
 _LATER = ("books/minibatches", "local_rate")
@@ -74,8 +75,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         super().__init__()
         if every_minutes is not None and not every_minutes > 0:
             raise ValueError(f"every_minutes={every_minutes!r} must be positive, or None.")
-        if keep < 1:
-            raise ValueError(f"keep={keep!r} must be at least 1.")
+        keep = checked_whole("keep", keep, of="checkpoints")
         if if_damaged not in IF_DAMAGED:
             raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
         self._store = Store(directory, keep)

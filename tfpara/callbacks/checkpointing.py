@@ -22,6 +22,7 @@ from tfpara.sync.reports import Request
 from tfpara.sync.statistics import Agreement
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
+from tfpara.whole_number import checked_whole
 
 _WISHES = of_callback("StopTogether")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # by Checkpoint; StopTogether answers STOP
@@ -94,11 +95,11 @@ class Checkpoint(keras.callbacks.Callback):
         termination_watcher: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("every_syncs", every_syncs), ("every_minutes", every_minutes)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r} must be positive, or None.")
-        if keep < 1:
-            raise ValueError(f"keep={keep!r} must be at least 1.")
+        if every_syncs is not None:
+            every_syncs = checked_whole("every_syncs", every_syncs)
+        if every_minutes is not None and not every_minutes > 0:
+            raise ValueError(f"every_minutes={every_minutes!r} must be positive, or None.")
+        keep = checked_whole("keep", keep, of="checkpoints")
         if if_damaged not in IF_DAMAGED:
             raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
         self._directory = directory

@@ -22,6 +22,7 @@ from tfpara.strategy import Strategy
 from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Data, Json, Logs
+from tfpara.whole_number import checked_whole
 
 _LENGTH = of_callback("HeldOut")
 
@@ -76,8 +77,11 @@ class HeldOut(keras.callbacks.Callback):
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if times_per_epoch < 1:
-            raise ValueError(f"times_per_epoch={times_per_epoch!r} must be at least 1.")
+        times_per_epoch = checked_whole("times_per_epoch", times_per_epoch)
+        if steps_per_epoch is not None:
+            steps_per_epoch = checked_whole("steps_per_epoch", steps_per_epoch, of="minibatches")
+        if not which:
+            raise ValueError(f'which={which!r} names no weights. Give "global", or "all".')
         self._dataset = dataset
         self._asked = which
         self._which: list[str] = []

@@ -100,8 +100,8 @@ class LearningRate(Schedule):
         verbose: int = 0,
     ) -> None:
         super().__init__("learning_rate", verbose, sets_rate=True)
-        if steps_per_epoch is not None and not steps_per_epoch >= 1:
-            raise ValueError(f"steps_per_epoch={steps_per_epoch!r} must be at least 1, or None.")
+        if steps_per_epoch is not None:
+            steps_per_epoch = checked_whole("steps_per_epoch", steps_per_epoch, of="minibatches")
         self._schedule: Callable[[float], float]
         if isinstance(schedule, Mapping):
             self._schedule = Piecewise(schedule)

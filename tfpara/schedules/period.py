@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tfpara.whole_number import checked_whole
+from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Quadratic:
                 f"the learning rate at epoch {position:g} is {rate!r}, and the period (alpha / "
                 "rate)^2 needs a positive one. Let the schedule end above 0."
             )
-        return max(self.first, math.floor((self.alpha / rate) ** 2 * (1.0 + 1e-12)))
+        ratio = min(self.alpha / rate, math.sqrt(LARGEST_COUNT))
+        return max(self.first, min(math.floor(ratio**2 * (1.0 + 1e-12)), LARGEST_COUNT))
 
 
 class AdaCommState(NamedTuple):

@@ -15,9 +15,6 @@ from tfpara.sync.replicas import Site
 from tfpara.sync.settings import Settings
 from tfpara.sync.state import Kind, Slot
 
-# A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
-NEVER = 2**62
-
 
 class Block:
     """The counters of an open block.

@@ -47,7 +47,6 @@ from tfpara.steps import (
     without_tuner,
 )
 from tfpara.strategy import StateHolder
-from tfpara.sync.block import NEVER
 from tfpara.sync.control import Control, MismatchError
 from tfpara.sync.division import batch_size as batch_size_of
 from tfpara.sync.division import difference, divided_between_workers
@@ -60,6 +59,7 @@ from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.replaying import Replay
 from tfpara.sync.replicas import Site
 from tfpara.sync.settings import (
+    NEVER,
     Settings,
     inner,
     memory_of,
@@ -704,6 +704,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
                 "log. Multiply the learning rate by N, or let the loss be a mean: docs/moving.md"
             )
+        if any(v[0].dtype == tf.float64 for v in (*variables.weights, *variables.state)):
+            self.note(
+                "the model has weights of float64, and every sync rounds them to float32, in which "
+                "the global model is kept: docs/training.md"
+            )
         if settings is not self.settings and settings.rule.has_momentum():
             self.note(f"for this local optimizer the rule is {settings.rule!r}: docs/rules.md")
         site = Site(
@@ -721,6 +726,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             period=self._period,
         )
         self._synchronizers_made += 1
+        if former is not None:
+            former.synchronizer.leave(
+                variables.weights, lambda value: self.control.broadcast(value, "left weights")
+            )
         synchronizer = Synchronizer(variables, settings, site)
         if site.members is not None:
             replicas = site.members.size * len(self.worker_devices)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfpara.algorithms.rule import Rule
 from tfpara.sync.aggregation import Aggregation, Part, Sharded, cut
 from tfpara.sync.replicas import Buckets, Replicas
 from tfpara.sync.settings import Settings
@@ -302,6 +303,19 @@ class GlobalState:
             value = buckets[cell.part.bucket] if isinstance(buckets, list) else buckets
             value = value if cell.is_scalar else cut(value, cell.part)
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
+
+    def carry(self, former: Rule) -> None:
+        """Has the rule go on from the state that another one left, at the same broadcast point.
+
+        Args:
+            former: of the same kind, with which the last step was taken.
+        """
+        rule = self.rule.last()
+        if rule is former:
+            return
+        for holder, part in self._held():
+            own = self._states["rule"][holder][part.bucket]
+            _assign(own, rule.carry(_read(own), former))
 
     def measured_from(
         self, received: Sequence[Sequence[tf.Tensor]], buckets: slice

@@ -35,12 +35,10 @@ def replica_variables(
         return [components_of(v.value) for v in variables]
 
     weights = model.trainable_variables
-    state = [
-        v
-        for v in model.non_trainable_variables
-        # A frozen weight (trainable to TensorFlow, not to Keras) does not move: it is not state.
-        if v.value.dtype.is_floating and not v.value.trainable
-    ]
+    others = [v for v in model.non_trainable_variables if v.value.dtype.is_floating]
+    # A frozen weight (trainable to TensorFlow, not to Keras) does not move: it is not state.
+    state = [v for v in others if not v.value.trainable]
+    frozen = [v for v in others if v.value.trainable]
     local_state = settings.slots_at_sync
     written = [] if local_state == "keep" else optimizers(model)
     slots = [slot for optimizer in written for slot in _slots(optimizer)]
@@ -66,6 +64,7 @@ def replica_variables(
         slot_names=[v.path for v, _ in slots],
         slot_resets=[value for _, value in slots],
         local_state=local_state,
+        frozen=components(frozen),
         moments=moments,
         counts=components([optimizer._iterations for optimizer in counting]),
         cycles=[optimizer.gradient_accumulation_steps or 1 for optimizer in counting],

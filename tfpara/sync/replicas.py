@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ class ReplicaVariables:
     slots: the optimizers' slots that a sync resets or averages.
     slot_resets: values of the slots after a reset.
     local_state: "keep", "reset" or "average", what a sync does to the slots.
+    frozen: weights that are not trained, which no sync reads or writes.
     moments: the first and the second moments, if the rule filters them.
     counts: step counts of the optimizers whose slots or moments a sync writes.
     cycles: for each of `counts`, the number of steps over which gradients are accumulated.
@@ -81,6 +83,7 @@ class ReplicaVariables:
     slot_names: Sequence[str]
     slot_resets: Sequence[float]
     local_state: str = "keep"
+    frozen: Sequence[Sequence[tf.Variable]] = ()
     moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
     counts: Sequence[Sequence[tf.Variable]] = ()
     cycles: Sequence[int] = ()
@@ -106,19 +109,28 @@ class Replicas:
         self.layout = Layout(shapes, BUCKET_BYTES, settings.fragments)
         self.state_layout = Layout([v[0].shape for v in variables.state], BUCKET_BYTES)
         self.slot_layout = Layout([v[0].shape for v in self.averaged_slots], BUCKET_BYTES)
-        self._averaged = [*variables.weights, *variables.state, *self.averaged_slots]
         slot_names = variables.slot_names if self.averaged_slots else []
         self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
 
-    def sums(self, replica: int) -> tf.Tensor:
+    def sums(self, replica: int, anchors: Buckets) -> tf.Tensor:
         """Returns for each of `averaged_names` the sum of its elements, float32.
 
-        A sum is finite only if all its terms are. It takes one pass and no memory.
+        It is finite only if all of them are, and takes one pass and no memory. Of state, which may
+        have huge numbers such as those of a mask, it is 0 if all that has moved since the last sync
+        is finite, else NaN.
+
+        Args:
+            replica: number of the local replica.
+            anchors: buckets of the state as the last sync wrote it.
         """
         with tf.device(self.devices[replica]):
-            return tf.stack(
-                [tf.reduce_sum(tf.cast(v[replica], tf.float32)) for v in self._averaged]
+            weights, slots = (
+                [tf.reduce_sum(tf.cast(v[replica], tf.float32)) for v in of_kind]
+                for of_kind in (self.variables.weights, self.averaged_slots)
             )
+            moved = self.state_layout.unpack(self._moved(replica, anchors))
+            state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
+            return tf.stack([*weights, *state, *slots])
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
         """Returns the buckets of a replica's weights: of all, or of one fragment."""
@@ -159,10 +171,14 @@ class Replicas:
     def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
         """Returns the buckets of a replica's state minus `anchors`, and of its averaged slots."""
         with tf.device(self.devices[replica]):
-            state = self.state_layout.pack([v[replica] for v in self.variables.state])
             # Differences from the last sync are averaged, so that unchanged values stay exact.
-            moved = [s - a for s, a in zip(state, anchors, strict=True)]
+            moved = self._moved(replica, anchors)
             return [*moved, *self.slot_layout.pack([v[replica] for v in self.averaged_slots])]
+
+    def _moved(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
+        """Returns the buckets of a replica's state minus `anchors`."""
+        state = self.state_layout.pack([v[replica] for v in self.variables.state])
+        return [_difference(s, a) for s, a in zip(state, anchors, strict=True)]
 
     def write_weights(self, per_device: Sequence[Buckets], fragment: int | None = None) -> None:
         """Writes the weights from the buckets of each device."""
@@ -213,11 +229,15 @@ class Replicas:
         """
         total = tf.reduce_sum(samples)
         shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))
-        for variable in (*self.variables.weights, *self.variables.state):
+        kinds = [(v, tf.subtract) for v in self.variables.weights]
+        kinds += [(v, _difference) for v in self.variables.state]
+        for variable, minus in kinds:
             with tf.device(self.devices[0]):
                 values = [tf.cast(component, tf.float32) for component in variable]
                 # Differences from the first replica are averaged, so that equal values stay exact.
-                moved = [s * (v - values[0]) for s, v in zip(shares[1:], values[1:], strict=True)]
+                moved = [
+                    s * minus(v, values[0]) for s, v in zip(shares[1:], values[1:], strict=True)
+                ]
                 mean = tf.add_n([values[0], *moved])
             for component, own in zip(variable, values, strict=True):
                 with tf.device(component.device):
@@ -226,6 +246,11 @@ class Replicas:
     def _of(self, fragment: int | None) -> Sequence[Sequence[tf.Variable]]:
         weights = self.variables.weights
         return weights if fragment is None else weights[self.layout.variables[fragment]]
+
+
+def _difference(values: tf.Tensor, former: tf.Tensor) -> tf.Tensor:
+    """Returns `values - former`, and 0 where they are equal, also if both are the same infinity."""
+    return tf.where(values == former, tf.zeros_like(values), values - former)
 
 
 def assign(

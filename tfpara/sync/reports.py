@@ -13,6 +13,7 @@ a vector of float64 with these columns:
 - the minibatches since the last sync, one column for each part;
 - the step counts of the optimizers whose slots are the same on all replicas after the sync;
 - all minibatches that the replica has taken;
+- the signature of the state and of the frozen weights, as `signature`;
 - the learning rate of each optimizer, NaN where nothing was trained with it.
 """
 
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfpara.sync.settings import NEVER
 from tfpara.typing import Array
 
 # The first columns of a report. The samples begin at column SAMPLES; `Columns` has all that follow.
@@ -41,6 +43,7 @@ class Columns(NamedTuple):
 
     samples, steps: since the last sync, one for each part; at first `samples`, then minibatches.
     counts: the step counts that all share. taken: all minibatches of the replica, one column.
+    others: the signature of what is not trained, one column.
     rates: learning rates of the optimizers.
     """
 
@@ -48,12 +51,13 @@ class Columns(NamedTuple):
     steps: slice
     counts: slice
     taken: slice
+    others: slice
     rates: slice
 
     @classmethod
     def of(cls, parts: int, counts: int, rates: int) -> Columns:
         """Returns the columns for so many parts, shared step counts and learning rates."""
-        ends = np.cumsum([SAMPLES, parts, parts, counts, 1, rates]).tolist()
+        ends = np.cumsum([SAMPLES, parts, parts, counts, 1, 1, rates]).tolist()
         return cls(*map(slice, ends[:-1], ends[1:]))
 
     @property
@@ -80,6 +84,7 @@ def report_of(
     *,
     running: bool,
     signature: float,
+    others: float,
     request: float,
     mark: Array,
     steps: Array,
@@ -96,6 +101,7 @@ def report_of(
         rates: the optimizers' learning rates.
         running: whether the replica has data left.
         signature: of the weights with which the worker began.
+        others: the signature of the state and the frozen weights.
         request: of the worker.
         mark: of the worker.
         steps: minibatches since the last sync, one number for each part.
@@ -109,7 +115,7 @@ def report_of(
     # NaN: it has trained nothing with its rate.
     used = np.full(len(rates), np.nan) if idle or never else rates
     flags = [running, bad[0] if len(bad) else -1, signature, request]
-    return np.concatenate([flags, mark, samples, steps, counts, [taken], used])
+    return np.concatenate([flags, mark, samples, steps, counts, [taken, others], used])
 
 
 def signature_of(value: tf.Tensor) -> tf.Tensor:
@@ -195,6 +201,13 @@ def problem_of(
             "in the mean of the replicas. Look at the sample weights, or at the function given to "
             "strategy.weigh_minibatches."
         )
+    differing = np.argwhere(_differing_others(reports, columns))
+    if len(differing):
+        one, other = map(int, differing[0])  # the first pair in row-major order
+        return (
+            f"{owner(other)} has other frozen weights or statistics, such as those of batch "
+            f"normalisation, than replica {one}. Load and set them on every worker alike."
+        )
     differing = np.argwhere(_differing_rates(reports, columns))
     if len(differing):
         *pair, optimizer = map(int, differing[0])  # the first one in row-major order
@@ -214,12 +227,26 @@ def _differing_rates(reports: Array, columns: Columns) -> Array:
     Two replicas must have the same rate if both have taken as many minibatches, in the open block
     and in all: a callback may set the rate before every minibatch.
     """
-    taken = np.concatenate([reports[:, columns.steps], reports[:, columns.taken]], 1)
-    alike = (taken[:, np.newaxis] == taken).all(2, keepdims=True)
+    alike = _alike(reports, columns)[:, :, np.newaxis]
     rates = reports[:, columns.rates]
     larger = np.maximum(np.abs(rates[:, np.newaxis]), np.abs(rates))
     with np.errstate(invalid="ignore"):  # two rates may be infinite
         return alike & (np.abs(rates[:, np.newaxis] - rates) > _ROUNDING * larger)
+
+
+def _differing_others(reports: Array, columns: Columns) -> Array:
+    """Returns which pairs of replicas wrongly differ in what is not trained, [N, N].
+
+    What a callback sets before every minibatch may differ as rates may.
+    """
+    others = reports[:, columns.others]
+    return _alike(reports, columns) & (others != others.T)
+
+
+def _alike(reports: Array, columns: Columns) -> Array:
+    """Returns which pairs of replicas have taken as many minibatches, [N, N]."""
+    taken = np.concatenate([reports[:, columns.steps], reports[:, columns.taken]], 1)
+    return (taken[:, np.newaxis] == taken).all(2)
 
 
 class Decision(NamedTuple):
@@ -264,7 +291,7 @@ def decide(
         block: minibatches of a whole block.
     """
     running = reports[:, RUNNING]
-    samples = reports[:, columns.samples]
+    samples = _counted(reports, columns, replicas, block)
     totals = samples.sum(0)
     steps = reports[:, columns.steps].max(0)
     alike = (samples == samples[0]).all(0)
@@ -280,6 +307,20 @@ def decide(
         divisor=np.where(alike, float(replicas), 1.0),
         of_block=np.minimum(steps / block, 1.0),
     )
+
+
+def _counted(reports: Array, columns: Columns, replicas: int, block: float) -> Array:
+    """Returns the samples of each replica by part, [replicas, parts], as the mean counts them.
+
+    Where all sample weights of a part's block are 0, every replica that has taken steps counts the
+    same. Its momentum and its decay have moved it.
+    """
+    samples, steps = reports[:, columns.samples], reports[:, columns.steps]
+    if block >= NEVER:
+        return samples  # zeros, since nothing is averaged
+    present = np.arange(len(reports)) < replicas
+    stepped = (steps > 0.0) & present[:, np.newaxis]
+    return np.where(samples.sum(0) > 0.0, samples, stepped.astype(samples.dtype))
 
 
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:

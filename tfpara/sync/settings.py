@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +11,7 @@ import keras
 
 from tfpara import algorithms
 from tfpara.algorithms.rule import Average, Rule
-from tfpara.checks import checked_averages, checked_seconds, versions
+from tfpara.checks import checked_averages, checked_period, checked_seconds, versions
 from tfpara.collectives.choice import COLLECTIVES
 from tfpara.typing import Json
 from tfpara.whole_number import checked_whole
@@ -28,6 +29,8 @@ _NORMALISED = tuple(
     )
     if hasattr(keras.optimizers, name)
 )
+# A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
+NEVER = 2**62
 _ADAMS_WARMUP = 5.0  # blocks in which the default gain rises by one; see docs/rules.md
 
 # Metadata of settings. "workers": the setting must be equal on all workers. "run": it must also be
@@ -71,7 +74,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Checks each setting alone, then the settings that limit each other."""
         checked_rule(self.rule)
-        self._take_whole("sync_period", of="minibatches")
+        object.__setattr__(self, "sync_period", checked_period(self.sync_period))
         checked_averages(self.averages)
         self._check_local_state()
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
@@ -175,12 +178,15 @@ class Settings:
                 "how replicas keep what they learn while a sync is under way. Leave overlap out, "
                 "or use tfpara.BMUF or another rule."
             )
-        if not isinstance(overlap, int) or overlap < 1:
+        if overlap is True:
+            return
+        if isinstance(overlap, bool) or not isinstance(overlap, numbers.Integral) or overlap < 1:
             raise ValueError(
                 f"overlap={overlap!r} must be True, False, or a whole number of minibatches of at "
                 "least 1, after which a sync is merged."
             )
-        if overlap is not True and overlap > self.sync_period:
+        self._take_whole("overlap")
+        if overlap > self.sync_period:
             raise ValueError(
                 f"overlap={overlap} minibatches is longer than sync_period={self.sync_period}: a "
                 "sync must be merged before the next one begins. Give overlap=True or a smaller "

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfpara.cluster.place import MARKS, TEXT_BYTES, sentence
 from tfpara.sync import aggregation as aggregations
 from tfpara.sync.averaging import Arrival, Averaging, PlainWire, Shares, phase
-from tfpara.sync.block import NEVER, Block
+from tfpara.sync.block import Block
 from tfpara.sync.compression import CompressedWire
 from tfpara.sync.global_state import GlobalState
 from tfpara.sync.replicas import Buckets, Replicas, ReplicaVariables, Site
@@ -37,7 +37,7 @@ from tfpara.sync.reports import (
     signature_of,
     stop_if,
 )
-from tfpara.sync.settings import Settings
+from tfpara.sync.settings import NEVER, Settings
 from tfpara.sync.state import Kind, Slot
 from tfpara.sync.statistics import SyncStatistics
 from tfpara.typing import Array, Nest
@@ -92,6 +92,8 @@ class SyncGraph:
         averaging: the exchanges.
         compressed: the wire that compresses; None if weights are sent as they are.
         signatures: for each weight a number that must be equal on all replicas.
+        other_signatures: the same for the state, as it was at first or was set, and for the frozen
+            weights.
         dealt: in an elastic run, steps of each worker that are in the model since its data were
             dealt out; else None.
     """
@@ -133,9 +135,10 @@ class SyncGraph:
     def _make_counters(self) -> None:
         make = self._site.make
         # All workers must start from the same weights, also if a script has loaded them.
-        signatures = [signature_of(v[0]) for v in self._variables.weights]
-        signatures = tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
-        self.signatures = make(signatures, "signatures")
+        variables = self._variables
+        others = [*variables.state, *variables.frozen]
+        self.signatures = make(_signatures(variables.weights), "signatures")
+        self.other_signatures = make(_signatures(others), "other_signatures")
         self._request = make(tf.zeros([], tf.float64), "request")
         self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, replicas running, all
         self._steps = make(tf.zeros([], tf.int64), "steps")
@@ -250,6 +253,7 @@ class SyncGraph:
                 "running": running,
                 "request": self._request.read_value(),
                 "signature": self.signatures.read_value(),
+                "others": self.other_signatures.read_value(),
                 "steps": block.part_steps.read_value(),
                 "taken": self._steps.read_value(),
                 "pending": block.steps.read_value(),
@@ -257,7 +261,7 @@ class SyncGraph:
             }
             each = [
                 (
-                    self.replicas.sums(r),
+                    self.replicas.sums(r, self.averaging.anchors),
                     block.samples[r].read_value(),
                     [tf.convert_to_tensor(count[r]) for count in self.replicas.shared_counts],
                     [tf.convert_to_tensor(rate[r]) for rate in self._variables.rates],
@@ -512,6 +516,8 @@ class SyncGraph:
         yield from self.global_state.slots()
         yield from self.counted()
         yield Slot("counter/signatures", Kind.SHARED, self.signatures)
+        others = self.other_signatures
+        yield Slot("counter/other_signatures", Kind.SHARED, others, absent=0.0)
         yield from self.averaging.slots()
         if self.compressed is not None:
             yield from self.compressed.slots()
@@ -530,10 +536,17 @@ class SyncGraph:
         ]
 
 
+def _signatures(variables: Sequence[Sequence[tf.Variable]]) -> tf.Tensor:
+    """Returns the signature of each variable's component on the first device."""
+    signatures = [signature_of(variable[0]) for variable in variables]
+    return tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
+
+
 def _rows(common: dict[str, Any], replicas: Sequence[tuple]) -> tuple[np.ndarray]:
     """Returns the reports of the local replicas, [local replicas, columns], from what they read."""
     period, pending = common.pop("period"), common.pop("pending")
     common["signature"] = common["signature"].sum()
+    common["others"] = common["others"].sum()
     common.update(never=period >= NEVER, idle=pending == 0)
     return (np.stack([report_of(*each, **common) for each in replicas]),)
 

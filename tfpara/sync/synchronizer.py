@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfpara.sync.block import NEVER
 from tfpara.sync.overlap import Overlap
 from tfpara.sync.replicas import Buckets, ReplicaVariables, Site, assign
 from tfpara.sync.reports import signature_of
-from tfpara.sync.settings import Settings
+from tfpara.sync.settings import NEVER, Settings
 from tfpara.sync.state import Slot
 from tfpara.sync.statistics import Agreement
 from tfpara.sync.sync_graph import SyncGraph, not_inlined, where
@@ -40,6 +39,7 @@ class Synchronizer:
         self._own: list[list[tf.Tensor]] | None = None
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
+        self._index |= {id(v[0]): ("frozen", i) for i, v in enumerate(variables.frozen)}
         self.graph = SyncGraph(variables, settings, site)
         self._overlap = Overlap(self.graph, settings.overlap, site) if settings.overlap else None
         self._device_period = settings.device_sync_period
@@ -208,6 +208,9 @@ class Synchronizer:
                 for keeper in keepers:
                     keeper.set_part(bucket, at, value[piece.start : piece.stop])
             graph.signatures[index].assign(signature_of(value))
+        if kind in ("state", "frozen"):
+            others = index if kind == "state" else len(self._variables.state) + index
+            graph.other_signatures[others].assign(signature_of(value))
 
     def global_weights(self, which: str) -> list[tf.Tensor]:
         """Returns the "global" model or a named average, one tensor for each weight.
@@ -320,6 +323,35 @@ class Synchronizer:
             for _ in range(run.start, run.stop)
         ]
 
+    def leave(
+        self,
+        kept: Sequence[Sequence[tf.Variable]],
+        from_chief: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
+        """Gives all replicas one set of the weights that are no longer trained.
+
+        That is the global model where the rule leaves the replicas apart, and what the chief's
+        first replica has where there were no syncs. Every worker must call it, while the block is
+        closed.
+
+        Args:
+            kept: the weights that are trained from now on.
+            from_chief: returns the chief's tensor.
+        """
+        first = {id(variable[0]) for variable in kept}
+        left = [i for i, v in enumerate(self._variables.weights) if id(v[0]) not in first]
+        if not left:
+            return
+        graph = self.graph
+        if self.sync_period is None:
+            values = graph.replicas.layout.unpack(list(map(from_chief, graph.replicas.weights(0))))
+        elif not graph.global_state.rule.last().overwrites:
+            values = self.global_weights("global")
+        else:
+            return  # they are equal
+        variables = [self._variables.weights[i] for i in left]
+        assign(variables, [[values[i] for i in left]] * len(self._site.devices))
+
     def adopt(self, former: Synchronizer) -> None:
         """Takes over the state of the synchronizer that the same model had before.
 
@@ -362,6 +394,8 @@ class Synchronizer:
             else:
                 values = of_weights(*(g.global_state.whole(cell.field) for g in (old, new)))
             new.global_state.set_field(cell.field, values)
+        # Another optimizer may have brought other defaults of the rule.
+        new.global_state.carry(old.global_state.rule.last())
         if new.compressed is not None and old.compressed is not None:
             new.compressed.adopt(old.compressed, of_weights)
         # State may have moved since the last sync, so its anchors are taken over too.
@@ -370,5 +404,12 @@ class Synchronizer:
             anchor.assign(value)
         for slot, theirs in zip(new.counted(), old.counted(), strict=True):
             slot.variable.assign(theirs.variable)
-        # Signatures must be equal everywhere, as zeros are; the local weights may differ.
-        new.signatures.assign(tf.zeros_like(new.signatures))
+        # Signatures must be equal everywhere, as zeros are; what replicas have trained may differ.
+        # What the former synchronizer did not have was never compared.
+        variables = self._variables
+        for signatures, of_kind in (
+            (new.signatures, variables.weights),
+            (new.other_signatures, [*variables.state, *variables.frozen]),
+        ):
+            compared = tf.constant([id(v[0]) in former._index for v in of_kind], tf.bool)
+            signatures.assign(tf.where(compared, tf.zeros_like(signatures), signatures))

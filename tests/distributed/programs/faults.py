@@ -3,8 +3,9 @@
 Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model),
 local_devices, look (whether it looks at the global model after a failure as well), schedules
 (whether rates are searched and fall, an epoch is given up, and data are uneven), momentum (of the
-optimizer), and fault: null, "nan" (weights become NaN),
-"kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other weights than the chief's),
+optimizer), others (whether the model has a frozen layer and a normalisation), and fault: null,
+"nan" (weights become NaN), "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other
+weights than the chief's), "frozen" (in the frozen layer), "statistics" (of the normalisation),
 "leave" (exits with 0 in the middle of training), "absent" (before it), "sleep" (longer than the
 others wait), "rate" (a learning rate of its own), "own" (none, but data of its own), "empty" (no
 data of its own).
@@ -87,6 +88,7 @@ def main():
     scheduled = options.pop("schedules", False)
     fault = options.pop("fault", None)
     units, momentum = options.pop("units", 7), options.pop("momentum", 0.0)
+    others = options.pop("others", False)
     local, look = options.pop("local_devices", 1), options.pop("look", False)
     make_devices(local)
     rule = eval(options.pop("rule", "tfpara.BSP()"))
@@ -96,12 +98,18 @@ def main():
         **{"sync_period": 3, "timeout_seconds": 60, "startup_timeout_seconds": 60, **options},
     )
     with strategy.scope():
+        frozen, norm = keras.layers.Dense(6, trainable=False), keras.layers.BatchNormalization()
+        first = [keras.Input((6,)), *([frozen, norm] if others else [])]
         model = keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(units), keras.layers.Dense(4, name="last")]
+            [*first, keras.layers.Dense(units), keras.layers.Dense(4, name="last")]
         )
         model.compile(keras.optimizers.SGD(0.1, momentum), "mse")
     if fault == "load":
         model.set_weights([w + 1.0 for w in model.get_weights()])
+    elif fault == "frozen":
+        frozen.set_weights([w + 1.0 for w in frozen.get_weights()])
+    elif fault == "statistics":
+        norm.moving_mean.assign(norm.moving_mean + 1.0)
     x = np.random.default_rng(0).normal(size=(400, 6)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :4])).batch(8)
     if fault in ("own", "empty"):
@@ -109,7 +117,8 @@ def main():
         data = strategy.distribute_datasets_from_function(lambda _, all=data: all.take(count))
     if fault == "absent":
         return
-    callbacks = [Fault(strategy, fault)] if fault not in (None, "load", "own", "empty") else []
+    before = (None, "load", "frozen", "statistics", "own", "empty")
+    callbacks = [Fault(strategy, fault)] if fault not in before else []
     if scheduled:
         callbacks += schedules(strategy)
         count = 20 + strategy.worker_index  # minibatches; the second worker has one more
