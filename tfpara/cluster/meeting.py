@@ -13,7 +13,7 @@ whom the run begins; the answer, ``enrolled``, has a task number, and whether it
 (the number of that call) with ``terms``, ``met`` (a generation) with ``report``, ``failed`` and
 ``admits``, ``ready`` (a generation), ``out`` (the worker wants to leave) and ``done`` (its program
 ends). Empty messages, from both ends, are signs of life. The meeting point sends what `Membership`
-says, and ``lost`` (a task number) where a member is. Only the standard library is imported.
+says. Only the standard library is imported.
 """
 
 from __future__ import annotations
