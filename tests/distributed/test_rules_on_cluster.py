@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.all_cases]
 EVEN = [[4] * 10] * 4
 UNEVEN = [[4] * 10, [4] * 9 + [2], [4] * 7, [4] * 6]
 ONE_EACH = UNEVEN[::2]  # a replica for each worker
-AVERAGES = "{'ema': tfpara.EMA(0.8, zero_debias=True), 'ma': tfpara.MA()}"
+AVERAGES = "{'ema': tfpara.EMA(0.8, False, zero_debias=True), 'ma': tfpara.MA()}"
 HALVES = [(0, 1), (1, 4)]  # variables of the two fragments
 
 

@@ -737,7 +737,7 @@ OLD = pathlib.Path(__file__).parent / "checkpoints"
 def test_a_checkpoint_of_the_former_form_goes_on_where_it_was(tmp_path):
     """In the middle of an epoch of arrays, whose order was that of the seed; three workers."""
     shutil.copytree(OLD / "within", tmp_path, dirs_exist_ok=True)
-    averages = {"ema": tfpara.EMA(0.5)}
+    averages = {"ema": tfpara.EMA(0.5, num_updates=False)}
     strategy = tfpara.simulate_async(3, tfpara.ASGD(), averages=averages, seed=5)
     with strategy.scope():
         x = keras.Input((), dtype="int64")

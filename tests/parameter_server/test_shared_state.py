@@ -71,7 +71,12 @@ def test_they_are_those_of_one_worker_that_had_all_minibatches(rule, period, wor
 
 def test_weights_of_bfloat16_have_averages_of_more_bits():
     """Eight steps of 1/8 down from 1, whose mean is 7/16 and whose moving average is near 3/4."""
-    averages = {"ma": tfpara.MA(), "ema": tfpara.EMA(0.99), "running": tfpara.RunningThenMean()}
+    averages = {
+        "ma": tfpara.MA(),
+        "ema": tfpara.EMA(0.99, num_updates=False),
+        "counted": tfpara.EMA(0.99),
+        "running": tfpara.RunningThenMean(),
+    }
     strategy = tfpara.simulate_async(1, tfpara.ASGD(), averages=averages)
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype="bfloat16")
@@ -82,6 +87,10 @@ def test_weights_of_bfloat16_have_averages_of_more_bits():
     weights = 1.0 - np.arange(1, 9) / 8
     decays = 0.01 * 0.99 ** np.arange(7, -1, -1)
     expected = {"ma": weights.mean(), "ema": 0.99**8 + (decays * weights).sum()}
+    expected["counted"] = 1.0
+    for t, weight in enumerate(weights):
+        decay = (1 + t) / (10 + t)
+        expected["counted"] = decay * expected["counted"] + (1 - decay) * weight
     for name in averages:
         with strategy.weights(model, name):
             found = float(np.asarray(model.get_weights()[0], np.float32).item())

@@ -188,7 +188,7 @@ def check_beside_numpy(rule, speeds, period, step=Momentum, servers=1):
         rule,
         speeds=[Speed(s) for s in speeds],
         sync_period=period,
-        averages={"ema": EMA(0.9)}
+        averages={"ema": EMA(0.9, num_updates=False)}
         | ({} if isinstance(rule, AveragedASGD) else {"average": RunningThenMean()}),
     )
     strategy._processes.server_devices = [f"CPU:{k}" for k in range(servers)]
