@@ -80,7 +80,9 @@ def served(kind, servers, workers, chunks):
     step = keras.optimizers.Adam if kind == "adam" else keras.optimizers.SGD
     model.compile(step(RATE), "mse")
     devices = [f"CPU:{k}" for k in range(servers)]
-    server = Server(model, [], RULES[kind], {"ema": tfpara.EMA(DECAY, num_updates=False)}, devices, workers)
+    server = Server(
+        model, [], RULES[kind], {"ema": tfpara.EMA(DECAY, num_updates=False)}, devices, workers
+    )
     server.divide(chunks)
     server.open_epoch(0, anew=True)
     weights = [w.numpy().astype("float64") for w in model.trainable_variables]
