@@ -67,6 +67,7 @@ _SLOW = flags.DEFINE_float(
 
 # The rules whose workers begin each block with the servers' model.
 _PULLING = ("asgd", "aasgd", "downpour")
+_OF_GRADIENTS = ("asgd", "aasgd")  # the optimizer is the servers'
 
 
 def check(name: str, simulated: int) -> None:
@@ -82,7 +83,7 @@ def check(name: str, simulated: int) -> None:
     common.only_for(name in RULES, (_CHUNK,), f"--rule={', '.join(RULES)}")
     pulling = (_STALENESS, _BY_STALENESS, _SEARCH)
     common.only_for(name in _PULLING, pulling, f"--rule={', '.join(_PULLING)}")
-    common.only_for(name in ("asgd", "aasgd"), (_COMPENSATION,), "--rule=asgd and aasgd")
+    common.only_for(name in _OF_GRADIENTS, (_COMPENSATION,), "--rule=asgd and aasgd")
     common.only_for(name == "aasgd", (_RUNNING, _START_MEAN), "--rule=aasgd")
     common.only_for(_SEARCH.value, (_FACTORS, _PART), "--search_rate")
     alone = name in RULES and simulated > 0
@@ -123,6 +124,11 @@ def strategy(
 def local_steps(name: str) -> bool:
     """Returns whether workers have their own optimizers, which count minibatches, not pushes."""
     return name in ("downpour", "easgd_async")
+
+
+def counts_pushes(name: str) -> bool:
+    """Returns whether the optimizer is the servers', an iteration of which is a push."""
+    return name in _OF_GRADIENTS
 
 
 def chunk_minutes(total: float, most: int, workers: int) -> float:

@@ -150,7 +150,7 @@ def _check_async(name: str, schedule: str) -> None:
         raise ValueError(
             f"--sync_period={_PERIOD.value}: with parameter servers the period is one number."
         )
-    by_pushes = not async_flags.local_steps(rule_flags.rule_name())
+    by_pushes = async_flags.counts_pushes(rule_flags.rule_name())
     if async_flags.by_staleness() and by_pushes and schedule == "hand":
         raise ValueError(
             "--rate_by_staleness divides a rate that --schedule=hand computes from the pushes. "
@@ -275,7 +275,7 @@ class _HandsRate(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is None or async_flags.local_steps(rule_flags.rule_name()):
             return
-        if rule_flags.is_async():
+        if async_flags.counts_pushes(rule_flags.rule_name()):
             steps = self.model.distribute_strategy.statistics(self.model).pushes
         else:
             steps = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
@@ -287,7 +287,7 @@ def _step() -> int:
 
     An iteration of the servers' optimizer is a push; those of workers and replicas are minibatches.
     """
-    by_pushes = rule_flags.is_async() and not async_flags.local_steps(rule_flags.rule_name())
+    by_pushes = async_flags.counts_pushes(rule_flags.rule_name())
     return next(iter(sync_periods().values())) if by_pushes else 1
 
 

@@ -262,7 +262,7 @@ def _updates_per_step(replicas: int, period: int) -> float:
     if not rule_flags.is_async():
         return 1.0
     # Local optimizers go by the minibatches of all workers; the servers' one counts pushes.
-    return replicas / (1 if async_flags.local_steps(rule_flags.rule_name()) else period)
+    return replicas / (period if async_flags.counts_pushes(rule_flags.rule_name()) else 1)
 
 
 def _exchanges(strategy: Any, model: keras.Model) -> int:

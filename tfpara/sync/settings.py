@@ -293,8 +293,8 @@ def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
     """
     own = inner(optimizer)
     given = [getattr(own, name, 0.0) for name in ("momentum", "beta_1", "adam_beta_1")]
-    numbers = [g for g in given if isinstance(g, int | float) and 0.0 <= g < 1.0]
-    return float(max(numbers, default=0.0))
+    memories = [g for g in given if isinstance(g, int | float) and 0.0 <= g < 1.0]
+    return float(max(memories, default=0.0))
 
 
 def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
