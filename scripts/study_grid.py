@@ -3,6 +3,9 @@
 For each task the learning rate is chosen for one replica, by its validation error, and kept. Then
 every rule trains with every number of replicas, sync period and seed. The validation error is that
 of the model at the end, of as many samples for all.
+
+`all-reduce` is what N replicas make that average their gradients in each step: one replica with
+minibatches N times as large. It has no sync period, and the best of three rates for each N.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from scripts import common  # isort: skip  # before TensorFlow
 
 from absl import flags
 
+_ALL_REDUCE = "all-reduce"
 _RULES = {
     "bmuf": ("BMUF", ("--rule=bmuf",)),
     "bmuf-constant": ("BMUF, no warm-up", ("--rule=bmuf", "--noblock_momentum_warmup")),
@@ -31,6 +35,7 @@ _RULES = {
     # Blocks are averaged in place of added.
     "downpour-mean": ("Downpour, ζ = 1/N", ("--rule=downpour", "--block_learning_rate={share}")),
     "easgd-async": ("asynchronous EASGD", ("--rule=easgd_async",)),
+    _ALL_REDUCE: ("all-reduce", ("--rule=none", "--all_reduce={count}")),
 }
 _RATES = {
     "speech": (0.01, 0.02, 0.05),
@@ -62,7 +67,10 @@ _AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
 
 
 class Cell(NamedTuple):
-    """A training: of one replica if `rule` is empty, and then with no period."""
+    """A training: of one replica if `rule` is empty, and then with no period.
+
+    Of `all-reduce` the period is 1.
+    """
 
     task: str
     rule: str
@@ -77,11 +85,12 @@ class Cell(NamedTuple):
         return f"{self.task}{rule}-rate-{self.rate:g}-seed-{self.seed}"
 
     def command(self, out: Path) -> list[str]:
-        rule = ["--rule=none"]
-        if self.rule:
-            averaged = [f"--simulate_replicas={self.replicas}", f"--ema_decay={_DECAY}"]
-            options = (each.format(share=1.0 / self.replicas) for each in _RULES[self.rule][1])
-            rule = [*options, f"--sync_period={self.period}", *averaged]
+        given = {"count": self.replicas, "share": 1.0 / self.replicas}
+        options = _RULES[self.rule][1] if self.rule else ("--rule=none",)
+        rule = [option.format(**given) for option in options]
+        if self.rule not in ("", _ALL_REDUCE):
+            simulated = f"--simulate_replicas={self.replicas}"
+            rule += [simulated, f"--sync_period={self.period}", f"--ema_decay={_DECAY}"]
         return [
             "scripts.study_task",
             f"--task={self.task}",
@@ -99,6 +108,7 @@ class Cell(NamedTuple):
 
 
 Results = dict[Cell, dict[str, Any]]
+_Each = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 
 
 def tasks() -> list[str]:
@@ -144,7 +154,7 @@ def check_setting(out: Path, setting: dict[str, Any]) -> None:
         raise ValueError(f"the runs in --out={out} were made with {shown}. Give these, or another.")
 
 
-def train(out: Path, each: Callable[[Iterable[Callable[[], Any]]], list[Any]]) -> Results:
+def train(out: Path, each: _Each) -> Results:
     """Trains what has not been trained before.
 
     Args:
@@ -162,20 +172,39 @@ def train(out: Path, each: Callable[[Iterable[Callable[[], Any]]], list[Any]]) -
         if math.isinf(errors[chosen[task]]):
             raise common.Failure(f"{task}: one replica diverges with every learning rate.")
         print(f"  {task}: learning rate {chosen[task]:g}, the best for one replica", flush=True)
-    cells = [Cell(task, "", 1, 0, seed, chosen[task]) for task in tasks() for seed in seeds] + [
+    cells = [Cell(task, "", 1, 0, seed, chosen[task]) for task in tasks() for seed in seeds]
+    if _ALL_REDUCE in _CHOSEN.value:
+        cells += _all_reduce(out, chosen, counts, seeds, each)
+    cells += [
         Cell(task, rule, count, period, seed, chosen[task])
         for seed in seeds
         for task in tasks()
         for count in counts
         for period in periods
         for rule in _CHOSEN.value
+        if rule != _ALL_REDUCE
     ]
     return _results(out, cells, each)
 
 
-def _results(
-    out: Path, cells: list[Cell], each: Callable[[Iterable[Callable[[], Any]]], list[Any]]
-) -> Results:
+def _all_reduce(
+    out: Path, chosen: dict[str, float], counts: list[int], seeds: list[int], each: _Each
+) -> list[Cell]:
+    """The trainings of all seeds, with the best of 1, √N and N times one replica's rate."""
+    tried = {
+        (task, count): [
+            Cell(task, _ALL_REDUCE, count, 1, seeds[0], float(f"{rate * factor:.3g}"))
+            for factor in (1.0, math.sqrt(count), count)
+        ]
+        for task, rate in chosen.items()
+        for count in counts
+    }
+    results = _results(out, [cell for cells in tried.values() for cell in cells], each)
+    best = [min(cells, key=lambda cell: _error(results[cell])) for cells in tried.values()]
+    return [cell._replace(seed=seed) for seed in seeds for cell in best]
+
+
+def _results(out: Path, cells: list[Cell], each: _Each) -> Results:
     (out / "runs").mkdir(parents=True, exist_ok=True)
     left = sum(not cell.file(out).is_file() for cell in cells)
     if left:
@@ -196,7 +225,7 @@ def _results(
 def _error(result: dict[str, Any], weights: str = "global") -> float:
     """The validation error at the end; infinite where the training has diverged."""
     error = result["errors"].get(weights)
-    return math.inf if error is None else error
+    return math.inf if error is None or math.isnan(error) else error
 
 
 def page(results: Results) -> str:
@@ -227,7 +256,8 @@ def _table(task: str, results: Results) -> str:
         for count in counts:
             key = (task, rule, count, period)
             errors, averaged = (_errors(results, key, weights) for weights in _WEIGHTS)
-            shown.append(f"{_spread(errors)} ({_spread(averaged)})" if errors else "")
+            of_average = f" ({_spread(averaged)})" if rule != _ALL_REDUCE else ""
+            shown.append(f"{_spread(errors)}{of_average}" if errors else "")
         lines.append(f"| {period} | {_RULES[rule][0]} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
@@ -289,13 +319,18 @@ def draw(results: Results, out: Path) -> None:
             pyplot.close(figure)
 
 
+def _belongs(cell: Cell, rule: str, period: int) -> bool:
+    """Whether a training is one of the rule in the panel of a sync period."""
+    return cell.rule == rule and (rule in ("", _ALL_REDUCE) or cell.period == period)
+
+
 def _plot_errors(panel: Any, period: int, results: Results) -> None:
     single = [_error(found) for cell, found in results.items() if not cell.rule]
     panel.axhline(mean(single), color="grey", linestyle="--", label="one replica")
     for rule in dict.fromkeys(cell.rule for cell in results if cell.rule):
         by_count: dict[int, list[float]] = {}
         for cell, found in results.items():
-            if (cell.rule, cell.period) == (rule, period) and math.isfinite(_error(found)):
+            if _belongs(cell, rule, period) and math.isfinite(_error(found)):
                 by_count.setdefault(cell.replicas, []).append(_error(found))
         counts = sorted(by_count)
         panel.errorbar(
@@ -316,7 +351,7 @@ def _plot_curves(panel: Any, period: int, results: Results) -> None:
         curves = [
             found["curves"]["global"]
             for cell, found in results.items()
-            if cell.rule == rule and (not rule or (cell.replicas, cell.period) == (most, period))
+            if _belongs(cell, rule, period) and (not rule or cell.replicas == most)
         ]
         shortest = min(map(len, curves), default=0)
         means = [mean(values) for values in zip(*(c[:shortest] for c in curves), strict=True)]

@@ -53,6 +53,14 @@ _MOMENTUM = flags.DEFINE_boolean(
     f"{1.0 - _LOCAL_MOMENTUM:.1f}, so that steps are as long",
 )
 
+_ALL_REDUCE = flags.DEFINE_integer(
+    "all_reduce",
+    1,
+    "--rule=none: minibatches of each step, so that it is the one of as many replicas that average "
+    "their gradients",
+    lower_bound=1,
+)
+
 for _module in (common, rule_flags, async_flags):
     flags.adopt_module_key_flags(_module)
 
@@ -188,11 +196,12 @@ def main() -> None:
             raise ValueError(f"--rate={_RATE.value} and --epochs={_EPOCHS.value} must be positive.")
         sgd = _TASK.value != "characters"
         common.only_for(sgd, [_MOMENTUM], "--task=speech and digits, which train with SGD")
+        common.only_for(rule_flags.rule_name() == "none", [_ALL_REDUCE], "--rule=none")
         out.parent.mkdir(parents=True, exist_ok=True)
         # Devices of simulated replicas are made before any tensor.
         strategy = None if rule_flags.is_async() else _strategy(_PERIOD.value)
         task = _MAKE[_TASK.value]()
-        replicas = max(1, rule_flags.simulated())
+        replicas = max(_ALL_REDUCE.value, rule_flags.simulated())
         passes = task.epochs * _EPOCHS.value
         epochs = max(1, round(passes))
         samples = int(len(task.train[0]) * min(1.0, passes))

@@ -30,10 +30,10 @@ GRID = ("--suite=replicas", "--tasks=speech", "--seeds=0", "--counts=2", "--peri
 def test_a_grid_goes_on_and_its_page_has_what_was_measured(run_well, tmp_path):
     out = tmp_path / "grid"
     small = ("--train_minutes=0.5", "--held_out_minutes=0.4", "--passes=0.3", f"--out={out}")
-    run_well("study", *GRID, *small, "--rules=bmuf")
+    run_well("study", *GRID, *small, "--rules=bmuf,all-reduce")
     page = (out / "page.md").read_text()
     results = {path.stem: json.loads(path.read_text()) for path in (out / "runs").glob("*.json")}
-    assert len(results) == 3 + 1
+    assert len(results) == 3 + 3 + 1
     single = [r for name, r in results.items() if "speech-1-rate" in name]
     best = min(single, key=lambda r: r["errors"]["global"])
     (trained,) = (r for name, r in results.items() if name.startswith("speech-bmuf-2-3-"))
@@ -43,6 +43,20 @@ def test_a_grid_goes_on_and_its_page_has_what_was_measured(run_well, tmp_path):
     errors = trained["errors"]
     assert f"| 3 | BMUF | {errors['global']:.4g} ({errors['ema-0.8']:.4g}) |" in page
     assert 0 < errors["global"] < 100
+    reduced = [r for name, r in results.items() if name.startswith("speech-all-reduce-2-1-")]
+    rates = sorted(r["rate"] / best["rate"] for r in reduced)
+    assert rates == pytest.approx([1.0, 2.0**0.5, 2.0], rel=0.01)
+    least = min(reduced, key=lambda r: r["errors"]["global"])["errors"]["global"]
+    assert f"| 1 | all-reduce | {least:.4g} |" in page
+    # The mean of two replicas' weights after each step is that of a step with their mean gradient.
+    cell = study_grid.Cell("speech", "bsp", 2, 1, 0, best["rate"])
+    with flagsaver.flagsaver(passes=0.3):
+        command = cell.command(out)
+    run_well(command[0].partition(".")[2], *command[1:])
+    averaged = json.loads(cell.file(out).read_text())
+    (same,) = (r for r in reduced if r["rate"] == best["rate"])
+    assert averaged["exchanges"] > 10
+    assert averaged["curves"]["global"] == pytest.approx(same["curves"]["global"], abs=0.2)
     for name in ("speech-error.svg", "speech-curves.svg"):
         assert "<svg" in (out / name).read_text()
 
@@ -53,7 +67,7 @@ def test_a_grid_goes_on_and_its_page_has_what_was_measured(run_well, tmp_path):
             study_grid.check_setting(out, shared | {"train_minutes": 1.0})
 
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.json")}
-    ended = run_well("study", *GRID, *small, "--rules=bmuf")
+    ended = run_well("study", *GRID, *small, "--rules=bmuf,all-reduce")
     assert "runs of" not in ended.out and page in ended.out
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
