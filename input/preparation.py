@@ -5,21 +5,20 @@ few recordings, and an entry for each utterance.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
-from input import features, index, shards
+from input import index, shards
 from input.index import SPLITS, CorpusIndex
 from input.labels import Labels, Progress
+from input.normalisation import CMVN, Normaliser
 from input.parts import Part, Stats, divide
 from input.records import CorpusError
 from input.sources import Problem, Source
 
-CMVN = ("none", "utterance", "speaker", "given")
 SKIP = {
     "labels": "features without labels",
     "features": "labels without features",
@@ -122,6 +121,40 @@ def prepare(
     return Prepared(index.read(directory), False, skipped)
 
 
+def unlabelled(
+    part: Part,
+    options: Options,
+    skipped: Counter[str],
+    progress: Progress = lambda stage, total: None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields id and features of utterances that need no labels, made as those of a corpus.
+
+    Args:
+      part: the utterances.
+      options: options for features; of the others, `skip` alone counts.
+      skipped: gets the numbers of skipped utterances by problem.
+      progress: called with (stage, number of utterances) after each utterance.
+
+    Raises:
+      CorpusError: an utterance has no usable features, and `options.skip` does not allow it.
+    """
+    normaliser = _normaliser(options, progress)
+    normalised = normaliser.of(part, "the data")
+    for utterance, frames in part.source.read(part.utterances):
+        progress("utterances", len(part.utterances))
+        if isinstance(frames, Problem):
+            _skip(frames, options, skipped)
+        elif not len(frames):
+            _skip(Problem("length", f"utterance {utterance} has no frames"), options, skipped)
+        else:
+            normaliser.check_dim(utterance, frames)
+            yield utterance, normalised(utterance, frames)
+
+
+def _normaliser(options: Options, progress: Progress) -> Normaliser:
+    return Normaliser(options.cmvn, options.norm_vars, options.deltas, progress)
+
+
 def _with_labels(
     parts: dict[str, Part], labels: Labels, options: Options, skipped: Counter[str]
 ) -> dict[str, Part]:
@@ -170,38 +203,25 @@ class _Joiner:
         self._options = options
         self._skipped = skipped
         self._progress = progress
-        self._dim: int | None = None
-        self._apply_cmvn = tf.function(features.apply_cmvn, reduce_retracing=True)
-        self._add_deltas = tf.function(features.add_deltas, reduce_retracing=True)
+        self._normaliser = _normaliser(options, progress)
 
     def read(self, split: str, part: Part) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """Yields id, features and labels of each utterance that is not skipped."""
-        stats = self._stats(split, part)
+        normalised = self._normaliser.of(part, split)
         for utterance, frames in part.source.read(part.utterances):
             self._progress(f"writing {split}", len(part.utterances))
             if isinstance(frames, Problem):
                 _skip(frames, self._options, self._skipped)
                 continue
             if len(frames):
-                self._check_dim(utterance, frames)
+                self._normaliser.check_dim(utterance, frames)
             classes = self._labels.read(utterance, len(frames))
             problem = self._mismatch(utterance, len(frames), len(classes))
             if problem:
                 _skip(problem, self._options, self._skipped)
                 continue
             length = min(len(frames), len(classes))
-            speaker = part.source.speakers[utterance]
-            whole = self._transform(frames, stats(utterance, speaker, frames))
-            yield utterance, whole[:length], classes[:length]
-
-    def _check_dim(self, utterance: str, frames: np.ndarray) -> None:
-        if self._dim is None:
-            self._dim = frames.shape[1]
-        if frames.shape[1] != self._dim:
-            raise CorpusError(
-                f"utterance {utterance}: its frames are {frames.shape[1]} wide, those before it"
-                f" {self._dim}. All data must have the same features"
-            )
+            yield utterance, normalised(utterance, frames)[:length], classes[:length]
 
     def _mismatch(self, utterance: str, num_frames: int, num_labels: int) -> Problem | None:
         surplus = num_labels - num_frames
@@ -218,57 +238,6 @@ class _Joiner:
             f" {abs(surplus)} too {'many' if surplus > 0 else 'few'} (--max_length_mismatch is"
             f" {allowed})",
         )
-
-    def _stats(self, split: str, part: Part) -> Callable[[str, str, np.ndarray], Any]:
-        """Returns a function of utterance, speaker and frames.
-
-        It returns the statistics for `apply_cmvn`, or None if no mean is subtracted.
-        """
-        cmvn = self._options.cmvn
-        if cmvn == "speaker":
-            sums = self._speaker_sums(split, part)
-            return lambda utterance, speaker, frames: sums[speaker]
-        if cmvn == "given":
-            return lambda utterance, speaker, frames: self._checked(part, utterance, frames)
-        if cmvn == "utterance":
-            return lambda utterance, speaker, frames: features.cmvn_stats(frames)
-        return lambda utterance, speaker, frames: None
-
-    def _checked(self, part: Part, utterance: str, frames: np.ndarray) -> np.ndarray:
-        if part.stats is None:
-            raise ValueError("cmvn 'given' needs the statistics of every source")
-        stats = part.stats(utterance, part.source.speakers[utterance])
-        if stats.shape[1] != frames.shape[1] + 1:
-            raise CorpusError(
-                f"utterance {utterance}: its frames are {frames.shape[1]} wide, its statistics of"
-                f" cmvn.scp {stats.shape[1] - 1}"
-            )
-        return stats
-
-    def _speaker_sums(self, split: str, part: Part) -> dict[str, np.ndarray]:
-        """Returns the statistics of each speaker of the part.
-
-        As in Kaldi, they are of all features that the source has of the speaker, with labels or
-        without. What has no usable features is left out here; `read` fails where it has labels.
-        """
-        speakers = part.source.speakers
-        mine = {speakers[utterance] for utterance in part.utterances}
-        spoken = [utterance for utterance, speaker in speakers.items() if speaker in mine]
-        sums: dict[str, np.ndarray] = {}
-        for utterance, frames in part.source.read(spoken):
-            self._progress(f"statistics of {split}", len(spoken))
-            if not isinstance(frames, Problem) and len(frames):
-                self._check_dim(utterance, frames)
-                speaker = speakers[utterance]
-                sums[speaker] = sums.get(speaker, 0.0) + features.cmvn_stats(frames).numpy()
-        return sums
-
-    def _transform(self, frames: np.ndarray, stats: Any) -> np.ndarray:
-        if stats is not None:
-            frames = self._apply_cmvn(frames, stats, self._options.norm_vars).numpy()
-        if self._options.deltas:
-            frames = self._add_deltas(frames, self._options.deltas).numpy()
-        return frames
 
 
 def _made_with(

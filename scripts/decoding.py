@@ -7,7 +7,7 @@ kept in RUN_DIR/decoding.json, with the fingerprint of their corpus.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,31 +43,51 @@ def utterances(
         corpus: the corpus, from `runs.corpus_for`, which has the statistics of the training frames.
         split: "train", "validation" or "test".
     """
-    sequences = len(model.inputs[0].shape) == 3
-    stack, delay = description.get("stack", 1), serving.label_delay(description)
-    to_input = serving.model_input(corpus, description)
+    stack = description.get("stack", 1)
+    log_posteriors = posteriors(model, description, corpus)
+    part = corpus.split(split)
+    with index.open_shards(part) as files:
+        for number in range(len(part)):
+            frames, labels = index.read_utterance(corpus, part, files, number)
+            outputs = log_posteriors(frames)
+            yield Utterance(part.id[number], _of_stacks(labels, stack), outputs)
 
-    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, corpus.feature_dim])])
+
+def posteriors(
+    model: keras.Model, description: dict[str, Any], trained: CorpusIndex | runs.Frames
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function from an utterance's frames to the log posteriors of the model.
+
+    Args:
+        model: as for `utterances`.
+        description: as for `utterances`.
+        trained: has the width of a frame, and the statistics of the training frames.
+
+    Returns:
+        A function float32 [num_frames, feature_dim] -> float32 [num_outputs, num_classes].
+    """
+    sequences = len(model.inputs[0].shape) == 3
+    delay = serving.label_delay(description)
+    to_input = serving.model_input(trained, description)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, trained.feature_dim])])
     def log_posteriors(frames: tf.Tensor) -> tf.Tensor:
         seen = to_input(frames)
         logits = model(seen[None], training=False)[0, delay:] if sequences else model(seen)
         return tf.nn.log_softmax(tf.cast(logits, tf.float32))
 
-    part = corpus.split(split)
-    with index.open_shards(part) as files:
-        for number in range(len(part)):
-            frames, labels = index.read_utterance(corpus, part, files, number)
-            outputs = log_posteriors(frames).numpy()
-            yield Utterance(part.id[number], _of_stacks(labels, stack), outputs)
+    return lambda frames: log_posteriors(frames).numpy()
 
 
-def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) -> dict[str, Any]:
+def statistics(
+    run_dir: Path, description: dict[str, Any], corpus: CorpusIndex | None = None
+) -> dict[str, Any]:
     """Returns the counts of the training split of the corpus that a run was trained on.
 
     Args:
         run_dir: directory of the run; the counts are kept there.
         description: description of the run.
-        corpus: the corpus to be evaluated; used if it is that of the training.
+        corpus: the corpus to be evaluated, if there is one; used if it is that of the training.
 
     Returns:
         `frames`, [K], the number of frames of each class, and, if the classes are phone states,
@@ -86,7 +106,7 @@ def statistics(run_dir: Path, description: dict[str, Any], corpus: CorpusIndex) 
         kept = _read(path)
         if all(kept.get(key) == value for key, value in mark.items()):
             return kept
-    if corpus.fingerprint != mark["corpus_fingerprint"]:
+    if corpus is None or corpus.fingerprint != mark["corpus_fingerprint"]:
         try:
             corpus = runs.corpus_of_training(description)
         except FileNotFoundError as error:
@@ -161,15 +181,19 @@ def score(
 
 
 def log_likelihoods(
-    spoken: Iterator[Utterance], content: dict[str, Any]
+    log_posteriors: Iterable[tuple[str, np.ndarray]], content: dict[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi.
 
     Those of a class without a training frame are about `models.decoding.UNSEEN`.
+
+    Args:
+        log_posteriors: of each utterance: its id, and float32 [num_frames, num_classes].
+        content: from `statistics`.
     """
     prior = decoding.log_prior(np.array(content["frames"])).astype(np.float32)
-    for utterance in spoken:
-        yield utterance.id, utterance.log_posteriors - prior
+    for utterance, found in log_posteriors:
+        yield utterance, found - prior
 
 
 def about_unseen(content: dict[str, Any]) -> str | None:

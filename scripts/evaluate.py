@@ -85,7 +85,8 @@ def main() -> None:
         _report(scores, _frames(corpus, description), phones)
     if _LOGLIKES.value:
         with common.bad_input():
-            matrices = decoding.log_likelihoods(spoken(), statistics)
+            posteriors = ((each.id, each.log_posteriors) for each in spoken())
+            matrices = decoding.log_likelihoods(posteriors, statistics)
             written = kaldi_write.write_matrices(_LOGLIKES.value, matrices)
         print(f"wrote log-likelihoods to {written[0]} and {written[1]}")
 

@@ -1,7 +1,38 @@
-"""The summary that the preparing programs print of their corpus."""
+"""What the programs that read recorded speech show: progress bars, and lines at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tqdm import tqdm
 
 from input import features
 from input.index import CorpusIndex
+from input.preparation import SKIP
+
+
+class Bars:
+    """A progress bar for each stage, in utterances. Call it after each utterance."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: tqdm | None = None
+
+    def __call__(self, stage: str, total: int | None) -> None:
+        if self._bar is None or self._stage != stage:
+            self.close()
+            self._stage = stage
+            self._bar = tqdm(
+                desc=stage,
+                total=total,
+                unit=" utterances",
+                disable=None,  # on terminals only
+            )
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def summary(made: CorpusIndex, reused: bool, seconds: float) -> str:
@@ -16,4 +47,14 @@ def summary(made: CorpusIndex, reused: bool, seconds: float) -> str:
         f" {made.num_classes} classes,"
         f" {sum(len(split.shards) for split in splits)} shards,"
         f" {seconds:.1f} seconds"
+    )
+
+
+def skipped(counts: Mapping[str, int]) -> str:
+    """Returns the end of a line about utterances that were left out, by kind of problem."""
+    if not counts:
+        return ""
+    return "; skipped " + ", ".join(
+        f"{count} with {SKIP[kind]}" if kind != "audio" else f"{count} of {SKIP[kind]}"
+        for kind, count in counts.items()
     )

@@ -12,11 +12,10 @@ from typing import Any
 from scripts import common  # isort: skip  # before TensorFlow
 
 from absl import flags
-from tqdm import tqdm
 
 from input import audio_files, labels, preparation, sources
 from input.preparation import SKIP
-from scripts.made import summary
+from scripts.made import Bars, skipped, summary
 
 _DEFAULTS = preparation.Options()
 _EXTRACTION = sources.Extraction()
@@ -115,30 +114,6 @@ _SHARD = flags.DEFINE_float(
 _SEED = flags.DEFINE_integer("seed", _DEFAULTS.seed, "draws the held-out speakers, >= 0")
 
 
-class _Bars:
-    """A progress bar for each stage, in utterances."""
-
-    def __init__(self) -> None:
-        self._stage = ""
-        self._bar: tqdm | None = None
-
-    def __call__(self, stage: str, total: int | None) -> None:
-        if self._bar is None or self._stage != stage:
-            self.close()
-            self._stage = stage
-            self._bar = tqdm(
-                desc=stage,
-                total=total,
-                unit=" utterances",
-                disable=None,  # on terminals only
-            )
-        self._bar.update()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
 def run(
     open_source: Callable[[str, sources.Extraction], sources.Source],
     made_with: Mapping[str, Any],
@@ -156,7 +131,7 @@ def run(
         _check()
         options, extraction = _options(), _extraction()
         common.setup_tensorflow()
-        bars = _Bars()
+        bars = Bars()
         try:
             directories = _directories()
             opened = {split: open_source(path, extraction) for split, path in directories.items()}
@@ -173,7 +148,7 @@ def run(
                 )
         finally:
             bars.close()
-    print(summary(made.corpus, made.reused, time.monotonic() - started) + _skipped(made))
+    print(summary(made.corpus, made.reused, time.monotonic() - started) + skipped(made.skipped))
 
 
 def _check() -> None:
@@ -246,7 +221,7 @@ def _stats(directories: dict[str, str], allow_pipes: bool) -> dict[str, preparat
     return {split: sources.SpeakerStats(path, allow_pipes) for split, path in directories.items()}
 
 
-def _labels(bars: _Bars) -> labels.KaldiAlignments | labels.PhoneTimes:
+def _labels(bars: Bars) -> labels.KaldiAlignments | labels.PhoneTimes:
     if bool(_ALI.value) == bool(_PHONES.value):
         raise ValueError("give the labels with one of --ali and --phones")
     if _PHONES.value:
@@ -254,12 +229,3 @@ def _labels(bars: _Bars) -> labels.KaldiAlignments | labels.PhoneTimes:
             raise ValueError("--num_classes goes with --ali; --phones has three to a phone")
         return labels.PhoneTimes(_PHONES.value, _SILENCE.value, bars)
     return labels.KaldiAlignments(_ALI.value or [], _NUM_CLASSES.value, bars)
-
-
-def _skipped(made: preparation.Prepared) -> str:
-    if not made.skipped:
-        return ""
-    return "; skipped " + ", ".join(
-        f"{count} with {SKIP[kind]}" if kind != "audio" else f"{count} of {SKIP[kind]}"
-        for kind, count in made.skipped.items()
-    )

@@ -308,7 +308,7 @@ def test_log_likelihoods_of_classes_without_a_training_frame():
     posteriors = np.array([[0.98, 0.01, 0.01]], np.float32)
     spoken = decoding.Utterance("u1", np.array([0]), np.log(posteriors))
     content = {"frames": [600, 400, 0]}
-    ((name, found),) = decoding.log_likelihoods(iter([spoken]), content)
+    ((name, found),) = decoding.log_likelihoods([(spoken.id, spoken.log_posteriors)], content)
     assert (name, found.dtype) == ("u1", np.float32)
     np.testing.assert_allclose(found[0, :2], np.log([0.98, 0.01]) - np.log([0.6, 0.4]), rtol=1e-2)
     assert found[0, 2] == pytest.approx(phones.UNSEEN, rel=1e-3)
