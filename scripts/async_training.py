@@ -5,6 +5,7 @@ Import it before TensorFlow, after `scripts.common`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class ChunkedData:
         shuffle_frames: frames that are shuffled together.
 
     Raises:
-        ValueError: the chunks are too short for the utterances.
+        ValueError: the chunks are too short for the utterances, or for a push.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class ChunkedData:
             utterances //= streams.streams
             minibatch = streams.streams * streams.truncation * streams.stack
         # A push, and with streams an utterance for each of them, must fit into a chunk.
-        pushes = self.num_frames // (minibatch * next(iter(schedule_flags.sync_periods().values())))
+        period = next(iter(schedule_flags.sync_periods().values()))
+        pushes = self.num_frames // (minibatch * period)
         workers = strategy.num_workers
         self.chunk_minutes = async_flags.chunk_minutes(
             self.num_frames * FRAME_SHIFT / 60.0, max(1, min(utterances, pushes)), workers
@@ -68,6 +70,13 @@ class ChunkedData:
             shuffle_frames=shuffle_frames,
         )
         self.num_steps = self.chunks.num_minibatches
+        smallest = (self.num_steps or math.inf) // self.chunks.count
+        if period > max(1, smallest):
+            raise ValueError(
+                f"--sync_period={period} exceeds the {smallest} minibatches of a chunk of "
+                f"{self.chunk_minutes:g} minutes. Lower --sync_period or --minibatch, or raise "
+                "--chunk_minutes."
+            )
         idle = async_flags.about_idle(self.chunks.count, workers)
         if idle is not None:
             print(idle, flush=True)

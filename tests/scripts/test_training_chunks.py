@@ -1,5 +1,6 @@
 """The training data of the asynchronous mode, and models that train on them."""
 
+import itertools
 import types
 
 import keras
@@ -111,21 +112,30 @@ def test_a_corpus_of_less_than_an_hour_gives_every_worker_work(corpus, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("period", [1, 4, 7, 40, 10**6])
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(
+    ("recurrent", "period"), [*itertools.product((False, True), (1, 4, 7)), (False, 40)]
+)
 def test_a_push_fits_into_the_chunks_where_their_length_is_not_given(corpus, recurrent, period):
     data = chunked(corpus, 3, recurrent, minibatch="16", sync_period=str(period))
-    count, whole = data.chunks.count, chunked(corpus, 1, recurrent, chunk_minutes=60.0)
+    count = data.chunks.count
+    one = {"sync_period": "1", "chunk_minutes": 60.0}
+    whole = chunked(corpus, 1, recurrent, minibatch="16", **one)
     assert whole.chunks.count == 1
     assert count == 1 or data.chunks.num_minibatches // count >= period
     assert recurrent or count == min(12, len(corpus.split("train"))) or period > 4
 
 
 def test_workers_without_a_chunk_are_told_of(corpus, capsys):
-    chunked(corpus, 3, chunk_minutes=60.0)
+    chunked(corpus, 3, sync_period="1", chunk_minutes=60.0)
     assert capsys.readouterr().out == (
         "An epoch has 1 chunk for 3 workers, so that 2 of them will be idle. Lower "
         "--chunk_minutes, or start fewer workers.\n"
     )
-    chunked(corpus, 2, sync_period="1000")
+    chunked(corpus, 2, minibatch="16", sync_period=str(corpus.num_frames("train") // 16))
     assert "Lower --sync_period, or start fewer workers." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chosen", [{}, {"chunk_minutes": 0.1}])
+def test_a_push_that_is_longer_than_a_chunk_is_refused(corpus, chosen):
+    with pytest.raises(ValueError, match="--sync_period=1000000 exceeds the .* Lower --sync_per"):
+        chunked(corpus, 2, minibatch="16", sync_period="1000000", **chosen)
