@@ -26,6 +26,7 @@ _RULES = {
     "bmuf": ("BMUF", ("--rule=bmuf",)),
     "bmuf-constant": ("BMUF, no warm-up", ("--rule=bmuf", "--noblock_momentum_warmup")),
     "bmuf-plain": ("BMUF, no local momentum", ("--rule=bmuf", "--nolocal_momentum")),
+    "bmuf-dense-first": ("BMUF, period 5 in the first epoch", ("--rule=bmuf", "--first_period=5")),
     "bmuf-adam": ("BMUFAdam", ("--rule=bmuf_adam",)),
     "bsp": ("BSP", ("--rule=bsp",)),
     "easgd": ("EASGD", ("--rule=easgd",)),

@@ -44,6 +44,9 @@ _EPOCHS = flags.DEFINE_float(
     0.0,
 )
 _PERIOD = flags.DEFINE_integer("sync_period", 20, "minibatches of a replica between syncs", 1)
+_FIRST_PERIOD = flags.DEFINE_integer(
+    "first_period", 0, "the sync period in the first epoch; 0: --sync_period, too", 0
+)
 _SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
 
 _MOMENTUM = flags.DEFINE_boolean(
@@ -197,6 +200,7 @@ def main() -> None:
         sgd = _TASK.value != "characters"
         common.only_for(sgd, [_MOMENTUM], "--task=speech and digits, which train with SGD")
         common.only_for(rule_flags.rule_name() == "none", [_ALL_REDUCE], "--rule=none")
+        common.only_for(not rule_flags.is_async(), [_FIRST_PERIOD], "synchronous rules")
         out.parent.mkdir(parents=True, exist_ok=True)
         # Devices of simulated replicas are made before any tensor.
         strategy = None if rule_flags.is_async() else _strategy(_PERIOD.value)
@@ -229,7 +233,11 @@ def main() -> None:
     scores, history = tfpara.callbacks.HeldOut(task.validation, which), keras.callbacks.History()
     # The last part of a minibatch is left out, so that all replicas take as many steps.
     x, y = (array[: steps * task.minibatch * replicas] for array in task.train)
-    options: dict[str, Any] = {"epochs": epochs, "verbose": 2, "callbacks": [scores, history]}
+    callbacks = [scores, history]
+    if _FIRST_PERIOD.value:
+        periods = {0: min(_FIRST_PERIOD.value, steps), 1: period}
+        callbacks.append(tfpara.callbacks.SyncPeriod(periods, verbose=0))
+    options: dict[str, Any] = {"epochs": epochs, "verbose": 2, "callbacks": callbacks}
     diverged = False
     try:
         if isinstance(strategy, tfpara.AsyncStrategy):
