@@ -66,6 +66,33 @@ def test_arrays_are_used_once_in_an_epoch(data, size, batch, shuffle, epoch):
             np.testing.assert_array_equal(rows[:, 0].astype(int) % 3, labels)
 
 
+def test_chunks_of_this_process_copy_no_array(monkeypatch):
+    x, y = numbered(5000)
+    given = {"batch_size": 64, "count": 3, "order": [4]}
+    sent, kept = (as_chunks(x, y, **given, sent=sent) for sent in (True, False))
+    for theirs, ours in zip(read(sent, 1), read(kept, 1), strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+    assert min(largest_graph(sent), x.nbytes) == x.nbytes
+    assert largest_graph(kept) < x.nbytes / 2
+    monkeypatch.setattr("tfpara.parameter_server.chunks.LARGEST_BYTES", 100)
+    with pytest.raises(ValueError, match="which every worker would be sent"):
+        as_chunks(x, y, **given)
+    assert as_chunks(x, y, **given, sent=False).count == 3
+
+
+def largest_graph(chunks):
+    """The size of the largest graph of a chunk's dataset, in bytes."""
+    zero = tf.zeros([], tf.int64)
+    datasets, sizes = [chunks.dataset(zero, zero, *chunks.arguments(0, 0))], []
+    while datasets:
+        dataset = datasets.pop()
+        datasets += dataset._inputs()
+        functions = [each.function for each in dataset._functions()]
+        sizes += [each.graph.as_graph_def().ByteSize() for each in functions]
+    return max(sizes)
+
+
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 5))
 def test_a_datasets_minibatches_are_used_once(size, batch, count):

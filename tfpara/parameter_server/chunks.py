@@ -118,6 +118,7 @@ def as_chunks(
     class_weight: Mapping[int, float] | None = None,
     count: int | None = None,
     order: Sequence[int] = (0,),
+    sent: bool = True,
 ) -> Chunks:
     """Returns the data of a `fit` as chunks.
 
@@ -131,6 +132,8 @@ def as_chunks(
         count: chunks of an epoch; 1 if None.
         order: numbers that the order depends on, beside the epoch. They are read when a chunk is
             handed out, so changing the list changes the order of later chunks.
+        sent: whether the chunks are read in other processes. Then a copy of all arrays is part of
+            the graph that reads them; else none is made.
 
     Raises:
         TypeError: data of another kind.
@@ -157,7 +160,7 @@ def as_chunks(
     else:
         data = (x, y) if sample_weight is None else (x, y, sample_weight)
         size = _positive("batch_size", batch_size, 32)
-        chunks = _of_arrays(data, size, shuffle, _positive("chunks", count, 1), order)
+        chunks = _of_arrays(data, size, shuffle, _positive("chunks", count, 1), order, sent)
     return _weighted(chunks, class_weight) if class_weight else chunks
 
 
@@ -210,14 +213,14 @@ def _of_dataset(dataset: tf.data.Dataset, count: int, order: Sequence[int]) -> C
 
 
 def _of_arrays(
-    data: Data, batch_size: int, shuffle: bool, count: int, order: Sequence[int]
+    data: Data, batch_size: int, shuffle: bool, count: int, order: Sequence[int], sent: bool
 ) -> Chunks:
     data = tf.nest.map_structure(np.asarray, data)
     arrays = tf.nest.flatten(data)
     lengths = sorted({len(array) if array.ndim else 0 for array in arrays})
     if len(lengths) != 1 or lengths[0] == 0:
         raise ValueError(f"the arrays have {lengths} samples; they must be equally many, not 0.")
-    if sum(array.nbytes for array in arrays) > LARGEST_BYTES:
+    if sent and sum(array.nbytes for array in arrays) > LARGEST_BYTES:
         raise ValueError(
             "the arrays have more than 1 GB, which every worker would be sent. Write them to files "
             "and give a tf.data.Dataset that reads them, or tfpara.Chunks."
@@ -227,6 +230,10 @@ def _of_arrays(
         raise ValueError(
             f"chunks={count} is more than the {minibatches} minibatches of an epoch. Give fewer."
         )
+
+    if not sent:
+        with tf.device("CPU:0"):  # a graph refers to a tensor of this process, and copies an array
+            data = tf.nest.map_structure(tf.convert_to_tensor, data)
 
     def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:
         """Returns the indices of a chunk's samples, one minibatch after the other."""

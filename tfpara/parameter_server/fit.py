@@ -61,6 +61,7 @@ class Fit:
             class_weight=class_weight,
             count=chunks,
             order=self.order,
+            sent=not strategy.is_simulated,
         )
         _check_period(strategy.sync_period, self._chunks)
         self._strategy = strategy

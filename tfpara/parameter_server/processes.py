@@ -59,6 +59,7 @@ class Processes:
         timeout_seconds, startup_timeout_seconds: as for `join`.
     """
 
+    is_simulated = False
     chief_device = _DEVICE.format("chief", 0)
 
     def __init__(

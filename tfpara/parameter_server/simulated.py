@@ -78,6 +78,8 @@ def simulate_async(
 class _Simulated:
     """The stand-in for `processes.Processes` without a cluster."""
 
+    is_simulated = True
+
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
         self.num_workers = len(speeds)
         with tf.device("CPU:0"):  # the full name differs if this process is a cluster's chief

@@ -141,6 +141,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     sync_period = property(lambda self: self._period, doc="τ, minibatches of a push.")
     averages = property(lambda self: dict(self._averages), doc="Averages, by name.")
     num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
+    is_simulated = property(
+        lambda self: self._processes.is_simulated, doc="Whether this process has all workers."
+    )
     weight_names = property(lambda self: ["global", *self._averages], doc="What `weights` takes.")
 
     def __repr__(self) -> str:
