@@ -4,9 +4,9 @@ python -m scripts.forward --run_dir=runs/bmuf --data=data/test --out=exp/bmuf/lo
 
 Writes OUT.ark and OUT.scp: for each utterance log posteriors minus log priors, a row for each frame
 (of a model that stacks frames, for each stack), a column for each pdf-id. `latgen-faster-mapped`
-reads them. A data directory is as for prepare_kaldi; its features are made as those of the corpus
-that the run was trained on: kind and size, --cmvn, deltas. Priors are counted in that corpus, once;
-they are kept in RUN_DIR/decoding.json.
+reads them. Features are made as those of the corpus that the run was trained on: taken from
+feats.scp, or computed from wav.scp; --cmvn, deltas. Priors are counted in that corpus, once; they
+are kept in RUN_DIR/decoding.json.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ _ALLOW_PIPES = flags.DEFINE_bool(
     "allow_pipes",
     False,
     "run the commands ('COMMAND |') that tables hold, in a shell: only for tables that you trust",
-)
-_FROM_AUDIO = flags.DEFINE_bool(
-    "from_audio", False, "compute features from wav.scp even where there is a feats.scp"
 )
 _RESAMPLE = flags.DEFINE_bool(
     "resample", False, "convert audio of another rate; it is an error if not set"
@@ -105,30 +102,33 @@ def _check_flags() -> None:
 
 def _part(made: dict[str, Any]) -> Part:
     """Opens the data directory; `made` says how the features of the training were made."""
-    extraction = sources.Extraction()
-    if made.get("features", extraction.kind) != "given":
+    plain = sources.Extraction()
+    kind = made.get("features", plain.kind)
+    computed, directory = kind != "given", Path(_DATA.value)
+    table = "wav.scp" if computed else "feats.scp"
+    if directory.is_dir() and not (directory / table).exists():
+        how = f"{kind} computed from audio" if computed else "the features of a feats.scp"
+        raise FileNotFoundError(
+            f"the run was trained on {how}, and --data={directory} has no {table}."
+        )
+    common.only_for(computed, (_RESAMPLE, _DECODER), "runs on features computed from audio")
+    extraction = plain
+    if computed:
         reading = audio_files.Options(
             sample_rate=made.get("sample_rate", features.SAMPLE_RATE),
             resample=_RESAMPLE.value,
             decoder=_DECODER.value,
         )
         extraction = sources.Extraction(
-            made.get("features", extraction.kind),
-            made.get("num_mel", extraction.num_mel),
-            made.get("num_ceps", extraction.num_ceps),
+            kind,
+            made.get("num_mel", plain.num_mel),
+            made.get("num_ceps", plain.num_ceps),
             made.get("pitch", False),
             reading,
         )
-    source = sources.kaldi_directory(_DATA.value, extraction, _ALLOW_PIPES.value, _FROM_AUDIO.value)
-    computed = isinstance(source, sources.Audio)
-    if computed and made.get("features") == "given":
-        raise ValueError(
-            f"the run was trained on the features of a feats.scp, and --data={_DATA.value} "
-            + ("is read from audio (--from_audio)." if _FROM_AUDIO.value else "has none.")
-            + " Make them as those of the training."
-        )
-    what = "features computed from audio (with --from_audio, where there is a feats.scp)"
-    common.only_for(computed, (_RESAMPLE, _DECODER), what)
+    source = sources.kaldi_directory(
+        str(directory), extraction, _ALLOW_PIPES.value, from_audio=computed
+    )
     stats = None
     if made.get("cmvn") == "given":
         stats = sources.SpeakerStats(_DATA.value, _ALLOW_PIPES.value)

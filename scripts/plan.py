@@ -13,6 +13,7 @@ than --loss of the speed without syncs.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,13 @@ def main() -> None:
                 "Make it first."
             )
     with common.bad_input():
+        _check_flags()
         workers, periods = (sorted({int(n) for n in f.value}) for f in (_WORKERS, _PERIODS))
-        if not workers or not periods:
-            raise ValueError("--workers and --sync_periods need a number each, such as 2 and 80.")
         given_link = None if _LINK.value is None else Link.of_mbit(_LINK.value, _DELAY.value)
         if given_link is None and _DELAY.value:
             raise ValueError(
                 f"--link_delay_ms={_DELAY.value} is of the link of --link_mbit. Give that too."
             )
-        probe = _costs(Link(1.0), {"step_ms": 1.0})  # refuses wrong values before the measurement
-        for count in workers:
-            probe.smallest_period(count, _LOSS.value)
-        for period in periods:
-            probe.speedup(1, period)
     found = _measured(given_link)
     costs = _costs(given_link or found.pop("link"), found)
     table = {n: {p: costs.speedup(n, p) for p in periods} for n in workers}
@@ -86,6 +81,23 @@ def main() -> None:
         common.write_json(Path(_OUT.value), _content(costs, table, best))
     if _PLOT.value:
         _draw(table, Path(_PLOT.value))
+
+
+def _check_flags() -> None:
+    for each in (_WORKERS, _PERIODS):
+        if not each.value or not all(n.isdecimal() and int(n) > 0 for n in each.value):
+            raise ValueError(
+                f"--{each.name}={','.join(each.value)} must be whole numbers of at least 1, with "
+                "commas."
+            )
+    for flag in (_STEP_MS, _LINK):
+        if flag.value is not None and not 0.0 < flag.value < math.inf:
+            raise ValueError(f"--{flag.name}={flag.value} must be a number above 0.")
+    for flag, least in ((_SYNC_MS, 0.0), (_DELAY, 0.0), (_SLOWDOWN, 1.0)):
+        if flag.value is not None and not least <= flag.value < math.inf:
+            raise ValueError(f"--{flag.name}={flag.value} must be a number of at least {least:g}.")
+    if not 0.0 < _LOSS.value < 1.0:
+        raise ValueError(f"--{_LOSS.name}={_LOSS.value} must be a share between 0 and 1.")
 
 
 def _costs(link: Link, found: dict[str, Any]) -> Costs:
@@ -147,6 +159,8 @@ def _print(costs: Costs, table: dict[int, dict[int, float]], best: dict[int, int
     print()
     for workers, period in best.items():
         if workers == 1:
+            if len(best) == 1:
+                print("One worker has no sync. Give more: --workers=2,4.")
             continue
         if period is None:
             print(f"{workers} workers: no sync period loses less than {_LOSS.value:.0%}.")

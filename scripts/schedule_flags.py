@@ -121,15 +121,16 @@ def check() -> None:
             f"--rule=bmuf_adam filters Adam's moments, and --optimizer={name} has none. Give "
             "--optimizer=adam or adamw, or --rule=bmuf."
         )
+    if not 0.0 < _first_rate() < math.inf:
+        raise ValueError(f"--learning_rate={_RATE.value} must be a positive number.")
+    if not 0.0 <= _MOMENTUM.value < 1.0:
+        raise ValueError(f"--momentum={_MOMENTUM.value} is outside [0, 1).")
     if _CLIP.value is not None and not _CLIP.value > 0:
         raise ValueError(f"--clip_norm={_CLIP.value} must be positive. Leave it out for no limit.")
-    if schedule == "exponential" and not (_first_rate() > 0 and _last_rate() > 0):
-        raise ValueError(
-            f"exponential decay needs --learning_rate={_first_rate()} and --final_learning_rate="
-            f"{_last_rate()} to be positive."
-        )
-    if _GUARD.value is not None:
-        schedules.OverfittingRule(_GUARD.value)
+    if schedule == "exponential" and not 0.0 < _last_rate() < math.inf:
+        raise ValueError(f"--final_learning_rate={_last_rate()} must be a positive number.")
+    if _GUARD.value is not None and not 0.0 < _GUARD.value < math.inf:
+        raise ValueError(f"--overfitting_guard={_GUARD.value} must be a positive number.")
     sync_periods()
     minibatches()
 

@@ -122,6 +122,10 @@ def test_tf_config_wins():
     ("environ", "words"),
     [
         (TORCHRUN | OURS | {"RANK": "0"}, ["TFPARA_RANK=1", "contradicts RANK=0", "Unset"]),
+        (INDEX | {"JOB_COMPLETION_INDEX": "2"}, ["JOB_COMPLETION_INDEX='2'", "`completions`"]),
+        (PET | {"PET_NNODES": "1:2"}, ["PET_NNODES='1:2'", "a range of nodes"]),
+        ({"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '"algo-2"'}, ["must be a JSON list of hosts"]),
+        ({"SM_CURRENT_HOST": "b", "SM_HOSTS": '[1, "b"]'}, ["must be a JSON list of hosts"]),
         (OPEN_MPI | TORCHRUN | {"WORLD_SIZE": "3"}, ["OMPI_COMM_WORLD_SIZE=2", "WORLD_SIZE=3"]),
         (JAX | SLURM, ["JAX_NUM_PROCESSES=2", "SLURM_STEP_NUM_TASKS=4"]),
         ({"TFPARA_COORDINATOR": "a:1"}, ["TFPARA_COORDINATOR='a:1'", "Set TFPARA_RANK"]),

@@ -685,3 +685,17 @@ def test_no_worker_of_an_elastic_run_is_removed_before_training(script, tmp_path
         (tmp_path / "end").touch()
         code, output, _ = launched.finish()
     assert code == 0, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_of_elastic_runs_does_not_end_another(number, script, tmp_path):
+    text = f"import os, time\nopen({str(tmp_path / 'there')!r}, 'a')\n"
+    text += f"while not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.01)\n"
+    with Launched("-n", 2, script(text), stderr=subprocess.STDOUT) as launched:
+        while not (tmp_path / "there").exists():
+            time.sleep(0.01)
+        launched.process.send_signal(number)
+        launched.read_until(f"{number.name} is ignored: workers come and go in runs with --elastic")
+        (tmp_path / "end").touch()
+        code, output, _ = launched.finish()
+    assert code == 0, output

@@ -100,16 +100,19 @@ def test_utterances_without_labels_have_log_likelihoods(run_well, root, run_dir,
             np.testing.assert_allclose(found[key][:, seen], matrix[:, seen], atol=0.02)
 
 
-def test_audio_through_a_recurrent_model(run_well, root, tmp_path):
+def test_audio_through_a_recurrent_model(run, run_well, root, tmp_path):
     recurrent = ("--model=lstm-000", "--scale=0.01", "--streams=2", "--truncation=10")
     made = ("--features=plp", "--from_audio", "--deltas=0")
     flags = (*recurrent, "--rule=none", "--epochs=1")
-    run, aligned = trained(run_well, root, tmp_path, *flags, ali="audio.1", made=made)
+    run_dir, aligned = trained(run_well, root, tmp_path, *flags, ali="audio.1", made=made)
     out = tmp_path / "loglikes"
-    data = (f"--data={root}/test", "--from_audio")
-    run_well("forward", f"--run_dir={run}", *data, f"--out={out}")
+    # There is a feats.scp, too, of other features.
+    run_well("forward", f"--run_dir={run_dir}", f"--data={root}/test", f"--out={out}")
     found = dict(kaldiio.load_scp(f"{out}.scp"))
     assert len(found) == 6 and len(aligned) == 4
+    (tmp_path / "data").mkdir()
+    ended = run("forward", f"--run_dir={run_dir}", f"--data={tmp_path}/data", f"--out={out}")
+    assert "trained on plp computed from audio, and" in ended.err and "has no wav.scp." in ended.err
     assert {matrix.shape for matrix in found.values()} == {(16, 7)}  # stacks of three frames
     for key, matrix in aligned.items():
         np.testing.assert_allclose(found[key], matrix, rtol=1e-4, atol=1e-4)
@@ -130,7 +133,7 @@ def test_data_that_does_not_fit_is_refused(run, run_well, root, run_dir, tmp_pat
             "NaN or Inf in frame 3, dimension 2. To leave out and count features with NaN or Inf,",
         ),
         (("--skip=labels",), "--skip=labels: here it is some of length, nonfinite, audio."),
-        (("--resample",), "--resample=True is for features computed from audio"),
+        (("--resample",), "--resample=True is for runs on features computed from audio"),
         ((f"--out={tmp_path}/a b",), "Kaldi's tables cannot name a path with white space"),
         (("--weights=ema-0.5",), "This run has the weights: global."),
     ):
@@ -145,10 +148,7 @@ def test_data_that_does_not_fit_is_refused(run, run_well, root, run_dir, tmp_pat
     kaldiio.save_ark(f"{data}/feats.ark", wide, scp=f"{data}/feats.scp")
     ended = run("forward", *flags)
     assert "utterance x-0: its frames are 6 wide, those of the training 5" in ended.err
-    for audio, said in ((("--from_audio",), "is read from audio (--from_audio)"), ((), "has none")):
-        if not audio:
-            (root / "test" / "feats.scp").rename(root / "test" / "kept.scp")
-        ended = run("forward", flags[0], f"--data={root}/test", flags[2], *audio)
-        assert "the run was trained on the features of a feats.scp" in ended.err
-        assert said in ended.err
-    (root / "test" / "kept.scp").rename(root / "test" / "feats.scp")
+    (data / "feats.scp").unlink()
+    ended = run("forward", *flags)
+    assert "trained on the features of a feats.scp, and" in ended.err
+    assert f"--data={data} has no feats.scp." in ended.err

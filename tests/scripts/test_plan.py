@@ -58,11 +58,12 @@ def test_what_is_not_given_is_measured(run_well, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--workers=0",), "num_workers=0 must be a whole number, at least 1"),
-        (("--sync_periods=x",), "invalid literal"),
-        (("--loss=1.5",), "loss=1.5 must be a share between 0 and 1"),
-        (("--link_mbit=0",), "bytes_per_second=0.0 must be above 0"),
-        (("--slowdown=0.5",), "slowdown=0.5 must be at least 1"),
+        (("--workers=0",), "--workers=0 must be whole numbers of at least 1, with commas"),
+        (("--sync_periods=5,x",), "--sync_periods=5,x must be whole numbers of at least 1"),
+        (("--loss=1.5",), "--loss=1.5 must be a share between 0 and 1"),
+        (("--link_mbit=0",), "--link_mbit=0.0 must be a number above 0"),
+        (("--step_ms=nan",), "--step_ms=nan must be a number above 0"),
+        (("--slowdown=0.5",), "--slowdown=0.5 must be a number of at least 1"),
         (("--link_delay_ms=5",), "is of the link of --link_mbit"),
         (("--plot=/nowhere/plan.png",), "there is no folder /nowhere"),
     ],

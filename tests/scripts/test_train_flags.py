@@ -1,6 +1,7 @@
 """What scripts.train makes of its flags, without starting it."""
 
 import functools
+import math
 
 import keras
 import numpy as np
@@ -68,9 +69,12 @@ def test_a_period_changes_between_epochs_only():
         ({"scale_learning_rate": True}, "is for --rule=bsp"),
         ({"rule": "bmuf_adam"}, "--optimizer=sgd has none. Give --optimizer=adam"),
         ({"clip_norm": 0.0}, "--clip_norm=0.0 must be positive"),
-        ({"final_learning_rate": 0.0}, "exponential decay needs"),
-        ({"schedule": "exponential", "learning_rate": 0.0}, "exponential decay needs"),
-        ({"overfitting_guard": -1.0}, "threshold=-1.0 must be positive"),
+        ({"final_learning_rate": 0.0}, "--final_learning_rate=0.0 must be a positive number"),
+        ({"learning_rate": 0.0}, "--learning_rate=0.0 must be a positive number"),
+        ({"learning_rate": math.inf}, "--learning_rate=inf must be a positive number"),
+        ({"learning_rate": math.nan}, "--learning_rate=nan must be a positive number"),
+        ({"momentum": 1.0}, "--momentum=1.0 is outside"),
+        ({"overfitting_guard": -1.0}, "--overfitting_guard=-1.0 must be a positive number"),
         ({"model": "lstm-000", "minibatch": "64"}, "--minibatch=64 is for"),
     ],
 )

@@ -101,9 +101,6 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
         ClusterError: variables cannot be read, or contradict each other; the message names them,
             and the fix.
     """
-    index = _index(environ)
-    if index:
-        environ = {**environ, RANK: index}
     for outer in (False, True):
         told = [(e, t) for e in _ENGINES if e.outer == outer and (t := _read(e, environ))]
         several = [each for each in told if each[1].size > 1 or each[0].rank == RANK]
@@ -111,10 +108,8 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
             continue
         (engine, first), *others = several or told
         for other, theirs in others:
-            if first.rank_variable != RANK or first.size > 1:  # TFPARA_SIZE=1: train alone
+            if engine.rank != RANK or first.size > 1:  # TFPARA_SIZE=1: train alone
                 _check_agree(first, theirs, other)
-        if index and first.rank_variable == RANK:
-            first = first._replace(rank_variable=_INDEX)
         return first if first.size == 1 else _with_coordinator(first, engine, environ)
     if environ.get(COORDINATOR, "").strip():
         raise ClusterError(
@@ -197,20 +192,33 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
         return None
     if not any(given) or (engine.outer and not all(given)):
         return None
+    rank_name = engine.rank
+    if engine.rank == RANK and _index(environ):
+        given[0], rank_name = _index(environ), _INDEX
     # isdecimal also accepts digits of other scripts, but so does int().
     whole = all(value.isdecimal() and len(value) < 10 for value in given)
     if not whole or int(given[0]) >= int(given[1]):
         text = ", ".join(
             f"{name}={_repr.repr(value)}"
-            for name, value in zip((engine.rank, engine.size), given, strict=True)
+            for name, value in zip((rank_name, engine.size), given, strict=True)
         )
+        if rank_name == _INDEX:
+            raise ClusterError(
+                f"{text}: the first, which the Job sets, must be a number from 0 below the second. "
+                f"Set {SIZE} to the Job's `completions`."
+            )
+        if engine.size == "PET_NNODES" and ":" in given[1]:
+            raise ClusterError(
+                f"{text}: a range of nodes is for PyTorch's elastic runs. Give one number of "
+                "nodes; docs/elastic.md says how workers come and go here."
+            )
         raise ClusterError(
             f"{text}: the first must be a number from 0 below the second, which counts the "
             f"processes. Both are set by {engine.starter}; unset them to train in one process, or "
             "under TF_CONFIG."
         )
     rank, size = map(int, given)
-    return Told(engine.name, rank, size, engine.rank, engine.size)
+    return Told(engine.name, rank, size, rank_name, engine.size)
 
 
 def _sagemaker(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
@@ -219,12 +227,18 @@ def _sagemaker(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
         return None
     try:
         names = json.loads(text)
-        return Told(engine.name, names.index(own), len(names), engine.rank, engine.size)
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or own not in names or not all(map(_is_text, names)):
         raise ClusterError(
             f"{engine.rank}={_repr.repr(own)} is not in {engine.size}={_repr.repr(text)}, which "
             f"must be a JSON list of hosts. Set {RANK} and {SIZE} in place of them."
-        ) from None
+        )
+    return Told(engine.name, names.index(own), len(names), engine.rank, engine.size)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _check_agree(first: Told, theirs: Told, other: _Engine) -> None:

@@ -37,16 +37,15 @@ def name_of(number: int) -> str:
 
 
 @contextlib.contextmanager
-def signals_to(events: queue.SimpleQueue[Any], changes: bool = False) -> Iterator[None]:
+def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
     """Puts signals that arrive inside into a queue.
 
     Signals that are ignored, as under nohup, stay ignored, also by the workers.
 
     Args:
         events: the queue.
-        changes: whether workers can be added and removed, by SIGUSR1 and SIGUSR2.
     """
-    numbers = (*_SIGNALS, ADD, REMOVE) if changes else _SIGNALS
+    numbers = (*_SIGNALS, ADD, REMOVE)
     handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     former = {
         number: signal.signal(number, lambda received, _: events.put(received))

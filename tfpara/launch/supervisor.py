@@ -105,8 +105,7 @@ class Launcher:
             processes: called for each start; returns the processes, the chief first.
         """
         self._command = command
-        changes = self._another is not None
-        with signals.signals_to(self._events, changes), signals.guardian() as tell_guardian:
+        with signals.signals_to(self._events), signals.guardian() as tell_guardian:
             while True:
                 start = time.monotonic()
                 self._processes = list(processes())
@@ -277,6 +276,9 @@ class Launcher:
                         # others have ended before it.
                         killed = event.is_killed and received is None
                         failure = event if of_chief or killed else failure
+            elif event in (signals.ADD, signals.REMOVE) and self._another is None:
+                name = signals.name_of(event)
+                _say(f"{name} is ignored: workers come and go in runs with --elastic alone")
             elif event == signals.ADD:
                 running |= self._add(received or failure, end, tell_guardian)
             elif event == signals.REMOVE:
