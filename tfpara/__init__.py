@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.algorithms import EASGD as EASGD
     from tfpara.algorithms import EMA as EMA
     from tfpara.algorithms import MA as MA
+    from tfpara.algorithms import AsyncBMUF as AsyncBMUF
     from tfpara.algorithms import AsyncEASGD as AsyncEASGD
     from tfpara.algorithms import Average as Average
     from tfpara.algorithms import AveragedASGD as AveragedASGD
@@ -64,6 +65,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
 _LOCATION = {
     "ASGD": "tfpara.algorithms",
     "AsyncCheckpoint": "tfpara.callbacks.async_checkpointing",
+    "AsyncBMUF": "tfpara.algorithms",
     "AsyncEASGD": "tfpara.algorithms",
     "AsyncStatistics": "tfpara.parameter_server.strategy",
     "AsyncStrategy": "tfpara.parameter_server.strategy",

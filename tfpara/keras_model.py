@@ -10,6 +10,16 @@ import tensorflow as tf
 from tfpara.group import Group
 from tfpara.typing import Json
 
+# Optimizers whose step does not grow with the gradient; some versions of Keras lack some.
+_NORMALISED = tuple(
+    getattr(keras.optimizers, name)
+    for name in (
+        *("Adam", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta"),
+        *("Adafactor", "Lion", "Lamb", "Muon"),
+    )
+    if hasattr(keras.optimizers, name)
+)
+
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope a model's weights were made.
@@ -166,3 +176,39 @@ def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable
             if id(variable) not in seen:
                 seen.add(id(variable))
                 yield f"{group}/{index}", variable
+
+
+def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that loss scaling is around, else the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """The momentum of SGD and its kin, or β₁ of Adam and its kin, below 1; 0 where there is none.
+
+    It is 0, too, where it is no number. Of Muon, which has both, it is the larger one.
+    """
+    own = inner(optimizer)
+    given = [getattr(own, name, 0.0) for name in ("momentum", "beta_1", "adam_beta_1")]
+    memories = [g for g in given if isinstance(g, int | float) and 0.0 <= g < 1.0]
+    return float(max(memories, default=0.0))
+
+
+def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """The momentum of SGD and its kin, 0 ≤ m < 1; 0 for others, and where it is no number."""
+    return memory_of(optimizer) if isinstance(inner(optimizer), keras.optimizers.SGD) else 0.0
+
+
+def memory_can_change(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer has a `memory_of` that its step reads anew each time.
+
+    That is so of SGD with momentum, Adam, Muon, and optimizers that take the step of one of them.
+    """
+    kinds = [keras.optimizers.SGD, keras.optimizers.Adam, getattr(keras.optimizers, "Muon", None)]
+    steps = [kind.update_step for kind in kinds if kind]
+    return memory_of(optimizer) > 0.0 and type(inner(optimizer)).update_step in steps
+
+
+def is_normalised(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer's step does not grow with the gradient."""
+    return isinstance(inner(optimizer), _NORMALISED)

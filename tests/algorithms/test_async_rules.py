@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfpara.algorithms import ASGD, AsyncEASGD, AveragedASGD, Downpour
+from tfpara.algorithms import ASGD, BMUF, AsyncBMUF, AsyncEASGD, AveragedASGD, Downpour
 from tfpara.algorithms.asgd import RunningThenMean
 
 weights = st.floats(-10, 10)
@@ -58,6 +58,46 @@ def test_a_block_of_local_steps_is_added_by_hand():
     assert Downpour().update(10.0, 3.0, staleness=2) == 13.0
     assert Downpour(rate_by_staleness=True).update(10.0, 3.0, staleness=2) == 11.0
     assert Downpour(block_learning_rate=0.5).update(10.0, 3.0, staleness=2) == 11.5
+
+
+def test_momentum_once_a_round_by_hand():
+    rule = AsyncBMUF(0.5, 0.8, workers=2)
+    w, state = rule.update(10.0, rule.init(10.0), 4.0)
+    assert (w, state) == (pytest.approx(11.6), (0.0, 4.0, 1.0, 0.0))  # 10 + 0.8 · 4 / 2
+    w, state = rule.update(w, state, 2.0)
+    # G = 3, Δ = 0.8 · 3 = 2.4; W = 11.6 + 0.8 · 2 / 2 + 0.5 · 2.4
+    assert (w, *state) == pytest.approx((13.6, 2.4, 0.0, 0.0, 1.0))
+    w, state = rule.update(w, state, 0.0)
+    w, state = rule.update(w, state, -2.0)
+    # G = -1, Δ = 0.5 · 2.4 - 0.8 = 0.4; W = 13.6 - 0.8 + 0.5 · 0.4
+    assert (w, *state) == pytest.approx((13.0, 0.4, 0.0, 0.0, 2.0))
+
+
+@given(st.integers(1, 12), st.lists(weights, min_size=1, max_size=40))
+def test_rounds_of_pushes_are_nesterov_block_momentum(workers, means):
+    """All pull at the beginning of a round: W is the point that BMUF's replicas go on from."""
+    rule, plain = AsyncBMUF().resolve(workers), BMUF().resolve(workers)
+    w, kept = 1.0, rule.init(1.0)
+    state = plain.init(1.0)
+    for mean in means:
+        pulled = w
+        for worker in range(workers):
+            local = pulled + mean + worker - (workers - 1) / 2
+            w, kept = rule.update(w, kept, rule.difference(local, pulled=pulled))
+        state = plain.update(state, plain.broadcast(None, state) + mean, workers)
+        scale = 1.0 + max(map(abs, means)) * len(means) * workers
+        assert w == pytest.approx(plain.broadcast(None, state), abs=1e-9 * scale)
+
+
+def test_block_momentum_of_workers_is_that_of_as_many_replicas():
+    rule = AsyncBMUF().resolve(4)
+    assert rule.filter == BMUF().resolve(4) and rule.has_momentum
+    assert not AsyncBMUF().resolve(1).has_momentum
+    assert AsyncBMUF().for_optimizer(short=True).resolve(4).filter.warmup == 5.0
+    assert AsyncBMUF().for_optimizer(short=False).resolve(4).filter.block_momentum == 0.5
+    assert AsyncBMUF(0.9, 0.7).for_optimizer(short=False) == AsyncBMUF(0.9, 0.7)
+    with pytest.raises(ValueError, match="resolve"):
+        AsyncBMUF().update(0.0, AsyncBMUF().init(0.0), 1.0)
 
 
 @given(weights, weights, weights, st.integers(0, 9))
@@ -124,6 +164,12 @@ def test_averaged_asgd_brings_its_average():
         (lambda: Downpour(max_staleness=-1), "max_staleness=-1"),
         (lambda: Downpour(block_learning_rate=0.0), "block_learning_rate=0.0.*1/N"),
         (lambda: Downpour(block_learning_rate=float("inf")), "block_learning_rate=inf"),
+        (lambda: AsyncBMUF(1.0), "block_momentum=1.0"),
+        (lambda: AsyncBMUF("cubic"), "block_momentum='cubic'"),
+        (lambda: AsyncBMUF(block_learning_rate=0.0), "block_learning_rate=0.0"),
+        (lambda: AsyncBMUF(warmup=-1), "warmup=-1"),
+        (lambda: AsyncBMUF(workers=0), "workers=0"),
+        (lambda: AsyncBMUF(max_staleness=-1), "max_staleness=-1"),
         (lambda: AsyncEASGD(1.5), "elasticity=1.5.*0.9/N"),
     ],
 )

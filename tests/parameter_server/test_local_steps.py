@@ -16,7 +16,8 @@ RULES = [tfpara.Downpour(), tfpara.AsyncEASGD(0.5)]
 
 def made(rule, optimizer, workers=1, **options):
     """A linear model that starts at zero."""
-    strategy = tfpara.simulate_async(workers, rule, sync_period=3, **options)
+    options = {"sync_period": 3} | options
+    strategy = tfpara.simulate_async(workers, rule, **options)
     with strategy.scope():
         model = keras.Sequential(
             [keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
@@ -122,3 +123,65 @@ def test_the_mean_of_all_blocks_is_model_averaging(workers):
             local.append(here)
         w = np.mean(local, 0)
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_in_step_under_block_momentum_are_bmuf(workers):
+    """Chen & Huo's Nesterov form: G = w̄ − B; Δ ← ηΔ + G; W ← W + Δ; B = W + ηΔ."""
+    # In blocks of three steps momentum 0.9 is none, and the rate five times as high.
+    optimizer = keras.optimizers.SGD(0.006, momentum=0.9)
+    strategy, model = made(tfpara.AsyncBMUF(), optimizer, workers, speeds=tfpara.Speed())
+    count = workers * 3
+    x, y = X[: count * BATCH], (X @ TRUE)[: count * BATCH]
+    strategy.fit(model, x, y, batch_size=BATCH, shuffle=False, chunks=workers, epochs=5, verbose=0)
+    w = b = delta = np.zeros((4, 1))
+    for block in range(5):
+        local = []
+        for worker in range(workers):
+            here = b
+            for k in range(3 * worker, 3 * worker + 3):
+                here = here - 0.03 * gradient(MINIBATCHES[k], here)
+            local.append(here)
+        eta, later = (min(1 - 1 / workers, 1 - 1 / (t + 1)) for t in (block, block + 1))
+        delta = eta * delta + np.mean(local, 0) - b
+        w = w + delta
+        b = w + later * delta
+    np.testing.assert_allclose(model.get_weights()[0], b, rtol=1e-4, atol=1e-6)
+
+
+def test_local_momentum_is_fitted_to_the_block():
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)
+    strategy, model = made(tfpara.AsyncBMUF(0.5), optimizer, sync_period=8)
+    train(strategy, model, 2, chunks=1)
+    m, rate = 1 - 5 / 8, 0.01 * 0.5 * (5 / 8) / 0.1
+    w, velocity, delta = np.zeros((4, 1)), 0.0, 0.0
+    for start, end in 2 * [(0, 8), (8, 12)]:
+        pulled = w
+        for minibatch in MINIBATCHES[start:end]:
+            g = gradient(minibatch, w)
+            velocity = m * velocity - rate * g
+            w = w + m * velocity - rate * g
+        delta = 0.5 * delta + w - pulled
+        w = w + 0.5 * delta
+    np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
+
+
+def test_block_momentum_goes_on_from_a_checkpoint(tmp_path):
+    found = []
+    for folder, stops in (("whole", (4,)), ("parts", (2, 4))):
+        for epochs in stops:
+            strategy, model = made(tfpara.AsyncBMUF(0.7), keras.optimizers.SGD(0.02), workers=1)
+            train(strategy, model, epochs, [tfpara.AsyncCheckpoint(tmp_path / folder)])
+        found.append(model.get_weights()[0])
+    np.testing.assert_array_equal(*found)
+    strategy, model = made(tfpara.Downpour(), keras.optimizers.SGD(0.02), workers=1)
+    train(strategy, model, 4)
+    assert np.abs(model.get_weights()[0] - found[0]).max() > 1e-3
+
+
+def test_the_default_over_adam_is_told_of(capfd):
+    strategy, model = made(tfpara.AsyncBMUF(), "adam", workers=4)
+    train(strategy, model)
+    said = "for this local optimizer the rule is AsyncBMUF(block_momentum='linear'"
+    assert said in capfd.readouterr().err
+    assert strategy._servers[model][0].rule.warmup == 5.0

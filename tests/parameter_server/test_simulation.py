@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfpara.algorithms import ASGD, EMA, AsyncEASGD, AveragedASGD, Downpour, RunningThenMean
+from tfpara.algorithms import (
+    ASGD,
+    EMA,
+    AsyncBMUF,
+    AsyncEASGD,
+    AveragedASGD,
+    Downpour,
+    RunningThenMean,
+)
 from tfpara.parameter_server.simulated import simulate_async
 from tfpara.parameter_server.simulation import Speed
 
@@ -49,6 +57,13 @@ class Momentum:
         return w + self.velocity
 
 
+class Plain:
+    """w ← w − lr g."""
+
+    def __call__(self, w, g, rate=RATE):
+        return w - rate * g
+
+
 class Adam:
     """As Kingma and Ba have it, with Keras' constants; Keras adds ε to the corrected √v̂."""
 
@@ -77,6 +92,8 @@ class Reference:
         self.stale, self.pushes = [], []
         self.local = [None] * workers
         self.step = step()  # the server's
+        self.delta, self.round = np.zeros_like(self.w), []
+        self.rounds = 0
         self.steps = [step() for _ in range(workers)]  # where workers have their own
         self.idle = list(range(workers))
         self.losses, self.right = [], []
@@ -122,7 +139,7 @@ class Reference:
         self.right.append(self.right_sum / SAMPLES)
 
     def compute(self, k, rows):
-        if isinstance(self.rule, AsyncEASGD | Downpour):
+        if isinstance(self.rule, AsyncEASGD | Downpour | AsyncBMUF):
             w = self.w if self.local[k] is None else self.local[k]
             for batch in rows:
                 w = self.steps[k](w, self.gradient(w, batch))
@@ -131,12 +148,25 @@ class Reference:
         reduced = np.mean if self.rule.reduction == "mean" else np.sum
         return reduced(gradients, axis=0), reduced(gradients**2, axis=0)
 
+    def momentum(self, rounds):
+        given = self.rule.block_momentum
+        return min(1 - 1 / self.workers, 0.9, 1 - 1 / (rounds + 1)) if given is None else given
+
     def push(self, k, pulled, version, value, squares):
         staleness = self.version - version
         if isinstance(self.rule, AsyncEASGD):
             move = self.rule.elasticity * (value - self.w)
             self.w = self.w + move
             self.local[k] = value - move
+        elif isinstance(self.rule, AsyncBMUF):
+            count, zeta = self.workers, self.rule.block_learning_rate
+            self.w = self.w + zeta * (value - pulled) / count
+            self.round.append(value - pulled)
+            if len(self.round) == count:
+                eta, later = (self.momentum(self.rounds + k) for k in (0, 1))
+                self.delta = eta * self.delta + zeta * np.mean(self.round, axis=0)
+                self.w = self.w + later * self.delta
+                self.round, self.rounds = [], self.rounds + 1
         elif isinstance(self.rule, Downpour):
             share = 1 / (1 + staleness) if self.rule.rate_by_staleness else 1
             self.w = self.w + self.rule.block_learning_rate * share * (value - pulled)
@@ -170,11 +200,15 @@ def flat(weights):
         (AsyncEASGD(0.2), [1.0, 2.2, 1.7, 4.0], 3),
         (Downpour(), [1.0, 2.2, 1.7, 4.0], 3),
         (Downpour(rate_by_staleness=True, block_learning_rate=0.5), [1.0, 1.3, 2.9], 2),
+        (AsyncBMUF(), [1.0, 2.2, 1.7, 4.0], 3),
+        (AsyncBMUF(0.6, 0.7), [1.0, 1.3, 2.9], 2),
     ],
     ids=str,
 )
 def test_it_is_the_simulation_in_numpy(rule, speeds, period):
-    check_beside_numpy(rule, speeds, period)
+    # Blocks of up to five steps have no local momentum under a rule that has one.
+    step = Plain if isinstance(rule, AsyncBMUF) else Momentum
+    check_beside_numpy(rule, speeds, period, step, servers=max(1, len(speeds) // 2))
 
 
 @pytest.mark.parametrize("rule", [Downpour(), AsyncEASGD(0.3)], ids=str)
@@ -192,7 +226,7 @@ def check_beside_numpy(rule, speeds, period, step=Momentum, servers=1):
         | ({} if isinstance(rule, AveragedASGD) else {"average": RunningThenMean()}),
     )
     strategy._processes.server_devices = [f"CPU:{k}" for k in range(servers)]
-    model, history = train(strategy, optimizer=sgd() if step is Momentum else adam())
+    model, history = train(strategy, optimizer=adam() if step is Adam else sgd())
     wanted = Reference(len(speeds), speeds, rule, period, step)
     for _ in range(2):
         wanted.epoch(3)
@@ -246,6 +280,7 @@ def muon():
         (Downpour(), 1, muon),
         (Downpour(), 4, sgd),
         (Downpour(), 4, decaying),
+        (AsyncBMUF(), 4, sgd),
     ],
 )
 def test_one_worker_trains_like_keras(rule, period, optimizer):
@@ -278,7 +313,7 @@ def test_without_elasticity_the_servers_model_stays():
     np.testing.assert_array_equal(model.get_weights()[0], np.full((INPUTS, CLASSES), 1 / 8))
 
 
-@pytest.mark.parametrize("rule", [ASGD(), Downpour(max_staleness=3)], ids=str)
+@pytest.mark.parametrize("rule", [ASGD(), AsyncBMUF(max_staleness=3)], ids=str)
 def test_runs_repeat_bit_for_bit_and_a_record_is_followed(rule):
     speeds = Speed(1.0, spread=0.8)
     options = {"dropout": 0.3, "shuffle": True}

@@ -15,7 +15,14 @@ A whole block has f = 1. With this rule w̄ − B moves the model in the end as 
 whole block, momentum lasts for as many minibatches, and averages give a global model the weight f.
 """
 
-from tfpara.algorithms.asgd import ASGD, AsyncEASGD, AveragedASGD, Downpour, RunningThenMean
+from tfpara.algorithms.asgd import (
+    ASGD,
+    AsyncBMUF,
+    AsyncEASGD,
+    AveragedASGD,
+    Downpour,
+    RunningThenMean,
+)
 from tfpara.algorithms.averages import EMA, MA
 from tfpara.algorithms.bmuf import BMUF
 from tfpara.algorithms.bmuf_adam import BMUFAdam
@@ -25,13 +32,14 @@ from tfpara.algorithms.outer import DiLoCo, Outer, SlowMo
 from tfpara.algorithms.rule import Average, Rule, check_average, check_rule
 
 RULES = (BSP, BMUF, BMUFAdam, EASGD, Outer)
-ASYNC_RULES = (ASGD, AveragedASGD, Downpour, AsyncEASGD)
+ASYNC_RULES = (ASGD, AveragedASGD, Downpour, AsyncBMUF, AsyncEASGD)
 AVERAGES = (EMA, MA)
 
 __all__ = [
     "ASGD",
     "ASYNC_RULES",
     "AVERAGES",
+    "AsyncBMUF",
     "AsyncEASGD",
     "Average",
     "AveragedASGD",

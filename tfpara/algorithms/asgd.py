@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, NamedTuple, TypeAlias
 
+from tfpara.algorithms.arithmetic import minimum, positive_part
+from tfpara.algorithms.bmuf import BMUF
 from tfpara.algorithms.rule import Average
 from tfpara.typing import Array, Scalar
 from tfpara.whole_number import checked_whole
@@ -51,6 +53,7 @@ class ASGD:
 
     local_steps: ClassVar[bool] = False  # whether workers have optimizers of their own
     local_models: ClassVar[bool] = False  # whether they have models of their own
+    keeps_state: ClassVar[bool] = False  # whether a server keeps a state beside the weights
 
     def __post_init__(self) -> None:
         _check_bound(self.max_staleness)
@@ -217,6 +220,7 @@ class Downpour:
 
     local_steps: ClassVar[bool] = True
     local_models: ClassVar[bool] = False
+    keeps_state: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_bound(self.max_staleness)
@@ -265,6 +269,7 @@ class AsyncEASGD:
 
     local_steps: ClassVar[bool] = True
     local_models: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.elasticity is not None and not 0.0 <= self.elasticity <= 1.0:
@@ -284,7 +289,135 @@ class AsyncEASGD:
         return self.elasticity * (local - global_model)
 
 
-AsyncRule: TypeAlias = ASGD | Downpour | AsyncEASGD
+class AsyncBMUFState(NamedTuple):
+    """What a server keeps for a weight beside it.
+
+    Attributes:
+        delta: Δ, zero before the first round.
+        gathered: the sum of the differences of this round so far.
+        pushes: how many that are, a float.
+        rounds: the rounds so far, a float.
+    """
+
+    delta: Array
+    gathered: Array
+    pushes: Scalar
+    rounds: Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncBMUF:
+    """Asynchronous block momentum: workers train locally, the server filters what they push.
+
+        w ← W_pulled;  τ steps of w;  d = w − W_pulled
+        each push:                 W ← W + ζ d / N
+        each N-th push ends a round:  Δ ← ηΔ + ζG;  W ← W + ηΔ,  G the mean of the round's d
+
+    N is the number of workers. A push counts at once, and the momentum moves the model once in a
+    round, as often as it would if the workers met: momentum at every push would repeat old updates
+    N times as often. Where all workers pull at the beginning of a round and push in it, W is the
+    point from which the replicas of Nesterov `BMUF` go on, and the two rules are the same. With one
+    worker, η = 0 and ζ = 1, this is training without servers.
+
+    The local optimizers are the workers' own, as for `Downpour`; their momentum (SGD), or β₁ (Adam,
+    Muon), is fitted to blocks of τ steps, as `PeriodicSyncStrategy` does under rules with a
+    momentum. A push of fewer minibatches, at the end of a chunk, counts as one.
+
+    Args:
+        block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: as `BMUF` with
+            N replicas: 1 − 1/N, at most 0.9, reached over the first rounds. 0.9 with ζ = 0.7 is
+            an asynchronous `DiLoCo`.
+        block_learning_rate: ζ > 0.
+        warmup: the rounds in which the gain 1/(1 − η) may rise by one, as for `BMUF`.
+        max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
+        workers: N; None: those of the strategy.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: Liu et al., "Asynchronous local-SGD training for language modeling" (2024), algorithm 3
+    (delayed Nesterov) with c = 0; η and its warm-up are those of `BMUF`.
+
+    Example:
+        >>> rule = AsyncBMUF(0.5, workers=2)
+        >>> w, state = rule.update(0.0, rule.init(0.0), difference=2.0)
+        >>> w, state = rule.update(w, state, difference=4.0)
+        >>> w, state.delta
+        (4.5, 3.0)
+    """
+
+    block_momentum: float | str | None = None
+    block_learning_rate: float = 1.0
+    warmup: bool | float | None = None
+    max_staleness: int | None = None
+    workers: int | None = None
+
+    local_steps: ClassVar[bool] = True
+    local_models: ClassVar[bool] = False
+    keeps_state: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_bound(self.max_staleness)
+        if self.workers is not None:
+            checked_whole("workers", self.workers)
+        self.filter.resolve(1)
+
+    @property
+    def filter(self) -> BMUF:
+        """The synchronous rule with this momentum, of N replicas if N is known."""
+        rule = BMUF(self.block_momentum, self.block_learning_rate, warmup=self.warmup)
+        return rule if self.workers is None else rule.resolve(self.workers)
+
+    def resolve(self, num_workers: int) -> AsyncBMUF:
+        """Returns this rule with the number of workers filled in."""
+        return self if self.workers else dataclasses.replace(self, workers=num_workers)
+
+    def for_optimizer(self, short: bool) -> AsyncBMUF:
+        """Returns this rule for a local optimizer that divides by the size of gradients.
+
+        Args:
+            short: as for `BMUF.for_normalised`.
+        """
+        rule = BMUF(self.block_momentum, warmup=self.warmup).for_normalised(short)
+        return dataclasses.replace(self, block_momentum=rule.block_momentum, warmup=rule.warmup)
+
+    def init(self, weights: Array) -> AsyncBMUFState:
+        """Returns a server's state of a run that starts at `weights`."""
+        return AsyncBMUFState(weights * 0.0, weights * 0.0, 0.0, 0.0)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether η > 0."""
+        return self.filter.has_momentum()
+
+    def difference(self, local: Array, pulled: Array) -> Array:
+        """Returns the difference that a worker pushes."""
+        return local - pulled
+
+    def update(
+        self, global_model: Array, state: AsyncBMUFState, difference: Array
+    ) -> tuple[Array, AsyncBMUFState]:
+        """Returns the global model and the server's state after a push."""
+        if self.workers is None:
+            raise ValueError("Call resolve(num_workers) first: workers is still None.")
+        rule, zeta = self.filter, self.block_learning_rate
+        # 1 if the push ends a round, else 0; numbers of pushes are whole.
+        ends = minimum(1.0, positive_part(state.pushes + 2.0 - self.workers))
+        gathered = state.gathered + difference
+        filtered = rule.momentum_after(state.rounds) * state.delta + zeta * gathered / self.workers
+        delta = ends * filtered + (1.0 - ends) * state.delta
+        rounds = state.rounds + ends
+        momentum = ends * rule.momentum_after(rounds)
+        after = AsyncBMUFState(
+            delta=delta,
+            gathered=(1.0 - ends) * gathered,
+            pushes=(1.0 - ends) * (state.pushes + 1.0),
+            rounds=rounds,
+        )
+        return global_model + zeta * difference / self.workers + momentum * delta, after
+
+
+AsyncRule: TypeAlias = ASGD | Downpour | AsyncEASGD | AsyncBMUF
 # The kinds of averages that an asynchronous run can keep.
 AsyncAverage: TypeAlias = Average | RunningThenMean
 

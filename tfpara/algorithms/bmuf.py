@@ -18,6 +18,7 @@ _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
     "linear": (float, 1.0),
     "sqrt": (math.sqrt, 20.0),
 }
+_ADAMS_WARMUP = 5.0  # blocks in which the default gain rises by one; see docs/study.md
 _LARGEST_DEFAULT = 0.9  # of η with a warm-up; a gain of 10
 
 
@@ -151,6 +152,21 @@ class BMUF(Rule):
             self, block_momentum=eta, warmup=blocks if blocks not in (0.0, 1.0) else bool(blocks)
         )
 
+    def for_normalised(self, short: bool) -> BMUF:
+        """Returns the default for local optimizers that divide by the size of gradients, as Adam.
+
+        Where all is given, or as published, that is this rule.
+
+        Args:
+            short: whether their averages of gradients are no longer than a block.
+        """
+        if self.block_momentum is not None or self.compat or self.warmup is False:
+            return self
+        by_default = self.warmup is None or self.warmup is True
+        warmup = _ADAMS_WARMUP if by_default and short else self.warmup
+        scaling = "linear" if short else "sqrt"
+        return dataclasses.replace(self, block_momentum=scaling, warmup=warmup)
+
     def init(self, weights: Array) -> BMUFState:
         """Returns the state of a run that starts at the flat vector `weights`."""
         return BMUFState(global_model=weights, delta=weights * 0.0, blocks=0.0)
@@ -191,6 +207,10 @@ class BMUF(Rule):
             return state
         change = former._momentum(1, state.blocks) - self._momentum(1, state.blocks)
         return state._replace(global_model=state.global_model + change * state.delta)
+
+    def momentum_after(self, blocks: Scalar) -> Scalar:
+        """Returns η_t of a resolved rule, with t = `blocks`."""
+        return self._momentum(1, blocks)
 
     def has_momentum(self) -> bool:
         """Returns whether η > 0; see `Rule`."""

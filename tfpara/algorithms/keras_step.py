@@ -256,6 +256,13 @@ class KerasSteps:
         self.initial = [value.numpy() for value in self._state]
         copy._variables.clear()  # nothing here is saved by Keras
 
+    def limit_memory(self, most: float) -> None:
+        """Makes momentum, or β₁, at most `most`; call it before the first step."""
+        for name in ("momentum", "beta_1", "adam_beta_1"):
+            own = getattr(self._optimizer, name, None)
+            if isinstance(own, int | float):
+                setattr(self._optimizer, name, min(own, most))
+
     def __call__(
         self,
         weights: Sequence[tf.Tensor],

@@ -518,7 +518,8 @@ class Server:
         return found
 
     def set_weights(self, weights: Sequence[tf.Tensor]) -> None:
-        """Replaces the weights; averages and the workers' local models and optimizers start anew.
+        """Replaces the weights; averages, the rule's state, and the workers' local models and
+        optimizers start anew.
 
         No worker may be between a pull and a push.
 
@@ -531,6 +532,10 @@ class Server:
                 with tf.device(shard.device):
                     value = tf.identity(weights[index])
                     shard.weights[place].assign(value)
+                    if shard.kept:
+                        rule: Any = self.rule
+                        for kept, new in zip(shard.kept[place], rule.init(value), strict=True):
+                            kept.assign(tf.cast(new, kept.dtype))
                     for name, average in self.averages.items():
                         started = average.init(precise(value))
                         for kept, new in zip(shard.averages[name][place], started, strict=True):
@@ -556,7 +561,7 @@ class Server:
             for state in states
             if hasattr(state, "mean")
         }
-        kinds = ("weight", "state", "average", "optimizer")
+        kinds = ("weight", "state", "average", "optimizer", "rule")
         held = [v for name, v in self.variables().items() if name.split("/")[0] in kinds]
         held.append(self.books.minibatches)  # the steps of workers' optimizers, for a schedule
         kept = [(v, tf.identity(v)) for v in held if id(v) not in left_out]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfpara.algorithms.asgd import ASGD, AsyncAverage, AsyncRule
+from tfpara.algorithms.asgd import ASGD, AsyncAverage, AsyncBMUF, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.parameter_server.books import Change, Progress
 from tfpara.typing import Array, State
@@ -33,6 +33,7 @@ class Shard:
         weights, optimizer: variables: the weights, and the state of `steps`.
         averages: for each average, by name, a list of states, one for each weight; the fields of
             a state are variables.
+        kept: for each weight the rule's state; its fields are variables. Empty if it has none.
         steps: the optimizer's step; None if the rule has the optimizers on the workers.
         version: number of pushes applied so far.
         progress: number of minibatches of each chunk that are in these weights.
@@ -45,6 +46,7 @@ class Shard:
         self.names: list[str] = []
         self.weights: list[tf.Variable] = []
         self.averages: dict[str, list[State]] = {}
+        self.kept: list[State] = []
         self.steps: KerasSteps | None = None
         self.optimizer: list[tf.Variable] = []
         with tf.device(device):
@@ -80,6 +82,8 @@ class Shard:
             self.weights = [variable(v.value) for v in own]
             for name, average in averages.items():
                 self.averages[name] = [_states(average.init(precise(v.value))) for v in own]
+            if isinstance(rule, AsyncBMUF):
+                self.kept = [_states(rule.init(v.value)) for v in own]
             if not rule.local_steps:
                 # Clipping is done by the workers: a global norm needs all gradients.
                 self.steps = KerasSteps(optimizer, own, clip=False)
@@ -128,11 +132,18 @@ class Shard:
         staleness = version - pulled.versions[self.number]
         moves: list[tf.Tensor] = []
         optimizer: list[tf.Tensor] = []
+        kept: list[State] = []
         if not self._rule.local_steps:
             after, optimizer = self._step(before, push, staleness, pulled)
         elif self._rule.local_models:
             moves = [self._rule.move(v, w) for v, w in zip(push.values, before, strict=True)]
             after = [w + m for w, m in zip(before, moves, strict=True)]
+        elif self._rule.keeps_state:
+            updated = [
+                self._rule.update(w, _as(w.dtype, _read(state)), v)
+                for w, state, v in zip(before, self.kept, push.values, strict=True)
+            ]
+            after, kept = [w for w, _ in updated], [state for _, state in updated]
         else:
             after = [
                 self._rule.update(w, v, tf.cast(staleness, w.dtype))
@@ -144,6 +155,8 @@ class Shard:
         ]
         changes: list[Change] = list(zip(self.weights, after, strict=True))
         changes += zip(self.optimizer, optimizer, strict=True)
+        for former, state in zip(self.kept, kept, strict=True):
+            changes += [(v, tf.cast(x, v.dtype)) for v, x in zip(former, state, strict=True)]
         for name, average in self._averages.items():
             for kept, new in zip(self.averages[name], after, strict=True):
                 values = average.update(_read(kept), precise(new))
@@ -199,6 +212,9 @@ class Shard:
             for k, state in zip(self.indices, states, strict=True):
                 for field, part in zip(state._fields, state, strict=True):
                     found[f"average/{name}/{k}/{field}"] = part
+        for k, state in zip(self.indices, self.kept, strict=False):
+            for field, part in zip(state._fields, state, strict=True):
+                found[f"rule/{k}/{field}"] = part
         found.update({f"optimizer/{self.number}/{k}": v for k, v in enumerate(self.optimizer)})
         found[f"version/{self.number}"] = self.version
         found[f"progress/{self.number}"] = self.progress.done
@@ -241,3 +257,7 @@ def _states(state: State) -> State:
 
 def _read(state: State) -> State:
     return type(state)(*(tf.identity(v) for v in state))
+
+
+def _as(dtype: tf.DType, state: State) -> State:
+    return type(state)(*(tf.cast(v, dtype) for v in state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,9 +11,10 @@ import keras
 import tensorflow as tf
 
 from tfpara import fit_call
-from tfpara.algorithms import ASYNC_RULES, AsyncEASGD, AveragedASGD, Rule
+from tfpara.algorithms import ASYNC_RULES, AsyncBMUF, AsyncEASGD, AveragedASGD, Rule
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.checks import checked_averages, checked_period, checked_seconds
+from tfpara.keras_model import is_normalised, memory_can_change, memory_of
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.chief_model import ChiefModel
@@ -123,7 +125,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
-        if isinstance(rule, AsyncEASGD):
+        if isinstance(rule, AsyncEASGD | AsyncBMUF):
             rule = rule.resolve(self._processes.num_workers)
         super().__init__(self._processes.chief_device)
         self._rule = rule
@@ -432,15 +434,16 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         if server is not None and work is not None and work.has_these_weights:
             self.write(model)
             if not work.has_these_metrics:
-                work = Work(model, self._rule, spec, self._period)
+                work = Work(model, server.rule, spec, self._period)
                 server.measure(model)
                 self._keep(model, server, work)
         else:
-            work = Work(model, self._rule, spec, self._period)
+            rule = self._rule_for(model.optimizer)
+            work = Work(model, rule, spec, self._period)
             server = Server(
                 model,
                 work.state,
-                self._rule,
+                rule,
                 self._averages,
                 self._processes.server_devices,
                 self.num_workers,
@@ -448,6 +451,15 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             )
             self._keep(model, server, work)
         return server, work
+
+    def _rule_for(self, optimizer: keras.optimizers.Optimizer) -> AsyncRule:
+        """Returns the rule, with a default that depends on the local optimizer filled in."""
+        if not isinstance(self._rule, AsyncBMUF) or not is_normalised(optimizer):
+            return self._rule
+        rule = self._rule.for_optimizer(memory_can_change(optimizer) or not memory_of(optimizer))
+        if rule != self._rule:
+            print(f"tfpara: for this local optimizer the rule is {rule}", file=sys.stderr)
+        return rule
 
     def _keep(self, model: keras.Model, server: Server, work: Work) -> None:
         self._servers[model] = (server, work)
@@ -495,12 +507,12 @@ def checked_rule(rule: object) -> AsyncRule:
     if isinstance(rule, Rule):
         raise TypeError(
             f"{type(rule).__name__} is a synchronous rule: give it to "
-            "tfpara.PeriodicSyncStrategy. AsyncStrategy takes ASGD, AveragedASGD, Downpour or "
-            "AsyncEASGD."
+            "tfpara.PeriodicSyncStrategy. AsyncStrategy takes ASGD, AveragedASGD, Downpour, "
+            "AsyncBMUF or AsyncEASGD."
         )
     if not isinstance(rule, ASYNC_RULES):
         raise TypeError(
-            "rule must be tfpara.ASGD(...), AveragedASGD(...), Downpour(...) or AsyncEASGD(...), "
-            f"not {rule!r}."
+            "rule must be tfpara.ASGD(...), AveragedASGD(...), Downpour(...), AsyncBMUF(...) or "
+            f"AsyncEASGD(...), not {rule!r}."
         )
     return rule

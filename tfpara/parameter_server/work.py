@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from tfpara.algorithms.asgd import ASGD, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
-from tfpara.keras_model import carried_states
+from tfpara.algorithms.local_momentum import in_a_block
+from tfpara.keras_model import carried_states, memory_can_change, memory_of, momentum_of
 from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
 from tfpara.typing import Nest
 
@@ -114,8 +115,13 @@ class Work:
         # The server squares the gradient of a single minibatch itself.
         self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
         self._steps: KerasSteps | None = None
+        self._rate_factor = 1.0
         if self.local:
             self._steps = KerasSteps(model.optimizer, self.weights, told_rate=True)
+            if getattr(rule, "has_momentum", False) and memory_can_change(model.optimizer):
+                shorter, factor = in_a_block(memory_of(model.optimizer), float(sync_period))
+                self._steps.limit_memory(float(shorter))
+                self._rate_factor = float(factor) if momentum_of(model.optimizer) else 1.0
 
     @property
     def has_these_weights(self) -> bool:
@@ -204,11 +210,15 @@ class Work:
         """
         steps: Any = self._steps
         optimizer = list(block.optimizer)
+        at = steps.rate_index
         if steps.schedule is not None:
-            at = steps.rate_index
             rate = steps.schedule(block.before + block.minibatches)
             optimizer[at] = tf.cast(rate, optimizer[at].dtype)
-        return steps(block.weights, optimizer, gradients)
+        rate = optimizer[at]
+        optimizer[at] = rate * self._rate_factor
+        weights, optimizer = steps(block.weights, optimizer, gradients)
+        optimizer[at] = rate
+        return weights, optimizer
 
     def add(self, block: Block, data: Nest) -> Block:
         """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight)."""

@@ -35,7 +35,10 @@ from tfpara.keras_model import (
     build_optimizer,
     check_optimizers_known,
     hyperparameters,
+    inner,
     is_seed,
+    memory_of,
+    momentum_of,
     optimizers,
 )
 from tfpara.steps import (
@@ -61,9 +64,6 @@ from tfpara.sync.replicas import Site
 from tfpara.sync.settings import (
     NEVER,
     Settings,
-    inner,
-    memory_of,
-    momentum_of,
     warn_of_outlasting_momentum,
 )
 from tfpara.sync.sized_rule import check_sizes

@@ -13,6 +13,7 @@ from tfpara import algorithms
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import checked_averages, checked_period, checked_seconds, versions
 from tfpara.collectives.choice import COLLECTIVES
+from tfpara.keras_model import inner, is_normalised, memory_can_change, memory_of, momentum_of
 from tfpara.typing import Json
 from tfpara.whole_number import checked_whole
 
@@ -20,18 +21,8 @@ LOCAL_STATE = ("auto", "keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 
-# Optimizers whose step does not grow with the gradient; some versions of Keras lack some.
-_NORMALISED = tuple(
-    getattr(keras.optimizers, name)
-    for name in (
-        *("Adam", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta"),
-        *("Adafactor", "Lion", "Lamb", "Muon"),
-    )
-    if hasattr(keras.optimizers, name)
-)
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62
-_ADAMS_WARMUP = 5.0  # blocks in which the default gain rises by one; see docs/rules.md
 
 # Metadata of settings. "workers": the setting must be equal on all workers. "run": it must also be
 # equal to that of the checkpoint from which a run is resumed.
@@ -244,17 +235,14 @@ class Settings:
         block, since that is not shortened.
         """
         rule = self.asked_rule
-        if not isinstance(rule, algorithms.BMUF) or rule.block_momentum is not None:
+        if not isinstance(rule, algorithms.BMUF) or not given:
             return self
-        if rule.compat or rule.warmup is False:  # as published
-            return self
-        if not given or not all(isinstance(inner(one), _NORMALISED) for one in given):
+        if not all(is_normalised(one) for one in given):
             return self
         short = all(self.fits_momentum(one) or not memory_of(one) for one in given)
-        default = rule.warmup is None or rule.warmup is True
-        warmup = _ADAMS_WARMUP if default and short else rule.warmup
-        scaling = "linear" if short else "sqrt"
-        asked = dataclasses.replace(rule, block_momentum=scaling, warmup=warmup)
+        asked = rule.for_normalised(short)
+        if asked == rule:
+            return self
         following = None if self.following_rule is None else asked
         return dataclasses.replace(
             self, rule=asked.resolve(self.replicas), following_rule=following
@@ -272,34 +260,10 @@ class Settings:
         momentum, of Adam, of Muon, and of optimizers that take the step of one of them. A rule that
         filters Adam's moments itself takes them as they are.
         """
-        if self.local_state != "auto" or not self.has_momentum or not memory_of(optimizer):
+        if self.local_state != "auto" or not self.has_momentum or not memory_can_change(optimizer):
             return False
-        step = type(inner(optimizer)).update_step
-        if step is keras.optimizers.Adam.update_step:
-            return not hasattr(self.rule, "check_optimizer")
-        muon = getattr(keras.optimizers, "Muon", None)
-        return step in [kind.update_step for kind in (keras.optimizers.SGD, muon) if kind]
-
-
-def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Returns the optimizer that loss scaling is around, else the optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """The momentum of SGD and its kin, or β₁ of Adam and its kin, below 1; 0 where there is none.
-
-    It is 0, too, where it is no number. Of Muon, which has both, it is the larger one.
-    """
-    own = inner(optimizer)
-    given = [getattr(own, name, 0.0) for name in ("momentum", "beta_1", "adam_beta_1")]
-    memories = [g for g in given if isinstance(g, int | float) and 0.0 <= g < 1.0]
-    return float(max(memories, default=0.0))
-
-
-def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """The momentum of SGD and its kin, 0 ≤ m < 1; 0 for others, and where it is no number."""
-    return memory_of(optimizer) if isinstance(inner(optimizer), keras.optimizers.SGD) else 0.0
+        of_adam = type(inner(optimizer)).update_step is keras.optimizers.Adam.update_step
+        return not of_adam or not hasattr(self.rule, "check_optimizer")
 
 
 def warn_of_outlasting_momentum(
