@@ -13,7 +13,7 @@ from absl import flags
 from scripts import common
 from tfpara import algorithms
 
-RULES = ("asgd", "aasgd", "downpour", "easgd_async")
+RULES = ("asgd", "aasgd", "downpour", "bmuf_async", "easgd_async")
 
 _LONGEST = 60.0  # minutes: paper 002, section 4.2
 _FOR_A_WORKER = 4  # chunks of a worker in an epoch, as `AsyncStrategy.fit` makes of arrays
@@ -27,7 +27,7 @@ _CHUNK = flags.DEFINE_float(
 _STALENESS = flags.DEFINE_integer(
     "max_staleness",
     None,
-    "ASGD and Downpour: pushes that may come between a pull and its push",
+    "ASGD, Downpour and bmuf_async: pushes that may come between a pull and its push",
     lower_bound=0,
 )
 _COMPENSATION = flags.DEFINE_float(
@@ -49,7 +49,9 @@ _START_MEAN = flags.DEFINE_integer(
     lower_bound=1,
 )
 _SEARCH = flags.DEFINE_boolean(
-    "search_rate", False, "ASGD and Downpour: before each chunk try learning rates on a part of it"
+    "search_rate",
+    False,
+    "ASGD, Downpour and bmuf_async: before each chunk try learning rates on a part of it",
 )
 _FACTORS = flags.DEFINE_list(
     "search_factors", ["0.5", "1", "2"], "search_rate: candidates, as multiples of the present rate"
@@ -66,7 +68,8 @@ _SLOW = flags.DEFINE_float(
 )
 
 # The rules whose workers begin each block with the servers' model.
-_PULLING = ("asgd", "aasgd", "downpour")
+_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")
+_BY_PUSH = ("asgd", "aasgd", "downpour")
 _OF_GRADIENTS = ("asgd", "aasgd")  # the optimizer is the servers'
 
 
@@ -81,8 +84,8 @@ def check(name: str, simulated: int) -> None:
         ValueError: the message has the flag, its value and the reason.
     """
     common.only_for(name in RULES, (_CHUNK,), f"--rule={', '.join(RULES)}")
-    pulling = (_STALENESS, _BY_STALENESS, _SEARCH)
-    common.only_for(name in _PULLING, pulling, f"--rule={', '.join(_PULLING)}")
+    common.only_for(name in _PULLING, (_STALENESS, _SEARCH), f"--rule={', '.join(_PULLING)}")
+    common.only_for(name in _BY_PUSH, (_BY_STALENESS,), f"--rule={', '.join(_BY_PUSH)}")
     common.only_for(name in _OF_GRADIENTS, (_COMPENSATION,), "--rule=asgd and aasgd")
     common.only_for(name == "aasgd", (_RUNNING, _START_MEAN), "--rule=aasgd")
     common.only_for(_SEARCH.value, (_FACTORS, _PART), "--search_rate")
@@ -97,6 +100,8 @@ def check(name: str, simulated: int) -> None:
 def strategy(
     name: str,
     elasticity: float | None,
+    block_momentum: float | str | None,
+    warmup: bool | None,
     block_learning_rate: float,
     simulated: int,
     options: dict[str, Any],
@@ -106,7 +111,8 @@ def strategy(
     Args:
         name: the value of --rule.
         elasticity: elasticity of asynchronous EASGD.
-        block_learning_rate: block learning rate of Downpour.
+        block_momentum, warmup: of asynchronous BMUF.
+        block_learning_rate: of Downpour and asynchronous BMUF.
         simulated: number of workers to simulate; 0 for the workers of TF_CONFIG.
         options: further arguments of `tfpara.AsyncStrategy`.
     """
@@ -114,7 +120,7 @@ def strategy(
     from tfpara.parameter_server.simulation import Speed
     from tfpara.parameter_server.strategy import AsyncStrategy
 
-    rule = _rule(name, elasticity, block_learning_rate)
+    rule = _rule(name, elasticity, block_momentum, warmup, block_learning_rate)
     if not simulated:
         return AsyncStrategy(rule, **options)
     slow, others = Speed(_SLOW.value, _SPREAD.value), Speed(1.0, _SPREAD.value)
@@ -123,7 +129,7 @@ def strategy(
 
 def local_steps(name: str) -> bool:
     """Returns whether workers have their own optimizers, which count minibatches, not pushes."""
-    return name in ("downpour", "easgd_async")
+    return name in ("downpour", "bmuf_async", "easgd_async")
 
 
 def counts_pushes(name: str) -> bool:
@@ -187,9 +193,19 @@ def start_mean_chunks() -> int:
     return _START_MEAN.value
 
 
-def _rule(name: str, elasticity: float | None, block_learning_rate: float) -> Any:
+def _rule(
+    name: str,
+    elasticity: float | None,
+    block_momentum: float | str | None,
+    warmup: bool | None,
+    block_learning_rate: float,
+) -> Any:
     if name == "easgd_async":
         return algorithms.AsyncEASGD(elasticity)
+    if name == "bmuf_async":
+        return algorithms.AsyncBMUF(
+            block_momentum, block_learning_rate, warmup, max_staleness=_STALENESS.value
+        )
     options: dict[str, Any] = {
         "max_staleness": _STALENESS.value,
         "rate_by_staleness": _BY_STALENESS.value,

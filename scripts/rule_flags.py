@@ -23,9 +23,9 @@ _RULE = flags.DEFINE_enum(
     "rule",
     "bmuf",
     RULES,
-    "how replicas agree; asgd, aasgd (averaged), downpour (local steps) and easgd_async: "
-    "asynchronous, with parameter servers (tfpara-launch --ps 1); none: one replica, which is "
-    "plain Keras bit for bit",
+    "how replicas agree; asgd, aasgd (averaged), downpour (local steps), bmuf_async and "
+    "easgd_async: asynchronous, with parameter servers (tfpara-launch --ps 1); none: one replica, "
+    "which is plain Keras bit for bit",
 )
 _ETA = flags.DEFINE_string(
     "block_momentum",
@@ -40,7 +40,9 @@ _WARMUP = flags.DEFINE_boolean(
     "over Adam, t/20 with sqrt); set if --block_momentum is no number and --compat is not set",
 )
 _ZETA = flags.DEFINE_float(
-    "block_learning_rate", 1.0, "BMUF and Downpour: positive; 1/workers for Downpour's long periods"
+    "block_learning_rate",
+    1.0,
+    "BMUF, bmuf_async and Downpour: positive; 1/workers for Downpour's long periods",
 )
 _NESTEROV = flags.DEFINE_boolean("nesterov", True, "BMUF: Nesterov block momentum, or classical")
 _COMPAT = flags.DEFINE_enum("compat", None, ["cntk", "fairseq"], "BMUF: the form of that toolkit")
@@ -156,7 +158,15 @@ def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
         "startup_timeout_seconds": _STARTUP.value,
     }
     if is_async():
-        return async_flags.strategy(_RULE.value, _ALPHA.value, _ZETA.value, _SIMULATE.value, shared)
+        return async_flags.strategy(
+            _RULE.value,
+            _ALPHA.value,
+            _block_momentum(),
+            _WARMUP.value,
+            _ZETA.value,
+            _SIMULATE.value,
+            shared,
+        )
     options: dict[str, Any] = {
         **shared,
         "local_state": _LOCAL_STATE.value,
@@ -188,8 +198,10 @@ _ALONE = (
 
 def _check() -> None:
     name = _RULE.value
-    common.only_for(name in _BMUF, (_ETA, _WARMUP, _NESTEROV), "--rule=bmuf and bmuf_adam")
-    blocks = (*_BMUF, "downpour")
+    common.only_for(name in _BMUF, (_NESTEROV,), "--rule=bmuf and bmuf_adam")
+    filtered = (*_BMUF, "bmuf_async")
+    common.only_for(name in filtered, (_ETA, _WARMUP), f"--rule={', '.join(filtered)}")
+    blocks = (*filtered, "downpour")
     common.only_for(name in blocks, (_ZETA,), f"--rule={', '.join(blocks)}")
     common.only_for(name == "bmuf", (_COMPAT,), "--rule=bmuf")
     common.only_for(name.startswith("easgd"), (_ALPHA,), "--rule=easgd and easgd_async")

@@ -35,6 +35,7 @@ _RULES = {
     "downpour": ("Downpour", ("--rule=downpour",)),
     # Blocks are averaged in place of added.
     "downpour-mean": ("Downpour, ζ = 1/N", ("--rule=downpour", "--block_learning_rate={share}")),
+    "bmuf-async": ("asynchronous BMUF", ("--rule=bmuf_async",)),
     "easgd-async": ("asynchronous EASGD", ("--rule=easgd_async",)),
     _ALL_REDUCE: ("all-reduce", ("--rule=none", "--all_reduce={count}")),
 }

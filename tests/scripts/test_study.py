@@ -114,7 +114,7 @@ def test_a_grid_of_what_there_is_not_is_refused(given, said):
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("rule", ["bsp", "downpour-mean"])
+@pytest.mark.parametrize("rule", ["bsp", "downpour-mean", "bmuf-async"])
 def test_a_transformer_learns_characters(rule, run_well, tmp_path):
     cell = study_grid.Cell("characters", rule, 2, 200, 0, 0.003)
     with flagsaver.flagsaver(passes=0.05):
@@ -124,7 +124,7 @@ def test_a_transformer_learns_characters(rule, run_well, tmp_path):
     assert 1.0 < found["errors"]["global"] < 5.0  # the bits of a uniform guess: log2(97) = 6.6
     # An epoch is shorter than the period: one block of each replica, or one push.
     assert found["exchanges"] == (1 if rule == "bsp" else 2)
-    if rule != "bsp":
+    if rule == "downpour-mean":
         assert "block_learning_rate=0.5" in found["rule"]
 
 

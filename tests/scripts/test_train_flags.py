@@ -94,7 +94,10 @@ def test_combinations_that_are_refused(chosen, message):
         ({"rule": "none", "simulate_replicas": 2}, "--rule=none trains one replica"),
         ({"rule": "downpour", "delay_compensation": 0.1}, "is for --rule=asgd and aasgd"),
         ({"rule": "easgd_async", "max_staleness": 1}, "is for --rule=asgd, aasgd, downpour"),
-        ({"rule": "asgd", "block_learning_rate": 0.5}, "is for --rule=bmuf, bmuf_adam, downpour"),
+        ({"rule": "bmuf_async", "nesterov": False}, "--nesterov=False is for --rule=bmuf and"),
+        ({"rule": "bmuf_async", "rate_by_staleness": True}, "is for --rule=asgd, aasgd, downpour"),
+        ({"rule": "downpour", "block_momentum": "0.5"}, "is for --rule=bmuf, bmuf_adam, bmuf_asy"),
+        ({"rule": "asgd", "block_learning_rate": 0.5}, "is for --rule=bmuf, bmuf_adam, bmuf_async"),
         ({"ema_decay": ["1.5"]}, r"--ema_decay=1.5: .* outside \(0, 1\)"),
     ],
 )
@@ -121,7 +124,8 @@ def test_rates_of_the_epochs(chosen, rates):
 
 
 @pytest.mark.parametrize(
-    ("rule", "minibatches"), [("asgd", 5), ("downpour", 1), ("easgd_async", 1), ("bmuf", 1)]
+    ("rule", "minibatches"),
+    [("asgd", 5), *((rule, 1) for rule in ("downpour", "bmuf_async", "easgd_async", "bmuf"))],
 )
 def test_rates_by_hand_fall_with_each_minibatch(rule, minibatches):
     # What the optimizer counts is pushes on a server, and minibatches on a worker.

@@ -40,7 +40,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     many parameter servers and chunks as before, and within an epoch the same minibatches, but may
     have any number of workers. If that number changes, give `fit` the number of `chunks`, which
     otherwise depends on it. The workers' own state is not kept: their models (AsyncEASGD) begin
-    with the servers', and their optimizers (AsyncEASGD, Downpour) without momentum or moments.
+    with the servers', and their optimizers (all rules but ASGD) without momentum or moments.
 
     On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
     the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The callback runs after all others.

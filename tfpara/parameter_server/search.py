@@ -68,7 +68,7 @@ class ChunkRateSearch:
         if server.learning_rate is None or work.local_models:
             raise ValueError(
                 "search_rate needs an optimizer with a number as its learning rate, and a rule "
-                "whose workers train the servers' model: ASGD, AveragedASGD or Downpour."
+                "whose workers train the servers' model: ASGD, AveragedASGD, Downpour or AsyncBMUF."
             )
         count = self.minibatches
         if count is None:

@@ -77,8 +77,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     worker process uses one device: its first GPU, or the CPU.
 
     Args:
-        rule: `tfpara.ASGD(...)`, `tfpara.AveragedASGD(...)`, `tfpara.Downpour(...)` or
-            `tfpara.AsyncEASGD(...)`.
+        rule: `tfpara.ASGD(...)`, `tfpara.AveragedASGD(...)`, `tfpara.Downpour(...)`,
+            `tfpara.AsyncBMUF(...)` or `tfpara.AsyncEASGD(...)`.
         sync_period: τ ≥ 1, minibatches between a worker's pull and its push.
         averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`. They
             are updated after every push, and have no influence on training. Beside EMA and MA there
@@ -190,7 +190,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         one goes on with the first minibatch that is not in the model yet. So every minibatch is
         applied exactly once on every parameter server.
 
-        Local optimizers (AsyncEASGD, Downpour) and local models (AsyncEASGD) are kept from one
+        Local optimizers (all rules but ASGD) and local models (AsyncEASGD) are kept from one
         `fit` to the next, and so is the servers' optimizer.
 
         The progress bar and the callbacks' batch hooks are updated several times a second, not at
@@ -283,7 +283,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         fits. Call it yourself only if the servers must have the weights at once.
 
         The weights become those of the global model. Averages start anew from them, and so do the
-        workers' local optimizers (AsyncEASGD, Downpour) and local models (AsyncEASGD). The slots of
+        workers' local optimizers and local models, and the momentum of AsyncBMUF. The slots of
         an optimizer on the servers stay. Nothing happens if nothing was set, or the model has not
         been trained yet.
 
