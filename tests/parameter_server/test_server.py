@@ -110,6 +110,7 @@ def test_runs_on_a_cluster_are_repeated_in_the_simulation():
         ("ASGD", {"delay_compensation": 0.1}, 1),
         ("ASGD", {"delay_compensation": 0.1}, 3),
         ("Downpour", {"max_staleness": 2}, 3),
+        ("AsyncBMUF", {"block_momentum": 0.6}, 3),
         ("AsyncEASGD", {}, 3),
     ]
     results = run("replay", 600, workers=2, ps=1, cases=cases)

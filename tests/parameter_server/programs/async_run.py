@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
+from tfpara.algorithms import ASGD, AsyncBMUF, AsyncEASGD, Downpour
 from tfpara.launch import clusters
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.control.serving import server_config
@@ -28,7 +28,7 @@ from tfpara.parameter_server.simulated import simulate_async
 from tfpara.parameter_server.strategy import AsyncStrategy
 
 IDS = 64
-RULES = {rule.__name__: rule for rule in (ASGD, AsyncEASGD, Downpour)}
+RULES = {rule.__name__: rule for rule in (ASGD, AsyncBMUF, AsyncEASGD, Downpour)}
 FORKS = multiprocessing.get_context("fork")
 
 
