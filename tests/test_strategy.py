@@ -1150,6 +1150,19 @@ def test_what_cannot_work_is_refused(optimizer, options, message):
 
 
 @pytest.mark.one_version
+def test_a_metric_that_says_no_aggregation_is_refused():
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+        metric = keras.metrics.SparseCategoricalAccuracy()
+        metric.add_variable((), "zeros", aggregation="none", name="last")
+        model.compile("sgd", model.loss, metrics=[metric])
+    for call in (model.fit, metric.variables[-1].numpy):
+        with pytest.raises(ValueError, match='last.* has aggregation="none"'):
+            call(*[distributed(strategy)] * (call == model.fit))
+
+
+@pytest.mark.one_version
 def test_models_that_share_weights_are_refused():
     strategy = make_strategy()
     with strategy.scope():

@@ -316,7 +316,24 @@ class _Dataset(_input_lib.DistributedDataset):
 
 
 class _Metric(_values.SyncOnReadVariable):
-    """A metric's variable, of which each replica has a component; a read adds them up."""
+    """A metric's variable, of which each replica has a component; a read aggregates them."""
+
+    @property
+    def _is_of_first(self) -> bool:
+        return self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+    # The parent's two methods give each worker its own first replica's value, without an exchange.
+    def _get_cross_replica(self) -> tf.Tensor:
+        if self._aggregation == tf.VariableAggregation.NONE:
+            raise ValueError(_not_aggregated(self.name))
+        if not self._is_of_first:
+            return super()._get_cross_replica()
+        return self.distribute_strategy.extended.first_replicas(self)
+
+    def value(self) -> tf.Tensor:
+        if not self._is_of_first or in_replica() or _values.values_util.in_replica_update_context():
+            return super().value()
+        return self._get_cross_replica()
 
     def assign(
         self,
@@ -332,6 +349,13 @@ class _Metric(_values.SyncOnReadVariable):
             return super().assign(value, use_locking, name, read_value)
         super().assign(value, use_locking, name, read_value=False)
         return self
+
+
+def _not_aggregated(name: str) -> str:
+    return (
+        f'the metric\'s variable {name!r} has aggregation="none", which does not say what it is of '
+        'several replicas. Give add_variable aggregation="sum", "mean" or "only_first_replica".'
+    )
 
 
 def in_replica() -> bool:
@@ -1096,10 +1120,23 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         finally:
             self._sums.clear()
 
+    def first_replicas(self, variable: Variable) -> tf.Tensor:
+        """Returns replica 0's component of a metric's variable; every worker must call it."""
+        return self._reduce_over_all(variable, False)
+
+    def _part_of(self, variable: Variable) -> tf.Tensor:
+        """Returns this worker's term of the sum of which a metric's variable is read."""
+        if not variable._is_of_first:
+            return tf.add_n([v.read_value() for v in variable.values])
+        first = variable.values[0].read_value()
+        # In a graph nothing is exchanged.
+        counts = self._id_in_cluster == 0 or not tf.executing_eagerly()
+        return first if counts else tf.zeros_like(first)
+
     def _sums_of(self, variables: Sequence[Variable]) -> list[tf.Tensor]:
         """Returns what the replicas have of metrics' variables, summed in one exchange."""
         assert self.elastic is not None
-        parts = [tf.add_n([v.read_value() for v in variable.values]) for variable in variables]
+        parts = [self._part_of(variable) for variable in variables]
         if not parts:
             return []
         flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
@@ -1132,7 +1169,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 self.finish_blocks(purpose)
             else:
                 self.control.together(purpose)
-        local = tf.add_n([v.read_value() for v in variable.values])
+        local = self._part_of(variable)
         if self._num_workers > 1 and tf.executing_eagerly():
             name = f"metric/{local.dtype.name}"
             flat = tf.reshape(local, [-1])
@@ -1381,6 +1418,9 @@ def _refuse(model: keras.Model) -> None:
             "the model was compiled with jit_compile=True; collectives cannot be compiled by XLA. "
             "Compile it with jit_compile=False."
         )
+    for variable in model.metrics_variables:
+        if isinstance(variable.value, _Metric) and variable.aggregation == "none":
+            raise ValueError(_not_aggregated(variable.path))
 
 
 def _identity(model: keras.Model) -> Any:
