@@ -806,6 +806,27 @@ def test_numpy_arrays_and_early_stopping_work_as_in_keras():
     assert len(history.history["loss"]) == 2
 
 
+def test_rates_and_counts_are_numbers_to_python():
+    """As in callbacks that log the rate."""
+    strategy = make_strategy(devices=DEVICES)
+    with strategy.scope():
+        model = compiled(dense_model, lambda: keras.optimizers.Adam(0.25))
+    optimizer, seen = model.optimizer, []
+    looks = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(
+            (float(optimizer.learning_rate), int(optimizer.iterations))
+        )
+    )
+    halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    model.fit(distributed(strategy), epochs=2, verbose=0, callbacks=[halves, looks])
+    assert seen == [(0.125, STEPS), (0.0625, 2 * STEPS)]
+    assert float(optimizer.learning_rate) == 0.0625 and int(optimizer.iterations) == 2 * STEPS
+    (loss,) = (metric for metric in model.metrics if metric.name == "loss")
+    assert int(loss.count) == float(loss.count) == 2 * STEPS * BATCH
+    with pytest.raises(TypeError, match="calar"):
+        float(model.weights[0])
+
+
 def test_run_eagerly():
     strategy = make_strategy()
     with strategy.scope():

@@ -315,7 +315,24 @@ class _Dataset(_input_lib.DistributedDataset):
         return _resumed(super().__iter__, self.extended)
 
 
-class _Metric(_values.SyncOnReadVariable):
+class _AsNumber:
+    """Lets Python make a number of a distributed variable, as it does of a plain one.
+
+    So `float(optimizer.learning_rate)` works in callbacks, as in plain Keras.
+    """
+
+    def __float__(self) -> float:
+        return float(self.read_value())  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.read_value())  # type: ignore[attr-defined]
+
+
+class _Mirrored(_AsNumber, _values.MirroredVariable):
+    """A variable of each replica; outside of replicas a read takes this worker's first one."""
+
+
+class _Metric(_AsNumber, _values.SyncOnReadVariable):
     """A metric's variable, of which each replica has a component; a read aggregates them."""
 
     @property
@@ -1310,8 +1327,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         variable = super()._create_variable(next_creator, **kwargs)
-        if type(variable) is _values.SyncOnReadVariable:
-            variable.__class__ = _Metric
+        for kind in (_Metric, _Mirrored):
+            if type(variable) is kind.__bases__[-1]:
+                variable.__class__ = kind
         return variable
 
     def _get_variable_creator_initial_value(
