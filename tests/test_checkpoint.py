@@ -424,6 +424,39 @@ def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_
     assert abs(history["accuracy"][0] * 64 - round(history["accuracy"][0] * 64)) < 1e-4
 
 
+class Steps(keras.metrics.Metric):
+    """Counts the steps of the mean replica."""
+
+    def __init__(self):
+        super().__init__(name="steps")
+        self.count = self.add_variable((), "zeros", name="count", aggregation="mean")
+
+    def update_state(self, *_, sample_weight=None):
+        self.count.assign_add(1)
+
+    def result(self):
+        return keras.ops.convert_to_tensor(self.count)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_a_mean_goes_on_with_another_number_of_replicas(tmp_path, replicas):
+    def trained(replicas, *callbacks):
+        strategy, model = make(devices=[f"CPU:{i}" for i in range(replicas)])
+        with strategy.scope():
+            model.compile("sgd", "mse", metrics=[Steps()])
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=2)
+        data = epoch_data(strategy)
+        try:
+            return model.fit(data, epochs=1, verbose=0, callbacks=[checkpoint, *callbacks]).history
+        finally:
+            checkpoint._checkpoints.store.release()
+
+    with pytest.raises(Stop):
+        trained(2, stop_at(0, 5))
+    # Of 16 minibatches 8 were trained, in four steps of each of two replicas.
+    assert trained(replicas)["steps"] == [4 + 8 / replicas]
+
+
 @pytest.mark.one_version
 def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path):
     log = []

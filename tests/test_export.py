@@ -1,6 +1,7 @@
 """Tests of tfpara/saved_model.py."""
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -59,6 +60,95 @@ def test_a_fresh_process_computes_the_same(tmp_path):
     np.testing.assert_allclose(found["y"], expected, atol=1e-6)
     np.testing.assert_allclose(np.exp(found["log_posteriors"]).sum(1), 1.0, atol=1e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "x.npy", "y.npz"]
+
+
+NAMES = {"a": 4, "b": 2, "c": 3}
+STRUCTURES = {
+    "dict": lambda a, b, c: {"b": b, "a": a, "c": c},
+    "list": lambda a, b, c: [a, b, c],
+    "nested": lambda a, b, c: ({"b": b, "c": c}, a),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_several_inputs_are_those_of_the_model(tmp_path, kind):
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(), sync_period=2, averages={"ema": tfpara.EMA(0.5)}
+    )
+    with strategy.scope():
+        inputs = [keras.Input((size,), name=name) for name, size in NAMES.items()]
+        parts = [keras.layers.Dense(2)(each) for each in inputs]
+        outputs = {"sum": keras.layers.Add()(parts), "first": parts[0]}
+        model = keras.Model(STRUCTURES[kind](*inputs), outputs)
+        model.compile("sgd", "mse")
+    values = [X[:, :size] for size in NAMES.values()]
+    x = STRUCTURES[kind](*values)
+    zeros = np.zeros((len(X), 2), np.float32)
+    model.fit(x, {"sum": zeros, "first": zeros}, epochs=10, verbose=0)
+    export(model, tmp_path / "model", which="ema")
+    with strategy.weights(model, "ema"):
+        expected = model.predict(x, verbose=0)
+    loaded = tf.saved_model.load(tmp_path / "model")
+    by_name = loaded.signatures["serving_default"](
+        **{name: tf.constant(value) for name, value in zip(NAMES, values, strict=True)}
+    )
+    for found in (loaded.serve(tf.nest.map_structure(tf.constant, x)), by_name):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, atol=1e-6)
+
+
+def test_inputs_that_nobody_knows_are_asked_for(tmp_path):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.layer(x)
+
+    model = Own()
+    expected = model(X)
+    with pytest.raises(ValueError, match="does not say which inputs it has.* Give signature="):
+        export(model, tmp_path / "model")
+    export(model, tmp_path / "model", signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
+    loaded = tf.saved_model.load(tmp_path / "model")
+    np.testing.assert_allclose(loaded.serve(tf.constant(X)), expected, atol=1e-6)
+
+
+def test_a_part_of_a_model_that_was_trained_is_exported_with_its_averages(tmp_path):
+    """That of a distiller's student, also where nobody has the distiller any more."""
+
+    class Distiller(keras.Model):
+        def __init__(self, teacher, student):
+            super().__init__()
+            self.teacher, self.student = teacher, student
+
+        def call(self, x):
+            return self.student(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean((self.teacher(x, training=False) - y_pred) ** 2)
+
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(), sync_period=2, averages={"ema": tfpara.EMA(0.5)}
+    )
+    teacher, student = make_model(strategy), make_model(strategy)
+    teacher.fit(X, X[:, :3], epochs=2, verbose=0)
+    teacher.trainable = False
+    with strategy.scope():
+        distiller = Distiller(teacher, student)
+        distiller.compile("adam")
+    distiller.fit(X, X[:, :3], epochs=9, verbose=0)
+    with strategy.weights(distiller, "ema"):
+        expected = student(X).numpy()
+    assert np.abs(expected - student(X)).max() > 1e-4
+    for name in ("before", "after"):
+        export(student, tmp_path / name, which="ema")
+        loaded = tf.saved_model.load(tmp_path / name)
+        np.testing.assert_allclose(loaded.serve(tf.constant(X)), expected, atol=1e-6)
+        distiller = None
+        gc.collect()
 
 
 def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(tmp_path, recwarn):

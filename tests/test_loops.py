@@ -259,6 +259,33 @@ def test_a_returned_value_is_averaged_over_the_replicas_that_had_samples(batch, 
     np.testing.assert_allclose(history["loss"], [expected], rtol=1e-5)
 
 
+class ByTheNamesOfMetrics(keras.Sequential):
+    """Returns numbers by the names of Keras' metrics, and nothing else; it updates none of them."""
+
+    def train_step(self, minibatch):
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(minibatch[0]) - minibatch[1]) ** 2)
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss, "mae": tf.reduce_mean(minibatch[0])}
+
+    def test_step(self, minibatch):
+        loss = tf.reduce_mean((self(minibatch[0]) - minibatch[1]) ** 2)
+        return {"loss": loss, "mae": tf.reduce_mean(minibatch[0])}
+
+
+def test_what_a_step_returns_by_the_names_of_metrics_alone_is_logged():
+    strategy = make()
+    with strategy.scope():
+        model = ByTheNamesOfMetrics(network().layers)
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    last = slice(-BATCH, None)
+    expected = [np.mean((model(X[last]).numpy() - Y[last]) ** 2), X[last].mean()]
+    history = model.fit(data(), verbose=0, validation_data=data()).history
+    for names in (["loss", "mae"], ["val_loss", "val_mae"]):
+        np.testing.assert_allclose([history[name][0] for name in names], expected, rtol=1e-5)
+
+
 class Unready(keras.Model):
     """Has an optimizer that takes no step."""
 

@@ -86,6 +86,8 @@ def test_pieces_of_a_field_are_cut_anew_for_any_number_of_holders():
         (Kind.REPLICA, [None] * 3, [None] * 6),
         (Kind.BLOCK, [None] * 3, [None] * 6),
         (Kind.SUM, [9.0, 2.0, 4.0], [1.0, 2.0, 4.0, 8.0, 0.0, 0.0]),
+        (Kind.MEAN, [3.75] * 3, [3.75] * 6),
+        (Kind.FIRST, [1.0, 2.0, 4.0], [1.0, 2.0, 4.0, 8.0, 1.0, 2.0]),
     ],
     ids=lambda each: getattr(each, "value", None),
 )
@@ -137,6 +139,18 @@ def test_of_a_models_state_the_seeds_alone_are_random():
     kinds = [slot.kind for slot in model_slots(model) if slot.name.startswith("state/")]
     assert [v.name for v in model.non_trainable_variables] == ["count", "seed_generator_state"]
     assert kinds == [Kind.MODEL, Kind.RANDOM]
+
+
+def test_variables_of_metrics_are_terms_of_what_their_aggregation_says():
+    options = {"shape": (), "initializer": "zeros"}
+    metric = keras.metrics.MeanSquaredError()
+    for aggregation in ("mean", "only_first_replica"):
+        metric.add_variable(aggregation=aggregation, name=aggregation, **options)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[metric])
+    model.fit(np.ones([1, 3]), np.ones([1, 1]), verbose=0)
+    kinds = [slot.kind for slot in model_slots(model) if slot.name.startswith("metrics/")]
+    assert kinds == [Kind.SUM] * 4 + [Kind.MEAN, Kind.FIRST]  # two of them of the loss
 
 
 # What need not be kept: it is over where a block is closed, or is written before it is read.

@@ -123,6 +123,15 @@ def averaged_by_hand(build, optimizer, initial, replicas, tau=TAU, steps=STEPS):
     return mean
 
 
+def trained_alone(build, optimizer, initial, replica):
+    """The weights of a plain Keras model that is trained on a replica's minibatches."""
+    model = compiled(build, optimizer)
+    model.set_weights(initial)
+    for x, y in zip(*replica_batches(replica), strict=True):
+        model.train_on_batch(x, y)
+    return model.get_weights()
+
+
 def components(strategy, model):
     """The weights of each local replica."""
     variables = [strategy.experimental_local_results(v.value) for v in model.weights]
@@ -207,11 +216,8 @@ def test_easgd_without_elasticity_is_independent_models():
     initial = model.get_weights()
     model.fit(distributed(strategy), verbose=0)
     for replica, weights in enumerate(components(strategy, model)):
-        alone = compiled(*MODELS["dense"])
-        alone.set_weights(initial)
-        for x, y in zip(*replica_batches(replica), strict=True):
-            alone.train_on_batch(x, y)
-        for got, want in zip(weights, alone.get_weights(), strict=True):
+        alone = trained_alone(*MODELS["dense"], initial, replica)
+        for got, want in zip(weights, alone, strict=True):
             np.testing.assert_allclose(got, want, atol=1e-6)
     with strategy.weights(model, "global"):
         for got, want in zip(model.get_weights(), initial, strict=True):
@@ -806,6 +812,27 @@ def test_numpy_arrays_and_early_stopping_work_as_in_keras():
     assert len(history.history["loss"]) == 2
 
 
+def test_rates_and_counts_are_numbers_to_python():
+    """As in callbacks that log the rate."""
+    strategy = make_strategy(devices=DEVICES)
+    with strategy.scope():
+        model = compiled(dense_model, lambda: keras.optimizers.Adam(0.25))
+    optimizer, seen = model.optimizer, []
+    looks = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(
+            (float(optimizer.learning_rate), int(optimizer.iterations))
+        )
+    )
+    halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    model.fit(distributed(strategy), epochs=2, verbose=0, callbacks=[halves, looks])
+    assert seen == [(0.125, STEPS), (0.0625, 2 * STEPS)]
+    assert float(optimizer.learning_rate) == 0.0625 and int(optimizer.iterations) == 2 * STEPS
+    (loss,) = (metric for metric in model.metrics if metric.name == "loss")
+    assert int(loss.count) == float(loss.count) == 2 * STEPS * BATCH
+    with pytest.raises(TypeError, match="calar"):
+        float(model.weights[0])
+
+
 def test_run_eagerly():
     strategy = make_strategy()
     with strategy.scope():
@@ -1150,19 +1177,178 @@ def test_what_cannot_work_is_refused(optimizer, options, message):
 
 
 @pytest.mark.one_version
+def test_a_metric_that_says_no_aggregation_is_refused():
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+        metric = keras.metrics.SparseCategoricalAccuracy()
+        metric.add_variable((), "zeros", aggregation="none", name="last")
+        model.compile("sgd", model.loss, metrics=[metric])
+    for call in (model.fit, metric.variables[-1].numpy):
+        with pytest.raises(ValueError, match='last.* has aggregation="none"'):
+            call(*[distributed(strategy)] * (call == model.fit))
+
+
+def with_new_head(model, units=4):
+    """A model of the layers of another one but the last, which is new."""
+    layers = [*model.layers[:-1], keras.layers.Dense(units)]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+@pytest.mark.one_version
 def test_models_that_share_weights_are_refused():
     strategy = make_strategy()
     with strategy.scope():
-        inner = compiled(*MODELS["dense"])
-        outer = compiled(lambda: keras.Sequential([keras.Input((6,)), inner]), MODELS["dense"][1])
-    outer.fit(distributed(strategy), verbose=0)
+        model = compiled(*MODELS["dense"])
+        other = compiled(lambda: with_new_head(model), MODELS["dense"][1])
+    model.fit(distributed(strategy), verbose=0)
     with (
         pytest.raises(ValueError, match="has no 'global' weights of its own"),
-        strategy.weights(inner, "global"),
+        strategy.weights(other, "global"),
     ):
         pass
-    with pytest.raises(ValueError, match="shares weights with another"):
-        inner.fit(distributed(strategy), verbose=0)
+    with pytest.raises(ValueError, match=r"shares weights with another.* strategy.forget\(other\)"):
+        other.fit(distributed(strategy), verbose=0)
+
+
+@pytest.mark.parametrize(("rule", "way"), [(None, "forgotten"), (tfpara.EASGD(0.0), "deleted")])
+def test_a_new_head_is_trained_on_layers_that_were_trained_before(rule, way):
+    """EASGD leaves the layers apart, and they begin again at the former global model."""
+    strategy = make_strategy(rule)
+    with strategy.scope():
+        former = compiled(*MODELS["dense"])
+    former.fit(distributed(strategy), verbose=0)
+    with strategy.weights(former, "global"):
+        initial = former.get_weights()
+    with strategy.scope():
+        model = compiled(lambda: with_new_head(former), MODELS["dense"][1])
+    initial = [*initial[:-2], *model.get_weights()[-2:]]
+    if way == "forgotten":
+        strategy.forget(former)
+    else:
+        del former
+    model.fit(distributed(strategy), verbose=0)
+    assert strategy.statistics().steps == 2 * STEPS
+    plain = lambda: with_new_head(dense_model()), MODELS["dense"][1], initial
+    if rule is None:
+        expected = [averaged_by_hand(*plain, replicas=2)] * 2
+    else:
+        expected = [trained_alone(*plain, replica) for replica in range(2)]
+    for found, of_replica in zip(components(strategy, model), expected, strict=True):
+        for value, want in zip(found, of_replica, strict=True):
+            np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5)
+
+
+def test_forgotten_replicas_go_on_from_the_global_model():
+    strategy = make_strategy(tfpara.EASGD(0.3), averages={"ema": tfpara.EMA(0.5)})
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+        never = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    with strategy.weights(model, "global"):
+        expected = model.get_weights()
+    with strategy.weights(model, "ema"), pytest.raises(ValueError, match="inside strategy.weights"):
+        strategy.forget(model)
+    asks = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: strategy.forget(model))
+    with pytest.raises(ValueError, match="in a callback of fit"):
+        never.fit(distributed(strategy), verbose=0, callbacks=[asks])
+    strategy.forget(model)
+    strategy.forget(model)  # nothing happens
+    for found in components(strategy, model):
+        for value, want in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(value, want)
+    syncs = strategy.statistics().syncs
+    # The syncs of the step that was compiled are those of what is forgotten.
+    model.fit(distributed(strategy), verbose=0)
+    assert strategy.statistics().syncs == syncs + 3
+    (last,) = strategy.extended.synchronizers
+    assert last.graph.statistics().syncs == 3
+
+
+def test_a_loop_whose_models_are_forgotten_tracks_them_anew():
+    strategy = make_strategy()
+    with strategy.scope():
+        models = [dense_model(), dense_model()]
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def step(x, y):
+        weights = models[0].trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((models[0](x) - models[1](x)) ** 2)
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    batch = next(iter(distributed(strategy)))
+    for _ in range(2):
+        strategy.track(models)
+        strategy.run(step, args=batch)
+        strategy.forget(models[1])
+        assert not strategy.extended.synchronizers
+        with pytest.raises(ValueError, match=r"strategy.track\(model\)"):
+            strategy.run(step, args=batch)
+
+
+def test_a_deleted_model_goes_while_the_loop_of_another_is_traced():
+    strategy = make_strategy()
+
+    def loop():
+        with strategy.scope():
+            model, optimizer = dense_model(), keras.optimizers.SGD(0.1)
+            optimizer.build(model.trainable_variables)
+        strategy.track(model)
+
+        def step(x, y):
+            weights = model.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x) ** 2)
+            optimizer.apply(tape.gradient(loss, weights), weights)
+
+        run = tf.function(lambda *batch: strategy.run(step, args=batch))
+        for batch in distributed(strategy):
+            run(*batch)
+
+    for _ in range(3):  # the former's last block is open
+        loop()
+        assert len(strategy.extended.synchronizers) == 1
+    strategy.synchronize()
+    assert strategy.statistics().steps == 3 * STEPS
+    assert strategy.statistics().syncs == 3 * 3
+
+
+def test_models_that_are_deleted_do_not_stay():
+    strategy = make_strategy()
+    models, optimizers = [], []
+    for _ in range(4):
+        with strategy.scope():
+            model = compiled(*MODELS["dense"])
+        model.fit(distributed(strategy), verbose=0)
+        model.evaluate(distributed(strategy), verbose=0)
+        models.append(weakref.ref(model))
+        optimizers.append(weakref.ref(model.optimizer))
+        assert len(strategy.extended.synchronizers) <= 2
+    strategy.synchronize()
+    assert strategy.statistics().steps == 4 * STEPS
+    del model
+    gc.collect()
+    assert [each() for each in models] == [None] * 4
+    assert [each() for each in optimizers[:2]] == [None] * 2
+
+
+@pytest.mark.one_version
+def test_a_part_of_a_trained_model_has_its_weights():
+    strategy = make_strategy(averages={"ema": tfpara.EMA(0.5)})
+    with strategy.scope():
+        inner = compiled(*MODELS["batchnorm"])
+        inner.layers[0].trainable = False
+        outer = compiled(lambda: keras.Sequential([keras.Input((6,)), inner]), MODELS["dense"][1])
+    outer.fit(distributed(strategy), verbose=0)
+    for which in ("global", "ema"):
+        with strategy.weights(outer, which):
+            expected = inner.get_weights()
+        with strategy.weights(inner, which):
+            found = inner.get_weights()
+        for value, want in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(value, want)
+    assert any((a != b).any() for a, b in zip(found, inner.get_weights(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,16 @@ def export(
         which: the weights: "global", "local" (the chief's) or an average's name. For a model that
             belongs to no strategy of tfpara, "global" and "local" both are its own weights.
         strategy: the strategy that trained the model; None finds it from the model.
-        signature: the inputs; their names become those of the signature. None: those of the model.
+        signature: the inputs; their names become those of the signature. None: those of the model;
+            several are one argument with the structure in which the model takes them.
         preprocessing: TensorFlow function from the inputs to the model's. None: nothing is done.
         postprocessing: TensorFlow function from the model's output to named outputs. None: the
             output as it is.
 
     Raises:
         FileExistsError: `path` exists, and is no SavedModel or has other files in it.
-        ValueError: `which` is unknown, the model has not been built, or this is called inside
-            `strategy.weights(...)`.
+        ValueError: `which` is unknown, the model has not been built, its inputs are not known, or
+            this is called inside `strategy.weights(...)`.
     """
     strategy = strategy or _trainer_of(model)
     if strategy is None and which not in ("global", "local"):
@@ -127,15 +128,20 @@ def _writer(
     return write
 
 
-def _input_specs(model: keras.Model) -> list[tf.TensorSpec]:
-    inputs = model.inputs or []
-    if len(inputs) != 1:
+def _input_specs(model: keras.Model) -> list[Nest]:
+    """Returns the signature of a model: its only input, or all in the structure that they have."""
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
         raise ValueError(
-            f"The model has {len(inputs)} inputs. Give signature= and preprocessing=, which makes "
-            "the model's inputs of the signature's."
+            "The model does not say which inputs it has, since it is not made of layers' outputs. "
+            "Give signature= and, where it has several inputs, preprocessing=, which makes the "
+            "model's inputs of the signature's."
         )
-    (only,) = inputs
-    return [tf.TensorSpec(only.shape, only.dtype, name=only.name.split(":")[0])]
+
+    def spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
+        return tf.TensorSpec(tensor.shape, tensor.dtype, name=tensor.name.split(":")[0])
+
+    return [spec(inputs[0]) if len(inputs) == 1 else keras.tree.map_structure(spec, model.input)]
 
 
 def _former_export(

@@ -78,6 +78,19 @@ def test_workers_do_not_reduce_inside_a_tf_function(workers):
 
 
 @pytest.mark.one_version
+def test_metrics_are_aggregated_as_they_say_on_all_workers(workers):
+    """Of four replicas, the first has the first four of the 16 rows of each minibatch."""
+    labels = train_loops.Y[:, 0].reshape(train_loops.STEPS, train_loops.BATCH)
+    expected = dict.fromkeys(train_loops.AGGREGATIONS, labels.mean())
+    expected["only_first_replica"] = labels[:, :4].mean()
+    for worker in workers:
+        for name, value in expected.items():
+            for call in ("fit", "evaluate"):
+                np.testing.assert_allclose(worker[f"aggregated/{call}/{name}"], value, rtol=1e-5)
+        np.testing.assert_allclose(worker["aggregated/total"], labels[:, :4].sum(), rtol=1e-5)
+
+
+@pytest.mark.one_version
 @pytest.mark.parametrize("name", train_loops.CASES)
 def test_two_workers_do_what_plain_keras_does(workers, plain, name):
     for worker in workers:

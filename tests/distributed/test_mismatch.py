@@ -27,6 +27,7 @@ CASES = {
     "barrier": (f"in strategy.barrier() (in {_FIT})", "in epoch 2 of fit (step ", "call strat"),
     "variable": ("making a variable", "in evaluate", "make models and variables on every"),
     "gather": ("in strategy.gather()", "in evaluate", "call strategy.gather() on every worker"),
+    "forget": ("in strategy.forget()", "in evaluate", "call strategy.forget() on every worker"),
     "other_weights": (
         "in strategy.weights(model, 'local')",
         "in strategy.weights(model, 'global')",

@@ -1,6 +1,8 @@
 """Simulated asynchronous training beside a simulation in NumPy, and beside itself."""
 
+import gc
 import heapq
+import weakref
 
 import keras
 import numpy as np
@@ -412,3 +414,27 @@ def test_speeds_have_their_mean():
     assert np.mean(times) == pytest.approx(3.0, rel=0.05)
     assert np.std(np.log(times)) == pytest.approx(0.5, rel=0.05)
     assert Speed(3.0).draw(generator) == 3.0
+
+
+def test_a_model_that_is_forgotten_goes_and_may_be_trained_anew():
+    strategy = simulate_async(2, ASGD(), averages={"ema": EMA(0.5)})
+    model, _ = train(strategy)
+    asks = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: strategy.forget(model))
+    with pytest.raises(ValueError, match="forget.. in a callback of fit"):
+        strategy.fit(model, *data(), callbacks=[asks], verbose=0)
+    with strategy.weights(model, "ema"), pytest.raises(ValueError, match="inside strategy.weights"):
+        strategy.forget(model)
+    server = weakref.ref(strategy.server_of(model, None)[0])
+    weights = model.get_weights()
+    strategy.forget(model)
+    strategy.forget(model)  # nothing happens
+    for which in ("global", "ema"):
+        with strategy.weights(model, which):
+            for found, expected in zip(model.get_weights(), weights, strict=True):
+                np.testing.assert_array_equal(found, expected)
+    strategy.fit(model, *data(), verbose=0)
+    strategy.forget(model)
+    gone = weakref.ref(model)
+    model = asks = None
+    gc.collect()
+    assert server() is None and gone() is None

@@ -311,7 +311,7 @@ class Checkpoints:
             value = parts.value(slot, self._strategy)
             if value is not None and slot.kind is not Kind.BLOCK:
                 slot.variable.assign(value)
-            if value is not None and slot.kind in (Kind.BLOCK, Kind.SUM):
+            if value is not None and slot.kind.is_of_epoch:
                 self._of_epoch.append((slot.variable, value))
         self._extended.sync_period = self.synchronizer.sync_period
         rank = self._strategy.worker_index % len(readers)
@@ -381,7 +381,11 @@ class Parts:
             return None
         if slot.kind is Kind.RANDOM and owner >= former:
             return None
-        sources = range(owner, former, owners) if slot.kind is Kind.SUM else [owner % former]
+        sources: Sequence[int] = [owner % former]
+        if slot.kind is Kind.SUM:
+            sources = range(owner, former, owners)
+        elif slot.kind is Kind.MEAN and owners != former:
+            sources = range(former)
         values = [get(source, slot.name) for source in sources]
         if any(value is None for value in values):
             if slot.absent is None:
@@ -389,6 +393,8 @@ class Parts:
             return tf.fill(slot.variable.shape, tf.cast(slot.absent, slot.variable.dtype))
         if slot.kind is Kind.SUM:
             return sum(values, start=tf.zeros_like(slot.variable))
+        if len(values) > 1:
+            return tf.cast(np.mean(values, 0, np.float64), slot.variable.dtype)
         return values[0]
 
     def of_worker(self, rank: int, name: str) -> Any:

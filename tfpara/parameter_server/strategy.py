@@ -300,6 +300,27 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             within_epoch = running is not None and running.within_epoch
             self._copies[model].write(within_epoch, within_fit=running is not None)
 
+    def forget(self, model: keras.Model) -> None:
+        """Gives up what the strategy and the servers keep of a model that `fit` has trained.
+
+        That is its global model, slots and averages, and the model itself, which stay in memory
+        until then. The chief's model keeps its weights, and may be trained again as one that was
+        never trained. Write what is wanted of the averages before (`tfpara.export`). Nothing
+        happens to a model that was not trained.
+
+        Args:
+            model: a model made in the strategy's scope.
+
+        Raises:
+            ValueError: inside `fit` or `strategy.weights(...)`.
+        """
+        shown = model in self._copies and self._copies[model].shows
+        if self.running is not None or shown:
+            where = "inside strategy.weights(...)" if shown else "in a callback of fit"
+            raise ValueError(f"strategy.forget() {where}: the model is in use. Call it afterwards.")
+        self._servers.pop(model, None)
+        self._copies.pop(model, None)
+
     def snapshot(self, model: keras.Model) -> Callable[[], None]:
         """Keeps the state of the global model, and returns a function that restores it.
 

@@ -7,6 +7,7 @@ says why. `division` reads private attributes of datasets; `keras_hooks` has Ker
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -14,6 +15,7 @@ import math
 import random
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -67,6 +69,7 @@ from tfpara.sync.settings import (
     warn_of_outlasting_momentum,
 )
 from tfpara.sync.sized_rule import check_sizes
+from tfpara.sync.statistics import NO_SYNCS
 from tfpara.sync.synchronizer import Synchronizer
 from tfpara.sync.watchdog import Watchdog
 from tfpara.typing import Json, Nest, Scalar, Variable
@@ -94,6 +97,7 @@ _log = logging.getLogger(__name__)
 _SYNCHRONIZE = call("strategy.synchronize()")
 _GATHER = call("strategy.gather()")
 _REDUCE = call("strategy.reduce()")
+_FORGET = call("strategy.forget()")
 _SEED = 87654321  # which TensorFlow takes where a program has set none
 _BETWEEN_STRATEGIES = 1024  # group keys, of which a strategy of TensorFlow's takes some
 _START = Purpose("making a strategy", "make strategies and models on every worker alike")
@@ -315,8 +319,42 @@ class _Dataset(_input_lib.DistributedDataset):
         return _resumed(super().__iter__, self.extended)
 
 
-class _Metric(_values.SyncOnReadVariable):
-    """A metric's variable, of which each replica has a component; a read adds them up."""
+class _AsNumber:
+    """Lets Python make a number of a distributed variable, as it does of a plain one.
+
+    So `float(optimizer.learning_rate)` works in callbacks, as in plain Keras.
+    """
+
+    def __float__(self) -> float:
+        return float(self.read_value())  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.read_value())  # type: ignore[attr-defined]
+
+
+class _Mirrored(_AsNumber, _values.MirroredVariable):
+    """A variable of each replica; outside of replicas a read takes this worker's first one."""
+
+
+class _Metric(_AsNumber, _values.SyncOnReadVariable):
+    """A metric's variable, of which each replica has a component; a read aggregates them."""
+
+    @property
+    def _is_of_first(self) -> bool:
+        return self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+    # The parent's two methods give each worker its own first replica's value, without an exchange.
+    def _get_cross_replica(self) -> tf.Tensor:
+        if self._aggregation == tf.VariableAggregation.NONE:
+            raise ValueError(_not_aggregated(self.name))
+        if not self._is_of_first:
+            return super()._get_cross_replica()
+        return self.distribute_strategy.extended.first_replicas(self)
+
+    def value(self) -> tf.Tensor:
+        if not self._is_of_first or in_replica() or _values.values_util.in_replica_update_context():
+            return super().value()
+        return self._get_cross_replica()
 
     def assign(
         self,
@@ -334,17 +372,35 @@ class _Metric(_values.SyncOnReadVariable):
         return self
 
 
+def _not_aggregated(name: str) -> str:
+    return (
+        f'the metric\'s variable {name!r} has aggregation="none", which does not say what it is of '
+        'several replicas. Give add_variable aggregation="sum", "mean" or "only_first_replica".'
+    )
+
+
 def in_replica() -> bool:
     """Returns whether the calling code is part of a replica's step."""
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 class _Trained(NamedTuple):
-    """A trained model, the `_identity` that it had then, and its synchronizer."""
+    """A model that was trained.
 
-    model: keras.Model
+    Workers collect a model at different times. So what all of them do alike must not depend on
+    whether it is there still.
+
+    model: returns the model; None once Python has collected it.
+    identity: the `_identity` that it had then.
+    synchronizer: its synchronizer.
+    weights: by id, the components on the first device of all its weights, also of those that are
+        not trained.
+    """
+
+    model: Callable[[], keras.Model | None]
     identity: Any
     synchronizer: Synchronizer
+    weights: Mapping[int, tf.Variable]
 
 
 class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
@@ -385,14 +441,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.used: list[keras.optimizers.Optimizer] = []  # optimizers that stepped in this run()
         self.states: dict[str, StateHolder] = {"order of data": self.order}
         self._sums: dict[int, tf.Tensor] = {}  # of metrics' variables, while these are read
-        self._trained: dict[int, _Trained] = {}  # trained models, by id
-        self.recent: keras.Model | None = None  # the trained model that was trained last
+        self._trained: list[_Trained] = []  # in the order of their first steps, on all alike
+        self._recent: _Trained | None = None  # of the trained model that was trained last
+        self.dropped = NO_SYNCS  # what syncs of models cost that are not in `_trained` any more
         self._synchronizers_made = 0
         self._told: set[str] = set()  # the notes that the user has read
         self._creates_alone = False  # whether this worker creates variables that others do not
         self._undivided = False  # whether each worker gets the whole of distributed data
         # All optimizers that have taken steps in run(), by id.
-        self.stepping: dict[int, keras.optimizers.Optimizer] = {}
+        self._stepping: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]
+        self._stepping = weakref.WeakValueDictionary()
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
         self._created = 0
         self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
@@ -593,10 +651,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
         """Notes that a model's `fit` runs inside."""
-        former, passes = self.recent, self.passes
+        former, passes = self._recent, self.passes
         self.passes = None
-        if self.trained(model):
-            self.recent = model
+        self._recent = self._entry_of(model) or former
         try:
             with self.place.in_fit():
                 yield
@@ -604,7 +661,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.passes, self._without_length = passes, None
             self._note_steps(NEVER)  # also where callbacks have not heard of the end
         if self.place.fits:  # this fit was called in a callback of another fit
-            self.recent = former
+            self._recent = former
 
     # -- synchronizers -----------------------------------------------------------------------
 
@@ -613,15 +670,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
         None if there is none, or if the model was compiled anew or changed since.
         """
-        trained = self._trained.get(id(self.model_of(fn)))
-        if trained is None or trained.identity != _identity(trained.model):
+        model = self.model_of(fn)
+        trained = self._entry(model)
+        if model is None or trained is None or trained.identity != _identity(model):
             return None
         return trained.synchronizer
 
     def synchronizer_of(self, model: keras.Model) -> Synchronizer:
         """Returns the synchronizer of a built and compiled model; makes one if there is none."""
         model = self._owner(model)
-        trained = self._trained.get(id(model))
+        trained = self._entry(model)
         if trained is None or trained.identity != _identity(model):
             return self.make_synchronizer(model)
         return trained.synchronizer
@@ -638,15 +696,40 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.tracked = former or Group(models, given)
 
     def _groups(self) -> list[Group]:
-        known = [self.tracked, *(trained.model for trained in self._trained.values())]
+        known = [self.tracked, *(trained.model() for trained in self._trained)]
         return [model for model in known if isinstance(model, Group)]
 
     def _owner(self, model: keras.Model) -> keras.Model:
         """Returns the group of models that are synchronised with a model, else the model."""
-        if id(model) in self._trained:
+        if self._entry(model) is not None:
             return model
         groups = (g for g in self._groups() if any(member is model for member in g.members))
         return next(groups, model)
+
+    def _entry(self, model: keras.Model | None) -> _Trained | None:
+        found = (trained for trained in self._trained if trained.model() is model)
+        return None if model is None else next(found, None)
+
+    def _entry_of(self, model: keras.Model) -> _Trained | None:
+        """Returns the entry of a model, or of the trained one that has all of its weights."""
+        own = self._entry(self._owner(model))
+        if own is not None:
+            return own
+        weights = self._components(model.weights)
+        if not weights:
+            return None
+        wholes = [each for each in self._trained if weights.keys() <= each.weights.keys()]
+        # One may have frozen what another trains.
+        return max(
+            wholes,
+            key=lambda each: sum(each.synchronizer.has_any_of([c]) for c in weights.values()),
+            default=None,
+        )
+
+    def _components(self, variables: Sequence[keras.Variable]) -> dict[int, tf.Variable]:
+        """Returns variables' components on the first device, by id."""
+        local_results = self._container_strategy().experimental_local_results
+        return {id(first): first for first in (local_results(v.value)[0] for v in variables)}
 
     def model_of(self, fn: Callable[..., Nest]) -> keras.Model | None:
         # Keras hands its bound train_step or test_step to run().
@@ -668,6 +751,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             return 1 if samples is None else samples
         return weight_of(args[0], samples, model.loss)
 
+    # A loop's tf.function would have AutoGraph convert this where it is traced, and with it the
+    # syncs from Python that end other models' blocks.
+    @tf.autograph.experimental.do_not_convert
     def make_synchronizer(self, model: keras.Model | None) -> Synchronizer:
         """Makes the sync state of a model from its present weights."""
         if model is None:
@@ -676,7 +762,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "strategy.track(model) once before a custom training loop."
             )
         _refuse(model)
-        former = self._trained.get(id(model))
+        former = self._entry(model)
+        self._drop_collected(former)
         if former is not None:
             if self.elastic is not None:
                 self.elastic.together(former.synchronizer.finish_block)
@@ -736,18 +823,73 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             synchronizer.graph.global_state.rule.change(replicas)
         if former is not None:
             synchronizer.adopt(former.synchronizer)
-        others = [t.synchronizer for key, t in self._trained.items() if key != id(model)]
+        others = [each.synchronizer for each in self._trained if each is not former]
         if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
             raise ValueError(
                 f"model {model.name!r} shares weights with another that was trained under this "
-                "strategy; each would keep a global model of them. Train one model that has both."
+                "strategy; each would keep a global model of them. Call strategy.forget(other) on "
+                "every worker if the other one will not be trained any more; else train one model "
+                "that has both."
             )
         self.rule = settings.rule
-        self._trained[id(model)] = _Trained(model, _identity(model), synchronizer)
-        self.recent = model
+        self._recent = _Trained(
+            _reference(model), _identity(model), synchronizer, self._components(model.weights)
+        )
+        at = len(self._trained) if former is None else self._place_of(former)
+        self._trained[at : at + 1] = [self._recent]
         if self.elastic is not None:
             self.elastic.check_step()
         return synchronizer
+
+    def _place_of(self, entry: _Trained) -> int:
+        return next(k for k, each in enumerate(self._trained) if each is entry)
+
+    def _drop_collected(self, former: _Trained | None) -> None:
+        """Drops the synchronizers of models that no worker has any more; every worker must call it.
+
+        Args:
+            former: the entry of the model that is about to be trained, if it has one.
+        """
+        # An elastic run has one model.
+        if self.elastic is not None or all(each is former for each in self._trained):
+            return
+        gc.collect()  # Models refer to themselves, so that they stay until then.
+        gone = [k for k, each in enumerate(self._trained) if each.model() is None]
+        everyone = everyones(gone, self.control, _TRAIN) if self._num_workers > 1 else [gone]
+        of_all = set(gone).intersection(*everyone)
+        for entry in [self._trained[k] for k in sorted(of_all)]:
+            self._drop(entry, _TRAIN)
+
+    def _drop(self, entry: _Trained, purpose: Purpose) -> None:
+        """Closes a model's block and gives up its synchronizer; every worker must call it."""
+        synchronizer = entry.synchronizer
+        with self.place.meeting(purpose):
+            synchronizer.finish_block()
+        synchronizer.leave([], lambda value: self.control.broadcast(value, "left weights"))
+        self.dropped = self.dropped.and_then(synchronizer.graph.statistics())
+        del self._trained[self._place_of(entry)]
+        if self._recent is entry:
+            self._recent = None
+
+    def forget(self, model: keras.Model) -> None:
+        if self.elastic is not None:
+            raise ValueError(
+                "strategy.forget() does not go with elastic=, whose run trains one model."
+            )
+        if self.place.fits or self.shown is not None:
+            where = "in a callback of fit" if self.place.fits else "inside strategy.weights(...)"
+            raise ValueError(f"strategy.forget() {where}: the model is in use. Call it afterwards.")
+        # All blocks are closed, since others may still train another model.
+        self.finish_blocks(_FORGET)
+        entry = self._entry_of(model)
+        if entry is None:
+            return
+        self._drop(entry, _FORGET)
+        whole = entry.model()
+        if whole is not None:
+            whole.train_function = None  # in which the syncs are
+        if self.tracked is whole:
+            self.tracked = None
 
     def note_epoch(self, model: keras.Model, steps: int | None) -> None:
         """Notes that an epoch of `fit` begins, or that the last one is over.
@@ -872,12 +1014,23 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
         return tf.nest.map_structure(filled, outputs)
 
-    def step_counts(self) -> list[int]:
-        """Returns for each optimizer in `stepping` its steps, summed over the local replicas."""
-        # `_iterations`, since the public `iterations` stands still while gradients accumulate.
-        counts = [optimizer._iterations.value for optimizer in self.stepping.values()]
+    def step_counts(self) -> list[tuple[keras.optimizers.Optimizer, int]]:
+        """Returns all optimizers that have taken steps in `run`, and their steps.
+
+        These are summed over the local replicas.
+        """
         local_results = self._container_strategy().experimental_local_results
-        return [sum(int(part) for part in local_results(count)) for count in counts]
+
+        def count(optimizer: keras.optimizers.Optimizer) -> int:
+            # `_iterations`, since the public `iterations` stands still while gradients accumulate.
+            return sum(int(part) for part in local_results(optimizer._iterations.value))
+
+        return [(optimizer, count(optimizer)) for optimizer in list(self._stepping.values())]
+
+    def have_stepped(self, counts: Sequence[tuple[keras.optimizers.Optimizer, int]]) -> bool:
+        """Returns whether an optimizer has taken a step since `step_counts` returned `counts`."""
+        before = {id(optimizer): steps for optimizer, steps in counts}
+        return any(before.get(id(each)) != steps for each, steps in self.step_counts())
 
     def check_optimizers(self, model: keras.Model | None) -> None:
         """Raises ValueError if a sync writes slots, and `run` steps with an unknown optimizer."""
@@ -910,16 +1063,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @property
     def synchronizers(self) -> list[Synchronizer]:
         """The synchronizers of all trained models, in the order in which they were made."""
-        return [trained.synchronizer for trained in list(self._trained.values())]
+        return [trained.synchronizer for trained in list(self._trained)]
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a model was trained."""
+        return self._synchronizers_made > 0
 
     def _in_turn(self) -> list[Synchronizer]:
-        """Returns all synchronizers, first that of `recent`, which others may still train."""
-        trained = sorted(self._trained.values(), key=lambda each: each.model is not self.recent)
+        """Returns all synchronizers, first that of `_recent`, which others may still train."""
+        trained = sorted(self._trained, key=lambda each: each is not self._recent)
         return [each.synchronizer for each in trained]
 
     def trained(self, model: keras.Model) -> Synchronizer | None:
-        """Returns the synchronizer of a model if it was trained, else None."""
-        trained = self._trained.get(id(self._owner(model)))
+        """Returns the synchronizer of a model, or of the whole it is part of; None if untrained."""
+        trained = self._entry_of(model)
         return trained.synchronizer if trained else None
 
     def is_stranger(self, model: keras.Model) -> bool:
@@ -1018,7 +1176,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def note_step(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Notes that an optimizer takes a step in a replica."""
         self.used.append(optimizer)
-        self.stepping[id(optimizer)] = optimizer
+        self._stepping[id(optimizer)] = optimizer
 
     def _update(
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
@@ -1096,10 +1254,23 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         finally:
             self._sums.clear()
 
+    def first_replicas(self, variable: Variable) -> tf.Tensor:
+        """Returns replica 0's component of a metric's variable; every worker must call it."""
+        return self._reduce_over_all(variable, False)
+
+    def _part_of(self, variable: Variable) -> tf.Tensor:
+        """Returns this worker's term of the sum of which a metric's variable is read."""
+        if not variable._is_of_first:
+            return tf.add_n([v.read_value() for v in variable.values])
+        first = variable.values[0].read_value()
+        # In a graph nothing is exchanged.
+        counts = self._id_in_cluster == 0 or not tf.executing_eagerly()
+        return first if counts else tf.zeros_like(first)
+
     def _sums_of(self, variables: Sequence[Variable]) -> list[tf.Tensor]:
         """Returns what the replicas have of metrics' variables, summed in one exchange."""
         assert self.elastic is not None
-        parts = [tf.add_n([v.read_value() for v in variable.values]) for variable in variables]
+        parts = [self._part_of(variable) for variable in variables]
         if not parts:
             return []
         flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
@@ -1132,7 +1303,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 self.finish_blocks(purpose)
             else:
                 self.control.together(purpose)
-        local = tf.add_n([v.read_value() for v in variable.values])
+        local = self._part_of(variable)
         if self._num_workers > 1 and tf.executing_eagerly():
             name = f"metric/{local.dtype.name}"
             flat = tf.reshape(local, [-1])
@@ -1144,7 +1315,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @property
     def steps_seen(self) -> int:
         """The training steps of this process, over all models."""
-        return sum(s.graph.statistics().steps for s in self.synchronizers)
+        return self.dropped.steps + sum(s.graph.statistics().steps for s in self.synchronizers)
 
     def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
         self.position.move(0, self.steps_seen)
@@ -1273,8 +1444,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         variable = super()._create_variable(next_creator, **kwargs)
-        if type(variable) is _values.SyncOnReadVariable:
-            variable.__class__ = _Metric
+        for kind in (_Metric, _Mirrored):
+            if type(variable) is kind.__bases__[-1]:
+                variable.__class__ = kind
         return variable
 
     def _get_variable_creator_initial_value(
@@ -1381,6 +1553,17 @@ def _refuse(model: keras.Model) -> None:
             "the model was compiled with jit_compile=True; collectives cannot be compiled by XLA. "
             "Compile it with jit_compile=False."
         )
+    for variable in model.metrics_variables:
+        if isinstance(variable.value, _Metric) and variable.aggregation == "none":
+            raise ValueError(_not_aggregated(variable.path))
+
+
+def _reference(model: keras.Model) -> Callable[[], keras.Model | None]:
+    """Returns a function that gives the model as long as the program has it.
+
+    A group stays, since nobody else has it.
+    """
+    return (lambda: model) if isinstance(model, Group) else weakref.ref(model)
 
 
 def _identity(model: keras.Model) -> Any:

@@ -404,13 +404,12 @@ def _of_all_workers(read: Method) -> Method:
         # Others may still have data. A model without metrics has not waited for them yet.
         extended.finish_blocks(purpose)
         returned = everyones(_plain(logs), extended.control, purpose)
-        names = {name: None for of_worker in returned for name in of_worker} or metrics
-        if names.keys() == metrics.keys():
+        if not any(returned):
             return metrics
         log = {}
-        for name in names:
+        for name in {name: None for of_worker in returned for name in of_worker}:
             values = [of_worker[name] for of_worker in returned if name in of_worker]
-            counted = name in metrics and not _counted_nothing(model, name, metrics[name])
+            counted = name in metrics and not _counted_nothing(model, name, metrics)
             log[name] = metrics[name] if counted else _mean(values)
         return log
 
@@ -444,16 +443,18 @@ def _mean(values: list[Nest]) -> Nest:
     return mean if mean.ndim else float(mean)
 
 
-def _counted_nothing(model: keras.Model, name: str, value: Nest) -> bool:
-    """Returns whether no step has updated the metric of this name.
+def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) -> bool:
+    """Returns whether no step has updated the metric of this name, among all metrics' values.
 
     Keras makes a metric "loss" for each compiled model, which a custom step may leave out. Reading
     a metric's variables is an exchange of all workers. So they are read only if the metric's value,
     which is the same on all, is 0.
     """
-    if np.any(value):
+    if np.any(metrics[name]):
         return False
     of_name = [metric for metric in model.metrics if metric.name == name]
+    # The metrics given to `compile` are parts of one, whose own name is not in the log.
+    of_name = of_name or [metric for metric in model.metrics if metric.name not in metrics]
     return not any(np.any(v) for metric in of_name for v in metric.variables)
 
 

@@ -34,6 +34,9 @@ class Kind(enum.Enum):
     SUM: a term of a sum over replicas or workers. The terms are divided anew, so that the sum stays
         the same. It is restored again when `fit` continues the epoch. A return to an earlier epoch
         does not change it.
+    MEAN: as SUM, for a term of a mean. If the number of replicas has changed, each takes the mean.
+    FIRST: as SUM, where only the first replica's value counts. Replica i takes the value of replica
+        i mod the former number.
     """
 
     SHARED = "shared"
@@ -44,6 +47,22 @@ class Kind(enum.Enum):
     BLOCK = "block"
     WORKER = "worker"
     SUM = "sum"
+    MEAN = "mean"
+    FIRST = "first"
+
+    @property
+    def is_of_epoch(self) -> bool:
+        """Whether it begins anew with each epoch, and is restored again when one is continued."""
+        return self is Kind.BLOCK or self.is_aggregated
+
+    @property
+    def is_aggregated(self) -> bool:
+        """Whether it is read as one number of all replicas or workers."""
+        return self in (Kind.SUM, Kind.MEAN, Kind.FIRST)
+
+
+# Of a metric's variable, by how Keras aggregates it.
+_OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 
 class Slot(NamedTuple):
@@ -81,7 +100,9 @@ def model_slots(model: keras.Model) -> Iterator[Slot]:
     for name, variable in training_variables(model):
         group = name.split("/")[0]
         for replica, component in enumerate(local_results(variable.value)):
-            kind = Kind.SUM if group == "metrics" else Kind.MODEL
+            kind = Kind.MODEL
+            if group == "metrics":
+                kind = _OF_METRIC.get(variable.aggregation, Kind.SUM)
             if is_seed(variable.path):
                 kind = Kind.RANDOM
             yield Slot(name, kind, component, replica)

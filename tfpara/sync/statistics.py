@@ -32,6 +32,14 @@ class SyncStatistics(NamedTuple):
     distance: float
     bytes_sent: float = 0.0
 
+    def and_then(self, later: SyncStatistics) -> SyncStatistics:
+        """Returns the sums of these and later ones; the distance is the later's."""
+        sums = (one + other for one, other in zip(self, later, strict=True))
+        return SyncStatistics._make(sums)._replace(distance=later.distance)
+
+
+NO_SYNCS = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
+
 
 class Agreement(NamedTuple):
     """The agreement of all workers after a sync.

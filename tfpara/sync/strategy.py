@@ -264,7 +264,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def has_trained(self) -> bool:
         """Whether a model was trained under this strategy."""
-        return bool(self.extended.synchronizers)
+        return self.extended.has_trained
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -394,7 +394,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             samples = [batch_size(values) for values in locals_]
             if _is_step_of_keras(fn):
                 outputs = extended.of_those_that_stepped(outputs, samples)
-            if tf.executing_eagerly() and extended.step_counts() != counts:
+            if tf.executing_eagerly() and extended.have_stepped(counts):
                 extended.optimizer_stepped = True
             if not extended.optimizer_stepped and not _is_train_step(fn):
                 return outputs
@@ -559,6 +559,28 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """
         self.extended.track(as_list(model), as_list(optimizers))
 
+    def forget(self, model: keras.Model) -> None:
+        """Gives up what the strategy keeps of a model that was trained; every worker must call it.
+
+        That is its global model, momentum and averages, which are in memory until then, or until
+        all workers have deleted the model and begin to train another one. The open block is closed
+        first. The model keeps its weights, on all replicas those of the global model where these
+        stand apart. It may be trained again, and so may another model that shares weights with it,
+        such as one with a new head: both begin as models that were never trained. Write what is
+        wanted of the averages before (`tfpara.export`).
+
+        Nothing happens to a model that was not trained. A loop of your own calls `track` again, and
+        makes its `tf.function` anew, in which the syncs were.
+
+        Args:
+            model: the model that was trained. One of those that are tracked together, or that is
+                part of one that was trained, stands for all.
+
+        Raises:
+            ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
+        """
+        self.extended.forget(model)
+
     def synchronize(self) -> None:
         """Closes the open block: takes part in syncs until every worker has called it.
 
@@ -582,16 +604,18 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         former weights back, bit for bit, on every device. Statistics such as those of batch
         normalisation are those of the last sync in each case. A model that has not been trained yet
         has the same weights under every name. Models that are tracked together all get these
-        weights. Contexts may be nested: the inner one holds.
+        weights, and so does the whole of which a part is given. Contexts may be nested: the inner
+        one holds.
 
         Args:
-            model: a model that was made in the scope.
+            model: a model that was made in the scope, or a part of one that was trained, such as
+                the student that a distiller trains.
             which: "global", "local" or a name among `averages`.
 
         Raises:
             ValueError: an unknown name; the message lists those there are. Weights that are set, or
-                trained by `fit`, inside the context. Or a model of another strategy, or one that is
-                part of the model that was trained.
+                trained by `fit`, inside the context. Or a model of another strategy, or one that
+                shares some weights with a model that was trained, and has others.
         """
         known = self.weight_names
         if which not in known:
@@ -601,7 +625,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         if synchronizer is None and self.extended.is_stranger(model):
             raise ValueError(
                 f"this model has no {which!r} weights of its own: it belongs to another strategy, "
-                "or is part of a model that was trained. Give the model that fit was called on."
+                "or shares some of its weights with a model that was trained. Give the model that "
+                "fit was called on, or one all of whose weights are that model's."
             )
         former, self.extended.shown = self.extended.shown, which
         try:
@@ -624,18 +649,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     def statistics(self) -> SyncStatistics:
         """Returns counts and times of this worker's syncs so far, over all models."""
-        total = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
+        total = self.extended.dropped
         for synchronizer in self.extended.synchronizers:
-            one = synchronizer.graph.statistics()
-            total = SyncStatistics(
-                steps=total.steps + one.steps,
-                samples=total.samples + one.samples,
-                syncs=total.syncs + one.syncs,
-                sync_seconds=total.sync_seconds + one.sync_seconds,
-                wait_seconds=total.wait_seconds + one.wait_seconds,
-                distance=one.distance,
-                bytes_sent=total.bytes_sent + one.bytes_sent,
-            )
+            total = total.and_then(synchronizer.graph.statistics())
         return total
 
 

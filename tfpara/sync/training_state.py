@@ -151,7 +151,7 @@ def _changing(model: keras.Model, slots: Iterable[Slot]) -> Iterator[tf.Variable
     """Yields the variables of slots that training changes, but for rates and counters."""
     rates = _rates(model)
     for slot in slots:
-        counter = slot.kind in (Kind.WORKER, Kind.SUM)
+        counter = slot.kind is Kind.WORKER or slot.kind.is_aggregated
         if not counter and not slot.empty and id(slot.variable) not in rates:
             yield slot.variable
 

@@ -127,6 +127,9 @@ class Worker:
         with self.strategy.weights(self.model, "local" if self.odd else "global"):
             pass
 
+    def forget(self):
+        return self.strategy.forget(self.model) if self.odd else self.evaluate()
+
     def former_model(self):
         """Trains a former model on the odd worker, while the others evaluate the present one."""
         former = self.model

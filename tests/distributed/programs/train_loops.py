@@ -269,6 +269,40 @@ def unequal(strategy):
     return {"first": model.fit(given, epochs=2, verbose=0).history["first"]}
 
 
+@keras.saving.register_keras_serializable()
+class MeanLabel(keras.metrics.Metric):
+    """The mean of the first labels, from variables with an aggregation."""
+
+    def __init__(self, aggregation):
+        super().__init__(name=aggregation)
+        options = {"shape": (), "initializer": "zeros", "aggregation": aggregation}
+        self.total = self.add_variable(name="total", **options)
+        self.count = self.add_variable(name="count", **options)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(y_true[:, 0]))
+        self.count.assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+
+    def result(self):
+        return self.total / self.count
+
+
+AGGREGATIONS = ("sum", "mean", "only_first_replica")
+
+
+def aggregated(strategy):
+    """Returns what metrics of each aggregation log, and what their variables read."""
+    with strategy.scope():
+        model = network()
+        metrics = [MeanLabel(aggregation) for aggregation in AGGREGATIONS]
+        model.compile(keras.optimizers.SGD(RATE), "mse", metrics=metrics)
+    log = model.fit(data(), epochs=1, verbose=0).history
+    evaluated = model.evaluate(data(), verbose=0, return_dict=True)
+    found = {f"fit/{name}": log[name] for name in AGGREGATIONS}
+    found |= {f"evaluate/{name}": evaluated[name] for name in AGGREGATIONS}
+    return found | {"total": float(metrics[2].total.value.value())}
+
+
 def refused(strategy):
     """Returns the message for `strategy.reduce` of several workers inside a tf.function."""
 
@@ -297,6 +331,7 @@ def main():
         results = case(one if name in ON_ONE_DEVICE else strategy)
         found |= {f"{name}/{key}": value for key, value in results.items()}
     found |= gan_resumed(one, options["folder"]) | unequal(strategy) | refused(strategy)
+    found |= {f"aggregated/{key}": value for key, value in aggregated(strategy).items()}
     np.savez(options["out"], **found)
 
 
