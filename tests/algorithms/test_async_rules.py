@@ -76,7 +76,7 @@ def test_momentum_once_a_round_by_hand():
 @given(st.integers(1, 12), st.lists(weights, min_size=1, max_size=40))
 def test_rounds_of_pushes_are_nesterov_block_momentum(workers, means):
     """All pull at the beginning of a round: W is the point that BMUF's replicas go on from."""
-    rule, plain = AsyncBMUF().resolve(workers), BMUF().resolve(workers)
+    rule, plain = AsyncBMUF("linear").resolve(workers), BMUF().resolve(workers)
     w, kept = 1.0, rule.init(1.0)
     state = plain.init(1.0)
     for mean in means:
@@ -90,11 +90,16 @@ def test_rounds_of_pushes_are_nesterov_block_momentum(workers, means):
 
 
 def test_block_momentum_of_workers_is_that_of_as_many_replicas():
+    assert AsyncBMUF("linear").resolve(4).filter == BMUF().resolve(4)
     rule = AsyncBMUF().resolve(4)
-    assert rule.filter == BMUF().resolve(4) and rule.has_momentum
+    assert rule.filter == BMUF(0.75, warmup=True) and rule.has_momentum
+    assert AsyncBMUF().resolve(2).filter == BMUF(0.5, warmup=True)
+    assert AsyncBMUF().resolve(16).filter == rule.filter
+    assert [rule.filter.momentum_after(t) for t in (0.0, 1.0, 9.0)] == [0.0, 0.5, 0.75]
     assert not AsyncBMUF().resolve(1).has_momentum
     assert AsyncBMUF().for_optimizer(short=True).resolve(4).filter.warmup == 5.0
-    assert AsyncBMUF().for_optimizer(short=False).resolve(4).filter.block_momentum == 0.5
+    assert AsyncBMUF().for_optimizer(short=False).resolve(4).filter.warmup == 20.0
+    assert AsyncBMUF(warmup=False).for_optimizer(short=True).resolve(4).filter.warmup is False
     assert AsyncBMUF(0.9, 0.7).for_optimizer(short=False) == AsyncBMUF(0.9, 0.7)
     with pytest.raises(ValueError, match="resolve"):
         AsyncBMUF().update(0.0, AsyncBMUF().init(0.0), 1.0)

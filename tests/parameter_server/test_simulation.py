@@ -152,7 +152,7 @@ class Reference:
 
     def momentum(self, rounds):
         given = self.rule.block_momentum
-        return min(1 - 1 / self.workers, 0.9, 1 - 1 / (rounds + 1)) if given is None else given
+        return min(1 - 1 / self.workers, 0.75, 1 - 1 / (rounds + 1)) if given is None else given
 
     def push(self, k, pulled, version, value, squares):
         staleness = self.version - version

@@ -289,6 +289,9 @@ class AsyncEASGD:
         return self.elasticity * (local - global_model)
 
 
+_LARGEST_BLOCK_MOMENTUM = 0.75  # by default: docs/study.md has figures
+
+
 class AsyncBMUFState(NamedTuple):
     """What a server keeps for a weight beside it.
 
@@ -316,19 +319,21 @@ class AsyncBMUF:
     N is the number of workers. A push counts at once, and the momentum moves the model once in a
     round, as often as it would if the workers met: momentum at every push would repeat old updates
     N times as often. Where all workers pull at the beginning of a round and push in it, W is the
-    point from which the replicas of Nesterov `BMUF` go on, and the two rules are the same. With one
-    worker, η = 0 and ζ = 1, this is training without servers.
+    point from which the replicas of Nesterov `BMUF` with this η go on. With one worker, η = 0 and
+    ζ = 1, this is training without servers.
 
     The local optimizers are the workers' own, as for `Downpour`; their momentum (SGD), or β₁ (Adam,
     Muon), is fitted to blocks of τ steps, as `PeriodicSyncStrategy` does under rules with a
     momentum. A push of fewer minibatches, at the end of a chunk, counts as one.
 
     Args:
-        block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: as `BMUF` with
-            N replicas: 1 − 1/N, at most 0.9, reached over the first rounds. 0.9 with ζ = 0.7 is
-            an asynchronous `DiLoCo`.
+        block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: 1 − 1/N, at most
+            0.75, reached over the first rounds. `BMUF` goes up to 0.9; here pushes are a round old,
+            which acts as a momentum of its own. 0.9 with ζ = 0.7 is an asynchronous `DiLoCo`.
         block_learning_rate: ζ > 0.
-        warmup: the rounds in which the gain 1/(1 − η) may rise by one, as for `BMUF`.
+        warmup: the rounds in which the gain 1/(1 − η) may rise by one, as for `BMUF`. None: 1
+            where `block_momentum` is None; over a local Adam and its kin 5, and 20 where their
+            averages of gradients cannot be fitted to the block.
         max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
         workers: N; None: those of the strategy.
 
@@ -365,7 +370,11 @@ class AsyncBMUF:
     @property
     def filter(self) -> BMUF:
         """The synchronous rule with this momentum, of N replicas if N is known."""
-        rule = BMUF(self.block_momentum, self.block_learning_rate, warmup=self.warmup)
+        momentum, warmup = self.block_momentum, self.warmup
+        if momentum is None:
+            momentum = min(1.0 - 1.0 / (self.workers or 1), _LARGEST_BLOCK_MOMENTUM)
+            warmup = 1.0 if warmup in (None, True) else warmup
+        rule = BMUF(momentum, self.block_learning_rate, warmup=warmup)
         return rule if self.workers is None else rule.resolve(self.workers)
 
     def resolve(self, num_workers: int) -> AsyncBMUF:
@@ -378,8 +387,9 @@ class AsyncBMUF:
         Args:
             short: as for `BMUF.for_normalised`.
         """
-        rule = BMUF(self.block_momentum, warmup=self.warmup).for_normalised(short)
-        return dataclasses.replace(self, block_momentum=rule.block_momentum, warmup=rule.warmup)
+        if self.block_momentum is not None or self.warmup not in (None, True):
+            return self
+        return dataclasses.replace(self, warmup=5.0 if short else 20.0)
 
     def init(self, weights: Array) -> AsyncBMUFState:
         """Returns a server's state of a run that starts at `weights`."""
