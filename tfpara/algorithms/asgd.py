@@ -340,8 +340,8 @@ class AsyncBMUF:
     Raises:
         ValueError: a value outside its range.
 
-    Source: Liu et al., "Asynchronous local-SGD training for language modeling" (2024), algorithm 3
-    (delayed Nesterov) with c = 0; η and its warm-up are those of `BMUF`.
+    Source: Liu et al., "Asynchronous local-SGD training for language modeling" (2024), the delayed
+    Nesterov update with c = 0; the warm-up of η is that of `BMUF`.
 
     Example:
         >>> rule = AsyncBMUF(0.5, workers=2)
