@@ -673,11 +673,17 @@ def test_a_worker_of_an_elastic_run_that_fails_after_training_is_no_success(
     assert ("worker 0 failed first: exit code 3" in err) == bool(wanted)
 
 
+def until_end(tmp_path):
+    """The text of a script that makes the file `there`, and waits for the file `end`."""
+    text = f"import os, time\nopen({str(tmp_path / 'there')!r}, 'a')\n"
+    return text + f"while not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.01)\n"
+
+
 def test_no_worker_of_an_elastic_run_is_removed_before_training(script, tmp_path):
     """The others would wait for it."""
-    text = f"import os, time\nopen({str(tmp_path / 'there')!r}, 'a')\n"
-    text += f"while not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.01)\n"
-    with Launched("-n", 2, "--elastic", script(text), stderr=subprocess.STDOUT) as launched:
+    with Launched(
+        "-n", 2, "--elastic", script(until_end(tmp_path)), stderr=subprocess.STDOUT
+    ) as launched:
         while not (tmp_path / "there").exists():
             time.sleep(0.01)
         launched.process.send_signal(signal.SIGUSR2)
@@ -689,9 +695,7 @@ def test_no_worker_of_an_elastic_run_is_removed_before_training(script, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_of_elastic_runs_does_not_end_another(number, script, tmp_path):
-    text = f"import os, time\nopen({str(tmp_path / 'there')!r}, 'a')\n"
-    text += f"while not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.01)\n"
-    with Launched("-n", 2, script(text), stderr=subprocess.STDOUT) as launched:
+    with Launched("-n", 2, script(until_end(tmp_path)), stderr=subprocess.STDOUT) as launched:
         while not (tmp_path / "there").exists():
             time.sleep(0.01)
         launched.process.send_signal(number)

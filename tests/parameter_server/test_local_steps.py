@@ -105,23 +105,33 @@ def test_several_workers_go_on_from_a_checkpoint_with_every_minibatch_once(tmp_p
         assert counted.staleness.sum() == counted.pushes
 
 
+def train_in_step(strategy, model, workers, epochs):
+    """In an epoch each worker has a block of three minibatches, and all pull before one pushes."""
+    count = workers * 3 * BATCH
+    options = {"batch_size": BATCH, "shuffle": False, "chunks": workers, "verbose": 0}
+    strategy.fit(model, X[:count], (X @ TRUE)[:count], epochs=epochs, **options)
+
+
+def mean_of_workers(start, workers, rate):
+    """The mean of the weights after such a block of plain SGD."""
+    local = []
+    for worker in range(workers):
+        w = start
+        for minibatch in MINIBATCHES[3 * worker : 3 * worker + 3]:
+            w = w - rate * gradient(minibatch, w)
+        local.append(w)
+    return np.mean(local, 0)
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_mean_of_all_blocks_is_model_averaging(workers):
     """ζ = 1/N, and all push before one pulls again: W ← the mean of the local models."""
     rule = tfpara.Downpour(block_learning_rate=1 / workers)
     strategy, model = made(rule, keras.optimizers.SGD(0.05), workers, speeds=tfpara.Speed())
-    count = workers * 3
-    x, y = X[: count * BATCH], (X @ TRUE)[: count * BATCH]
-    strategy.fit(model, x, y, batch_size=BATCH, shuffle=False, chunks=workers, epochs=2, verbose=0)
+    train_in_step(strategy, model, workers, epochs=2)
     w = np.zeros((4, 1))
     for _ in range(2):
-        local = []
-        for worker in range(workers):
-            here = w
-            for k in range(3 * worker, 3 * worker + 3):
-                here = here - 0.05 * gradient(MINIBATCHES[k], here)
-            local.append(here)
-        w = np.mean(local, 0)
+        w = mean_of_workers(w, workers, 0.05)
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
 
 
@@ -132,19 +142,12 @@ def test_workers_in_step_under_block_momentum_are_bmuf(workers):
     optimizer = keras.optimizers.SGD(0.006, momentum=0.9)
     rule = tfpara.AsyncBMUF("linear")
     strategy, model = made(rule, optimizer, workers, speeds=tfpara.Speed())
-    count = workers * 3
-    x, y = X[: count * BATCH], (X @ TRUE)[: count * BATCH]
-    strategy.fit(model, x, y, batch_size=BATCH, shuffle=False, chunks=workers, epochs=5, verbose=0)
+    train_in_step(strategy, model, workers, epochs=5)
     w = b = delta = np.zeros((4, 1))
     for block in range(5):
-        local = []
-        for worker in range(workers):
-            here = b
-            for k in range(3 * worker, 3 * worker + 3):
-                here = here - 0.03 * gradient(MINIBATCHES[k], here)
-            local.append(here)
+        mean = mean_of_workers(b, workers, 0.03)
         eta, later = (min(1 - 1 / workers, 1 - 1 / (t + 1)) for t in (block, block + 1))
-        delta = eta * delta + np.mean(local, 0) - b
+        delta = eta * delta + mean - b
         w = w + delta
         b = w + later * delta
     np.testing.assert_allclose(model.get_weights()[0], b, rtol=1e-4, atol=1e-6)

@@ -389,7 +389,7 @@ class AsyncBMUF:
         """
         if self.block_momentum is not None or self.warmup not in (None, True):
             return self
-        return dataclasses.replace(self, warmup=5.0 if short else 20.0)
+        return dataclasses.replace(self, warmup=BMUF().for_normalised(short).resolve(1).warmup)
 
     def init(self, weights: Array) -> AsyncBMUFState:
         """Returns a server's state of a run that starts at `weights`."""
