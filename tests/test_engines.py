@@ -48,6 +48,8 @@ SAGEMAKER = {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-1", "algo-2"]'}
 OURS = {"TFPARA_RANK": "1", "TFPARA_SIZE": "2", "TFPARA_COORDINATOR": "10.0.0.1:4000"}
 INDEX = {"JOB_COMPLETION_INDEX": "1", "TFPARA_SIZE": "2", "TFPARA_COORDINATOR": "job-0.job:4000"}
 
+TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+
 
 @pytest.mark.parametrize(
     ("environ", "rank", "size", "coordinator", "words"),
@@ -100,14 +102,63 @@ def test_one_process_alone(environ):
     assert cluster.read(environ) == cluster.ALONE
 
 
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (BATCH_SCRIPT, ["SLURM_NTASKS=4, but srun", "trains alone", "write srun", "TFPARA_SIZE=1"]),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            ["RANK='1' and WORLD_SIZE=2 without MASTER_ADDR and MASTER_PORT do not", "alone"],
+        ),
+        (TORCHRUN | {"MASTER_PORT": ""}, ["without MASTER_PORT do not", "set MASTER_PORT,"]),
+    ],
+)
+def test_a_process_that_nobody_tells_of_the_others_says_so(environ, words):
+    assert cluster.read(environ) == cluster.ALONE
+    text = cluster.left_alone(environ)
+    assert [word for word in words if word not in text] == [], text
+    assert cluster.left_alone(environ | {"TFPARA_SIZE": "1"}) == ""
+    assert cluster.left_alone(environ | {"TF_CONFIG": TF_CONFIG}) == ""
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # one task of srun, in a job of four
+        {"WORLD_SIZE": "4"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "x", "WORLD_SIZE": "x"},
+    ],
+)
+def test_nothing_is_said_where_one_process_is_meant(environ):
+    assert cluster.left_alone(environ) == ""
+
+
+def test_the_line_follows_that_of_the_start():
+    environ = {**os.environ, **BATCH_SCRIPT}
+    environ.pop("TF_CONFIG", None)
+    program = (
+        "import tfpara; rule = tfpara.BSP(); tfpara.PeriodicSyncStrategy(rule, sync_period=2); "
+        "tfpara.simulate(1, rule, sync_period=2)"  # one process, whatever the environment says
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LONG)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("tfpara: ")]
+    assert [line[:30] for line in lines] == [
+        "tfpara: PeriodicSyncStrategy of"[:30],
+        "tfpara: SLURM_NTASKS=4, but srun"[:30],
+        "tfpara: PeriodicSyncStrategy of"[:30],
+    ]
+
+
 def test_the_same_port_for_all_of_a_step_and_another_for_the_next():
     def of(**changes):
         return engines.find(SLURM | changes).coordinator
 
     assert of() == of(SLURM_PROCID="3") and of() != of(SLURM_STEP_ID="1") != of(SLURM_JOB_ID="78")
-
-
-TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 
 
 def test_tf_config_wins():

@@ -1,5 +1,6 @@
 """The processes of a run: who takes part, how they meet, what failures mean; no TensorFlow."""
 
+from tfpara.cluster.engines import left_alone
 from tfpara.cluster.workers import (
     ALONE,
     RANK_VARIABLES,
@@ -16,6 +17,7 @@ __all__ = [
     "ClusterError",
     "RANK_VARIABLES",
     "label",
+    "left_alone",
     "read",
     "taking_part",
 ]

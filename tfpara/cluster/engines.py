@@ -120,6 +120,36 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
     return None
 
 
+def left_alone(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns a sentence if several processes seem to be meant, but nothing tells this one so.
+
+    It is for a process that trains alone. The sentence is empty where TFPARA_SIZE or TF_CONFIG says
+    that this is meant, or nothing points to several processes.
+    """
+    value = {name: text.strip() for name, text in environ.items()}
+    if value.get(SIZE) or value.get("TF_CONFIG"):
+        return ""
+    number = value.get("SLURM_NTASKS", "")
+    if _is_several(number) and not value.get("SLURM_STEP_ID"):
+        return (
+            f"SLURM_NTASKS={number}, but srun has not started this process, so it trains alone. "
+            f"For {number} workers write srun before python; for one set {SIZE}=1."
+        )
+    number = value.get("WORLD_SIZE", "")
+    missing = " and ".join(name for name in _MASTER if not value.get(name))
+    if value.get("RANK") and _is_several(number) and missing:
+        return (
+            f"RANK={_repr.repr(value['RANK'])} and WORLD_SIZE={number} without {missing} do not "
+            f"say where the others are, so this process trains alone. For {number} workers set "
+            f"{missing}, as torchrun does; for one set {SIZE}=1."
+        )
+    return ""
+
+
+def _is_several(number: str) -> bool:
+    return number.isdecimal() and len(number) < 10 and int(number) > 1
+
+
 def variables() -> tuple[str, ...]:
     """Returns the variables of rank, size and coordinator, without those of outer engines."""
     names = [(e.rank, e.size) for e in _ENGINES if not e.outer]
