@@ -363,6 +363,25 @@ def test_where_gradients_are_accumulated_local_momentum_lasts_for_more_minibatch
     assert "an epoch has 38 steps, and its last block 14 of 24" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("replicas", "epochs", "first", "told"),
+    [
+        (4, 3, 3, "fit has 21 syncs of 4 replicas. With fewer than some 24 "),
+        (4, 4, 3, ""),
+        (4, 3, 1, ""),  # the first epoch has 20 syncs, and more follow
+        (2, 1, 20, ""),
+    ],
+)
+def test_a_run_of_few_syncs_is_told_of(replicas, epochs, first, told, capfd):
+    """20 minibatches of each replica in an epoch; a period of 3, or another in the first epoch."""
+    model = on_one_weight(tfpara.simulate(replicas, tfpara.BSP(), sync_period=3))
+    x = np.zeros((20 * replicas, 1), np.float32)
+    periods = tfpara.callbacks.SyncPeriod({0: first, 1: 3}, verbose=0)
+    for _ in range(2):
+        model.fit(x, x + 1.0, batch_size=replicas, epochs=epochs, verbose=0, callbacks=[periods])
+    assert capfd.readouterr().err.count(told or "their model falls behind") == bool(told)
+
+
 def test_a_later_period_has_a_line_of_its_own(capfd):
     model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=100))
     periods = tfpara.callbacks.SyncPeriod({0: 100, 1: 5}, verbose=0)

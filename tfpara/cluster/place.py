@@ -72,12 +72,14 @@ class Place:
         began: when this process began to wait in such an exchange, on the monotonic clock; 0 if it
             does not wait.
         failed: purpose of the last exchange that has failed here; None if none has.
+        in_first_epoch: whether no epoch of `fit` but the first one that it trains has begun.
     """
 
     def __init__(self) -> None:
         self.failed: Purpose | None = None
         self.fits = 0
         self.met = 0
+        self.in_first_epoch = False
         self.began = 0.0
         self.calls: list[Purpose] = []
         self._epoch = 0  # the epoch of fit, from 1 as Keras prints it; 0 before the first
@@ -138,6 +140,7 @@ class Place:
 
     def epoch_begins(self, epoch: int) -> None:
         """Notes that epoch number `epoch`, from 0, of `fit` begins."""
+        self.in_first_epoch = not self._epoch
         self._epoch, self._step = epoch + 1, 0
 
     def step_begins(self, step: int) -> None:

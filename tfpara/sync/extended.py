@@ -66,6 +66,7 @@ from tfpara.sync.replicas import Site
 from tfpara.sync.settings import (
     NEVER,
     Settings,
+    few_syncs,
     warn_of_outlasting_momentum,
 )
 from tfpara.sync.sized_rule import check_sizes
@@ -907,6 +908,20 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
             self._note_short_block(optimizer)
+
+    def note_syncs(self, steps: int, epochs: int) -> None:
+        """Says so where a call of `fit` has fewer syncs than its replicas need (docs/study.md).
+
+        Args:
+            steps: minibatches of each replica in an epoch.
+            epochs: of the run, those before a resume included.
+        """
+        period, replicas = self.sync_period, self._num_replicas_in_sync
+        if period is None or self.elastic is not None or self.replay is not None:
+            return
+        text = few_syncs(epochs * -(-steps // (period * self.settings.fragments)), replicas)
+        if text:
+            self.note(text)
 
     def note_data(self, steps: int) -> None:
         """Notes with how many steps a pass over `datasets_by_epoch` begins.

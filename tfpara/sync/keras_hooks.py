@@ -703,6 +703,8 @@ def _in_place(name: str) -> Callable[[Method], Method]:
                 # Callbacks may have changed the sync period.
                 steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None
                 _extended(callbacks).note_epoch(callbacks._model, steps)
+                if steps and place.in_first_epoch:
+                    _extended(callbacks).note_syncs(steps, callbacks.params["epochs"])
             return result
 
         return calling

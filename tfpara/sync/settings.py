@@ -24,6 +24,10 @@ COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62
 
+# Where the default rule is more than some 3 % behind one replica: docs/study.md.
+_MANY = 4  # replicas
+_SYNCS_FOR_EACH = 6  # syncs of a run for each of them
+
 # Metadata of settings. "workers": the setting must be equal on all workers. "run": it must also be
 # equal to that of the checkpoint from which a run is resumed.
 _WORKERS = {"workers": True}
@@ -290,6 +294,21 @@ def warn_of_outlasting_momentum(
             f"{fix}, or a longer sync_period.",
             stacklevel=2,
         )
+
+
+def few_syncs(syncs: int, replicas: int) -> str:
+    """Returns a sentence if a run has fewer syncs than its replicas need, else an empty text.
+
+    Up to three replicas lose little (docs/study.md).
+    """
+    enough = _SYNCS_FOR_EACH * replicas
+    if replicas < _MANY or syncs >= enough:
+        return ""
+    return (
+        f"fit has {syncs} sync{'s' * (syncs != 1)} of {replicas} replicas. With fewer than some "
+        f"{enough} their model falls behind that of one replica: take a shorter sync_period, if "
+        "only in the first epoch (callbacks.SyncPeriod), or more epochs: docs/rules.md"
+    )
 
 
 def _is_of_a_user(given: object) -> bool:
