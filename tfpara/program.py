@@ -136,6 +136,7 @@ def watch(strategy: tf.distribute.Strategy, found: Cluster, timeout_seconds: flo
     global _strategy
     if _strategy is None:
         sys.excepthook = _hook(sys.excepthook)
+        atexit.register(_part, os.getpid())
     _strategy = strategy
     failures.know(found, timeout_seconds)
     exit_codes.lost_worker()  # raises ValueError for a bad setting now rather than at the end
@@ -238,6 +239,17 @@ def _say(name: str, sentence: str) -> None:
     print(f"{name}: {sentence}", file=sys.stderr, flush=True)
 
 
+def _part(process: int) -> None:
+    """Tells an elastic run that this program, which `run` has not ended, has come to its end.
+
+    Args:
+        process: that the strategy was made in, and not a fork of it.
+    """
+    # Python sets this for an error that ends the program.
+    if process == os.getpid() and _is_elastic() and not hasattr(sys, "last_value"):
+        _strategy.extended.part()  # type: ignore[union-attr]
+
+
 def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     """Ends the process, which is one of several, at once.
 
@@ -253,6 +265,7 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
         parting = threading.Thread(target=_strategy.extended.part, daemon=True)
         parting.start()
         parting.join(None if code == 0 else _PARTING_SECONDS)
+    atexit.unregister(_part)
     for leave in _leaves:
         leave(code == 0)
     with contextlib.suppress(Exception):

@@ -118,8 +118,17 @@ def test_bmuf_with_a_slow_warmup_by_hand():
 
 @pytest.mark.parametrize(
     ("momentum", "steps", "expected"),
-    [(0.9, 1, (0.0, 5.0)), (0.9, 8, (0.375, 3.125)), (0.9, 20, (0.75, 1.25)), (0.9, 50, (0.9, 1.0))]
-    + [(0.5, 5, (0.0, 1.0)), (0.99, 10, (0.5, 25.0)), (0.9, 2.0**62, (0.9, 1.0))],
+    [
+        (0.9, 1, (0.0, 5.0)),
+        (0.9, 8, (0.375, 3.125)),
+        (0.9, 15, (2 / 3, 2.5)),  # three quarters of 10/3
+        (0.9, 20, (0.75, 2.5)),
+        (0.9, 40, (0.875, 1.25)),
+        (0.9, 50, (0.9, 1.0)),
+        (0.9, 2.0**62, (0.9, 1.0)),
+        (0.5, 5, (0.0, 1.0)),
+        (0.99, 10, (0.5, 25.0)),
+    ],
 )
 def test_local_momentum_in_a_block_by_hand(momentum, steps, expected):
     assert in_a_block(momentum, float(steps)) == pytest.approx(expected)

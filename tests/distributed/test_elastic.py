@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import elastic_runs
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import warm
 from launched import Launched, launch
+
+from tfpara.cluster.meeting import ADDRESS
 
 KILLED, AGAIN = -signal.SIGKILL, 75
 MIXED = {"devices": 2, "adam": True, "norm": True, "dropout": True, "rule": "tfpara.BMUF()"}
@@ -425,6 +428,29 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
             (2, 2),
             (3, 3),
         ]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [("ends", 0, "the run has come to its end"), ("raises", 75, "no member of it is left")],
+)
+def test_a_meeting_point_by_itself_knows_how_scripts_without_run_end(how, code, says, tmp_path):
+    environment = {**os.environ, "TFPARA_SECRET": elastic_runs.SECRET}
+    meet = [sys.executable, "-m", "tfpara.launch.meet", "-n", "2"]
+    options = {"log": str(tmp_path / "{pid}.jsonl"), "epochs": 1, "plain": how}
+    options |= {"grace_seconds": 2.0}
+    with subprocess.Popen(meet, env=environment, stdout=subprocess.PIPE, text=True) as meeting:
+        try:
+            environment[ADDRESS] = meeting.stdout.readline().strip().partition("=")[2]
+            command = [str(elastic_runs.PROGRAM), json.dumps(options)]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            workers = [warm.Popen(command, environment, **pipes) for _ in range(2)]
+            outputs = [worker.communicate(timeout=elastic_runs.DEADLINE)[0] for worker in workers]
+            assert [w.returncode for w in workers] == [int(how == "raises")] * 2, outputs
+            told = meeting.communicate(timeout=elastic_runs.DEADLINE)[0]
+        finally:
+            meeting.kill()
+    assert meeting.returncode == code and says in told
 
 
 @pytest.mark.one_version

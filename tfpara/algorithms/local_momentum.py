@@ -6,6 +6,7 @@ from tfpara.algorithms.arithmetic import minimum, positive_part
 from tfpara.typing import Scalar
 
 _MEMORIES = 5.0  # of the local momentum in a block
+_WHOLE = 20.0  # steps of a block from which on all that momentum brings is restored
 
 
 def in_a_block(momentum: float, steps: Scalar) -> tuple[Scalar, Scalar]:
@@ -16,14 +17,16 @@ def in_a_block(momentum: float, steps: Scalar) -> tuple[Scalar, Scalar]:
     that again: the two in a row are stable only at far smaller learning rates than either. So the
     memory is shortened, to a fifth of the block, and steps become longer in return:
 
-        m' = min(m, max(0, 1 − 5/τ));  rate' = max(1, ½ (1 − m') / (1 − m)) · rate
+        m' = min(m, max(0, 1 − 5/τ));  rate' = max(1, c (1 − m') / (1 − m)) · rate
+        c = min(1, max(½, τ/20))
 
     Adam's β₁ is such an m. Its average of gradients has weights that add up to one, whatever β₁ is,
     and its rate stays.
 
-    A gradient moves the weights of SGD by rate/(1 − m) in the end. The factor restores half of
-    that: with all of it, training diverged at learning rates that one replica takes. Blocks of
-    5/(1 − m) steps and more change nothing.
+    A gradient moves the weights of SGD by rate/(1 − m) in the end. The factor restores all of that
+    in blocks of 20 steps and more, and half of it in those of up to 10: with all of it the shortest
+    ones diverged at learning rates that one replica takes (docs/study.md). Blocks of 5/(1 − m)
+    steps and more change nothing.
 
     Args:
         momentum: m of the optimizer, 0 ≤ m < 1.
@@ -34,4 +37,5 @@ def in_a_block(momentum: float, steps: Scalar) -> tuple[Scalar, Scalar]:
         ((0.5, 1.0), (0.0, 2.0), (0.75, 1.0))
     """
     shorter = minimum(momentum, positive_part(1.0 - _MEMORIES / steps))
-    return shorter, 1.0 + positive_part(0.5 * (1.0 - shorter) / (1.0 - momentum) - 1.0)
+    restored = 0.5 + minimum(0.5, positive_part(steps / _WHOLE - 0.5))
+    return shorter, 1.0 + positive_part(restored * (1.0 - shorter) / (1.0 - momentum) - 1.0)

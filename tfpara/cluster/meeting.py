@@ -145,6 +145,13 @@ class Meeting:
         return self._membership is not None and self._membership.is_over
 
     @property
+    def why_ended(self) -> str:
+        """Why the run has ended; empty before."""
+        if self._membership is None or self.phase != "ended":
+            return ""
+        return str(self._membership.where()["ended"])
+
+    @property
     def is_complete(self) -> bool:
         """Whether the run has ended, and nothing is left to do."""
         return self._membership is not None and self._membership.is_complete

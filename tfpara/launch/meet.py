@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         told = len(meeting.history)
         if meeting.phase == "ended":
+            print(f"tfpara-meet: {meeting.why_ended}", flush=True)
             break
     meeting.close()
     return exit_codes.restart() if meeting.phase == "ended" and not meeting.is_complete else 0

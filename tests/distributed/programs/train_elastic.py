@@ -13,7 +13,8 @@ timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a ro
 `fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
 file for them), replay (a record and the number of replicas: it is trained again, in this process),
 saves (a path: all save weights there, then the chief adds its task to PATH.chief, and all have the
-chief write PATH.all), fits (calls of `fit`; between two of them a layer is frozen and the model
+chief write PATH.all), plain (no `tfpara.run`: "ends" as a script does, or "raises" an error there),
+fits (calls of `fit`; between two of them a layer is frozen and the model
 compiled anew), holds and faults.
 
 Epochs are counted through all calls of `fit`. `holds` has expressions by epoch. Before that epoch
@@ -352,6 +353,7 @@ def main():
         "kind": "arrays",
         "weights": None,
         "saves": None,
+        "plain": "",
         "replay": None,
         "fits": 1,
         "holds": {},
@@ -473,6 +475,11 @@ def main():
         save(model, options["saves"], faults)
     seen = np.asarray(model.seen.seen).tolist()
     log("end", digest, seen, elastic.form.number)
+    if options["plain"] == "raises":
+        raise KeyError("the user's")
 
 
-tfpara.run(main)
+if '"plain"' in sys.argv[1]:
+    main()
+else:
+    tfpara.run(main)
