@@ -5,7 +5,6 @@ Import it before TensorFlow, after `scripts.common`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,9 @@ class ChunkedData:
             shuffle_frames=shuffle_frames,
         )
         self.num_steps = self.chunks.num_minibatches
-        smallest = (self.num_steps or math.inf) // self.chunks.count
-        if period > max(1, smallest):
+        # With minibatches of several sizes it is not known before the run.
+        smallest = None if self.num_steps is None else max(1, self.num_steps // self.chunks.count)
+        if smallest is not None and period > smallest:
             raise ValueError(
                 f"--sync_period={period} exceeds the {smallest} minibatches of a chunk of "
                 f"{self.chunk_minutes:g} minutes. Lower --sync_period or --minibatch, or raise "

@@ -35,12 +35,16 @@ _RUN_DIR = flags.DEFINE_string(
 _DATA = flags.DEFINE_string("data", None, "Kaldi data directory", required=True)
 _OUT = flags.DEFINE_string("out", None, "write OUT.ark and OUT.scp", required=True)
 _WEIGHTS = flags.DEFINE_string("weights", "global", "global, or an average such as ema-0.99")
-_KINDS = ("length", "nonfinite", "audio")
+_KINDS = {
+    "length": "no frames",
+    "nonfinite": preparation.SKIP["nonfinite"],
+    "audio": preparation.SKIP["audio"],
+}
 _SKIP = flags.DEFINE_list(
     "skip",
     [],
     "kinds of bad utterances to leave out and count, instead of ending with an error: "
-    + "; ".join(f"{kind} ({preparation.SKIP[kind]})" for kind in _KINDS),
+    + "; ".join(f"{kind} ({what})" for kind, what in _KINDS.items()),
 )
 _ALLOW_PIPES = flags.DEFINE_bool(
     "allow_pipes",

@@ -194,6 +194,31 @@ def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
     return float(max(memories, default=0.0))
 
 
+def told_of_fit(
+    optimizer: keras.optimizers.Optimizer, steps: float, fitted: float, factor: float
+) -> str:
+    """Returns a sentence on what blocks make of the local momentum; empty if it stays as it is.
+
+    Args:
+        optimizer: the local one, with a momentum or a β₁.
+        steps: of the optimizer in a block.
+        fitted: the momentum that it has in such blocks.
+        factor: of the rate.
+    """
+    momentum = memory_of(optimizer)
+    if fitted == momentum and factor == 1.0:
+        return ""
+    if momentum_of(optimizer):
+        how = f"momentum {fitted:.2g} in place of {momentum:g} and {factor:.3g} times its rate"
+    else:
+        name = "momentum" if hasattr(inner(optimizer), "momentum") else "beta_1"
+        how = f"{name} {fitted:.2g} in place of {momentum:g}"
+    return (
+        f"blocks are of {steps:g} steps, so local {type(inner(optimizer)).__name__} takes them "
+        f"with {how}, since the rule has a momentum of its own"
+    )
+
+
 def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
     """The momentum of SGD and its kin, 0 ≤ m < 1; 0 for others, and where it is no number."""
     return memory_of(optimizer) if isinstance(inner(optimizer), keras.optimizers.SGD) else 0.0

@@ -170,6 +170,79 @@ def test_local_momentum_is_fitted_to_the_block():
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
 
 
+def test_weight_decay_is_that_of_the_optimizers_own_rate():
+    """As under BMUF: the steps are five times as long in blocks of three, and the decay is not."""
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9, weight_decay=0.5)
+    strategy, model = made(tfpara.AsyncBMUF(0.5), optimizer)
+    train(strategy, model, 1, chunks=1)
+    w, delta = np.zeros((4, 1)), 0.0
+    for start in range(0, 12, 3):
+        pulled = w
+        for minibatch in MINIBATCHES[start : start + 3]:
+            w = w * (1 - 0.01 * 0.5)
+            w = w - 0.05 * gradient(minibatch, w / (1 - 0.01 * 0.5))
+        delta = 0.5 * delta + w - pulled
+        w = w + 0.5 * delta
+    np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
+
+
+@keras.saving.register_keras_serializable("tests")
+def rate_of_a_function():
+    return 0.02
+
+
+@pytest.mark.parametrize("rule", [tfpara.Downpour(), tfpara.AsyncBMUF(0.0)])
+def test_a_rate_may_be_a_function(rule):
+    optimizer = keras.optimizers.SGD(rate_of_a_function)
+    strategy, model = made(rule, optimizer)
+    train(strategy, model)
+    np.testing.assert_allclose(model.get_weights()[0], by_hand([0.02] * 12), rtol=1e-4, atol=1e-6)
+
+
+def test_the_fit_of_local_momentum_is_told_of_once(capfd):
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    strategy, model = made(tfpara.AsyncBMUF(0.5), optimizer)
+    train(strategy, model)
+    train(strategy, model)
+    said = (
+        "blocks are of 3 steps, so local SGD takes them with momentum 0 in place of 0.9 and 5 times"
+    )
+    assert capfd.readouterr().err.count(said) == 1
+
+
+def test_weights_that_are_set_lose_block_momentum_and_no_round():
+    strategy, model = made(tfpara.AsyncBMUF(0.7, warmup=5.0), keras.optimizers.SGD(0.02))
+    train(strategy, model)  # four pushes of one worker, which are four rounds
+    state = strategy._servers[model][0].shards[0].kept[0]
+    assert float(state.rounds) == 4.0 and np.abs(state.delta.numpy()).max() > 0.0
+    model.set_weights([np.ones((4, 1), np.float32)])
+    strategy.write(model)
+    assert float(state.rounds) == 4.0
+    np.testing.assert_array_equal(state.delta, 0.0)
+
+
+def test_a_round_that_other_workers_have_begun_counts_by_its_pushes():
+    """Six pushes of some of eight workers, and two workers go on: the mean is of seven."""
+    rule = tfpara.AsyncBMUF(0.5, warmup=False)
+    w, state = 0.0, rule.resolve(8).init(0.0)
+    for _ in range(6):
+        w, state = rule.resolve(8).update(w, state, difference=1.0)
+    w, state = rule.resolve(2).update(w, state, difference=8.0)
+    assert (state.delta, state.gathered, state.pushes, state.rounds) == (2.0, 0.0, 0.0, 1.0)
+    assert w == 6 / 8 + 8 / 2 + 0.5 * 2.0
+
+
+def test_block_momentum_goes_on_with_other_workers(tmp_path):
+    for workers, epochs in ((4, 1), (2, 2), (3, 3)):
+        strategy, model = made(tfpara.AsyncBMUF(), keras.optimizers.SGD(0.02), workers)
+        train(strategy, model, epochs, [tfpara.AsyncCheckpoint(tmp_path)])
+        assert strategy.statistics(model).pushes == 4 * epochs
+        assert strategy.rule.workers == workers
+    strategy, model = made(tfpara.AsyncBMUF(workers=5), keras.optimizers.SGD(0.02), 3)
+    with pytest.raises(tfpara.CheckpointError, match="rule: the checkpoint has .*workers=None"):
+        train(strategy, model, 4, [tfpara.AsyncCheckpoint(tmp_path)])
+
+
 def test_block_momentum_goes_on_from_a_checkpoint(tmp_path):
     found = []
     for folder, stops in (("whole", (4,)), ("parts", (2, 4))):

@@ -135,6 +135,11 @@ def test_workers_without_a_chunk_are_told_of(corpus, capsys):
     assert "Lower --sync_period, or start fewer workers." in capsys.readouterr().out
 
 
+def test_where_minibatches_have_several_sizes_any_period_is_taken(corpus):
+    data = chunked(corpus, 2, minibatch="16,0.5:32", sync_period="20", chunk_minutes=60.0)
+    assert data.chunks.count == 1 and data.num_steps is None
+
+
 @pytest.mark.parametrize("chosen", [{}, {"chunk_minutes": 0.1}])
 def test_a_push_that_is_longer_than_a_chunk_is_refused(corpus, chosen):
     with pytest.raises(ValueError, match="--sync_period=1000000 exceeds the .* Lower --sync_per"):

@@ -360,6 +360,8 @@ class AsyncBMUF:
     local_steps: ClassVar[bool] = True
     local_models: ClassVar[bool] = False
     keeps_state: ClassVar[bool] = True
+    # Weights that are set lose their momentum; the run does not become a young one.
+    lasting: ClassVar[tuple[str, ...]] = ("rounds",)
 
     def __post_init__(self) -> None:
         _check_bound(self.max_staleness)
@@ -414,7 +416,9 @@ class AsyncBMUF:
         # 1 if the push ends a round, else 0; numbers of pushes are whole.
         ends = minimum(1.0, positive_part(state.pushes + 2.0 - self.workers))
         gathered = state.gathered + difference
-        filtered = rule.momentum_after(state.rounds) * state.delta + zeta * gathered / self.workers
+        # The round may be of other numbers of workers, where a run goes on with more or fewer.
+        mean = gathered / (state.pushes + 1.0)
+        filtered = rule.momentum_after(state.rounds) * state.delta + zeta * mean
         delta = ends * filtered + (1.0 - ends) * state.delta
         rounds = state.rounds + ends
         momentum = ends * rule.momentum_after(rounds)

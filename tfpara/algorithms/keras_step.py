@@ -62,7 +62,12 @@ class _Functional(keras.optimizers.Optimizer):
     It is the second base, after the optimizer's own class. Each method below is one that Keras'
     TensorFlow optimizer overrides to reach `tf.Variable` and `tf.distribute`; here they do what
     Keras' base optimizer does.
+
+    Attributes:
+        rate_factor: of the learning rate with which a step is taken; the decay has the rate itself.
     """
+
+    rate_factor = 1.0
 
     def add_variable(
         self, shape: Sequence[int], initializer: Any = "zeros", **kwargs: Any
@@ -111,7 +116,7 @@ class _Functional(keras.optimizers.Optimizer):
         learning_rate: tf.Tensor,
     ) -> None:
         for gradient, variable in zip(grads, trainable_variables, strict=True):
-            self.update_step(gradient, variable, learning_rate)
+            self.update_step(gradient, variable, learning_rate * self.rate_factor)
 
 
 class KerasStep:
@@ -256,8 +261,12 @@ class KerasSteps:
         self.initial = [value.numpy() for value in self._state]
         copy._variables.clear()  # nothing here is saved by Keras
 
-    def limit_memory(self, most: float) -> None:
-        """Makes momentum, or β₁, at most `most`; call it before the first step."""
+    def limit_memory(self, most: float, rate_factor: float) -> None:
+        """Makes momentum, or β₁, at most `most`, and steps so many times as long.
+
+        Call it before the first step.
+        """
+        self._optimizer.rate_factor = rate_factor
         for name in ("momentum", "beta_1", "adam_beta_1"):
             own = getattr(self._optimizer, name, None)
             if isinstance(own, int | float):

@@ -189,7 +189,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         strategy, model = self.model.distribute_strategy, self.model
         shapes = [f"{tuple(v.shape)} {v.dtype}" for v in model.trainable_variables]
         return {
-            "rule": repr(strategy.rule),
+            "rule": repr(strategy.rule_of_a_run),
             "sync_period": strategy.sync_period,
             "averages": {name: repr(a) for name, a in strategy.averages.items()},
             "parameter servers": len(self._running.server.shards),

@@ -133,7 +133,7 @@ def as_chunks(
         order: numbers that the order depends on, beside the epoch. They are read when a chunk is
             handed out, so changing the list changes the order of later chunks.
         sent: whether the chunks are read in other processes. Then a copy of all arrays is part of
-            the graph that reads them; else none is made.
+            the graph that reads them; else one is made for all.
 
     Raises:
         TypeError: data of another kind.

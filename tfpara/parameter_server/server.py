@@ -518,8 +518,8 @@ class Server:
         return found
 
     def set_weights(self, weights: Sequence[tf.Tensor]) -> None:
-        """Replaces the weights; averages, the rule's state, and the workers' local models and
-        optimizers start anew.
+        """Replaces the weights; averages, the rule's state but for what lasts, and the workers'
+        local models and optimizers start anew.
 
         No worker may be between a pull and a push.
 
@@ -534,8 +534,10 @@ class Server:
                     shard.weights[place].assign(value)
                     if shard.kept:
                         rule: Any = self.rule
-                        for kept, new in zip(shard.kept[place], rule.init(value), strict=True):
-                            kept.assign(tf.cast(new, kept.dtype))
+                        for name, new in rule.init(value)._asdict().items():
+                            kept = getattr(shard.kept[place], name)
+                            if name not in rule.lasting:
+                                kept.assign(tf.cast(new, kept.dtype))
                     for name, average in self.averages.items():
                         started = average.init(precise(value))
                         for kept, new in zip(shard.averages[name][place], started, strict=True):

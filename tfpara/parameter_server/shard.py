@@ -140,10 +140,11 @@ class Shard:
             after = [w + m for w, m in zip(before, moves, strict=True)]
         elif self._rule.keeps_state:
             updated = [
-                self._rule.update(w, _as(w.dtype, _read(state)), v)
+                self._rule.update(precise(w), _precise(_read(state)), precise(v))
                 for w, state, v in zip(before, self.kept, push.values, strict=True)
             ]
-            after, kept = [w for w, _ in updated], [state for _, state in updated]
+            after = [tf.cast(w, v.dtype) for (w, _), v in zip(updated, before, strict=True)]
+            kept = [state for _, state in updated]
         else:
             after = [
                 self._rule.update(w, v, tf.cast(staleness, w.dtype))
@@ -259,5 +260,6 @@ def _read(state: State) -> State:
     return type(state)(*(tf.identity(v) for v in state))
 
 
-def _as(dtype: tf.DType, state: State) -> State:
-    return type(state)(*(tf.cast(v, dtype) for v in state))
+def _precise(state: State) -> State:
+    """Returns the state in at least float32: bfloat16 counts no further than 256."""
+    return type(state)(*map(precise, state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -125,6 +126,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
+        self._asked_rule = rule
         if isinstance(rule, AsyncEASGD | AsyncBMUF):
             rule = rule.resolve(self._processes.num_workers)
         super().__init__(self._processes.chief_device)
@@ -140,6 +142,15 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         self.running: Fit | None = None
 
     rule = property(lambda self: self._rule, doc="The rule, with defaults filled in.")
+
+    @property
+    def rule_of_a_run(self) -> AsyncRule:
+        """The rule without the number of workers, unless it was given: a run may change that."""
+        asked, rule = self._asked_rule, self._rule
+        if not isinstance(asked, AsyncBMUF) or not isinstance(rule, AsyncBMUF):
+            return rule
+        return dataclasses.replace(rule, workers=asked.workers)
+
     sync_period = property(lambda self: self._period, doc="τ, minibatches of a push.")
     averages = property(lambda self: dict(self._averages), doc="Averages, by name.")
     num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
@@ -317,7 +328,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         shown = model in self._copies and self._copies[model].shows
         if self.running is not None or shown:
             where = "inside strategy.weights(...)" if shown else "in a callback of fit"
-            raise ValueError(f"strategy.forget() {where}: the model is in use. Call it afterwards.")
+            raise ValueError(f"strategy.forget() {where}: a model is in use. Call it afterwards.")
         self._servers.pop(model, None)
         self._copies.pop(model, None)
 
@@ -461,6 +472,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         else:
             rule = self._rule_for(model.optimizer)
             work = Work(model, rule, spec, self._period)
+            if work.fit:
+                print(f"tfpara: {work.fit}: docs/rules.md", file=sys.stderr)
             server = Server(
                 model,
                 work.state,

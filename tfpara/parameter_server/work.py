@@ -17,7 +17,13 @@ import tensorflow as tf
 from tfpara.algorithms.asgd import ASGD, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.algorithms.local_momentum import in_a_block
-from tfpara.keras_model import carried_states, memory_can_change, memory_of, momentum_of
+from tfpara.keras_model import (
+    carried_states,
+    memory_can_change,
+    memory_of,
+    momentum_of,
+    told_of_fit,
+)
 from tfpara.parameter_server.server import Place, Pulled, Push, metric_variables
 from tfpara.typing import Nest
 
@@ -85,6 +91,7 @@ class Work:
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
+        fit: how the local momentum is fitted to the block, in words; empty where it is not.
 
     Raises:
         ValueError: the model is not built or compiled, or has a training step of its own.
@@ -115,13 +122,14 @@ class Work:
         # The server squares the gradient of a single minibatch itself.
         self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
         self._steps: KerasSteps | None = None
-        self._rate_factor = 1.0
+        self.fit = ""
         if self.local:
             self._steps = KerasSteps(model.optimizer, self.weights, told_rate=True)
             if getattr(rule, "has_momentum", False) and memory_can_change(model.optimizer):
                 shorter, factor = in_a_block(memory_of(model.optimizer), float(sync_period))
-                self._steps.limit_memory(float(shorter))
-                self._rate_factor = float(factor) if momentum_of(model.optimizer) else 1.0
+                of_rate = float(factor) if momentum_of(model.optimizer) else 1.0
+                self._steps.limit_memory(float(shorter), of_rate)
+                self.fit = told_of_fit(model.optimizer, sync_period, float(shorter), of_rate)
 
     @property
     def has_these_weights(self) -> bool:
@@ -210,15 +218,11 @@ class Work:
         """
         steps: Any = self._steps
         optimizer = list(block.optimizer)
-        at = steps.rate_index
         if steps.schedule is not None:
             rate = steps.schedule(block.before + block.minibatches)
+            at = steps.rate_index
             optimizer[at] = tf.cast(rate, optimizer[at].dtype)
-        rate = optimizer[at]
-        optimizer[at] = rate * self._rate_factor
-        weights, optimizer = steps(block.weights, optimizer, gradients)
-        optimizer[at] = rate
-        return weights, optimizer
+        return steps(block.weights, optimizer, gradients)
 
     def add(self, block: Block, data: Nest) -> Block:
         """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight)."""

@@ -37,11 +37,11 @@ from tfpara.keras_model import (
     build_optimizer,
     check_optimizers_known,
     hyperparameters,
-    inner,
     is_seed,
     memory_of,
     momentum_of,
     optimizers,
+    told_of_fit,
 )
 from tfpara.steps import (
     batch_size,
@@ -879,7 +879,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
         if self.place.fits or self.shown is not None:
             where = "in a callback of fit" if self.place.fits else "inside strategy.weights(...)"
-            raise ValueError(f"strategy.forget() {where}: the model is in use. Call it afterwards.")
+            raise ValueError(f"strategy.forget() {where}: a model is in use. Call it afterwards.")
         # All blocks are closed, since others may still train another model.
         self.finish_blocks(_FORGET)
         entry = self._entry_of(model)
@@ -955,23 +955,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
 
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
-        momentum, period = memory_of(optimizer), self.sync_period
+        period = self.sync_period
         if period is None:
             return  # as in a warm start
         steps = float(self._steps_of_a_block(optimizer, float(period)))
-        fitted, factor = in_a_block(momentum, steps)
-        if fitted == momentum and factor == 1.0:
-            return
-        if momentum_of(optimizer):
-            how = f"momentum {fitted:.2g} in place of {momentum:g} and {factor:.3g} times its rate"
-        else:
-            name = "momentum" if hasattr(inner(optimizer), "momentum") else "beta_1"
-            how = f"{name} {fitted:.2g} in place of {momentum:g}"
-        self.note(
-            f"blocks are of {steps:g} steps, so local {type(inner(optimizer)).__name__} takes them "
-            f'with {how}, since the rule has a momentum of its own (local_state="auto"): '
-            "docs/rules.md"
-        )
+        fitted, factor = in_a_block(memory_of(optimizer), steps)
+        text = told_of_fit(optimizer, steps, float(fitted), float(factor))
+        if text:
+            self.note(f'{text} (local_state="auto"): docs/rules.md')
 
     def fit_momentum(
         self, optimizer: keras.optimizers.Optimizer
