@@ -134,6 +134,12 @@ def test_local_momentum_in_a_block_by_hand(momentum, steps, expected):
     assert in_a_block(momentum, float(steps)) == pytest.approx(expected)
 
 
+def test_half_of_the_length_is_restored_where_updates_come_late():
+    assert in_a_block(0.9, 20.0, delayed=True) == pytest.approx((0.75, 1.25))
+    assert in_a_block(0.9, 1.0, delayed=True) == pytest.approx((0.0, 5.0))
+    assert in_a_block(0.9, 50.0, delayed=True) == pytest.approx((0.9, 1.0))
+
+
 @given(st.floats(0.5, 0.99), st.integers(1, 100), st.integers(2, 64), st.floats(0.01, 2.6))
 def test_default_block_momentum_over_fitted_momentum_is_stable(momentum, steps, replicas, part):
     """On a parabola of curvature h, at rate·h = 2.6 (1 − m) and below, whatever N and τ are."""

@@ -9,7 +9,7 @@ _MEMORIES = 5.0  # of the local momentum in a block
 _WHOLE = 20.0  # steps of a block from which on all that momentum brings is restored
 
 
-def in_a_block(momentum: float, steps: Scalar) -> tuple[Scalar, Scalar]:
+def in_a_block(momentum: float, steps: Scalar, delayed: bool = False) -> tuple[Scalar, Scalar]:
     """Returns the momentum for blocks of so many steps, and the factor of the learning rate.
 
     Momentum m moves the weights on for about 1/(1 − m) steps, its memory. Where a block is not
@@ -25,17 +25,19 @@ def in_a_block(momentum: float, steps: Scalar) -> tuple[Scalar, Scalar]:
 
     A gradient moves the weights of SGD by rate/(1 − m) in the end. The factor restores all of that
     in blocks of 20 steps and more, and half of it in those of up to 10: with all of it the shortest
-    ones diverged at learning rates that one replica takes (docs/study.md). Blocks of 5/(1 − m)
-    steps and more change nothing.
+    ones diverged at learning rates that one replica takes (docs/study.md). It is half in all blocks
+    where updates come late, since that acts as one momentum more. Blocks of 5/(1 − m) steps and
+    more change nothing.
 
     Args:
         momentum: m of the optimizer, 0 ≤ m < 1.
         steps: τ > 0, the optimizer's steps in a block.
+        delayed: whether updates come late, as in an asynchronous run: c = ½.
 
     Example:
         >>> in_a_block(0.75, 10.0), in_a_block(0.75, 1.0), in_a_block(0.75, 20.0)
         ((0.5, 1.0), (0.0, 2.0), (0.75, 1.0))
     """
     shorter = minimum(momentum, positive_part(1.0 - _MEMORIES / steps))
-    restored = 0.5 + minimum(0.5, positive_part(steps / _WHOLE - 0.5))
+    restored = 0.5 if delayed else 0.5 + minimum(0.5, positive_part(steps / _WHOLE - 0.5))
     return shorter, 1.0 + positive_part(restored * (1.0 - shorter) / (1.0 - momentum) - 1.0)

@@ -126,7 +126,8 @@ class Work:
         if self.local:
             self._steps = KerasSteps(model.optimizer, self.weights, told_rate=True)
             if getattr(rule, "has_momentum", False) and memory_can_change(model.optimizer):
-                shorter, factor = in_a_block(memory_of(model.optimizer), float(sync_period))
+                memory = memory_of(model.optimizer)
+                shorter, factor = in_a_block(memory, float(sync_period), delayed=True)
                 of_rate = float(factor) if momentum_of(model.optimizer) else 1.0
                 self._steps.limit_memory(float(shorter), of_rate)
                 self.fit = told_of_fit(model.optimizer, sync_period, float(shorter), of_rate)
