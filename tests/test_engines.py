@@ -117,6 +117,7 @@ def test_a_process_that_nobody_tells_of_the_others_says_so(environ, words):
     assert cluster.read(environ) == cluster.ALONE
     text = cluster.left_alone(environ)
     assert [word for word in words if word not in text] == [], text
+    assert cluster.read(environ | {"TFPARA_SIZE": "1"}) == cluster.ALONE
     assert cluster.left_alone(environ | {"TFPARA_SIZE": "1"}) == ""
     assert cluster.left_alone(environ | {"TF_CONFIG": TF_CONFIG}) == ""
 
@@ -130,6 +131,8 @@ def test_a_process_that_nobody_tells_of_the_others_says_so(environ, words):
         {"WORLD_SIZE": "4"},
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"RANK": "x", "WORLD_SIZE": "x"},
+        BATCH_SCRIPT | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        BATCH_SCRIPT | TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"},
     ],
 )
 def test_nothing_is_said_where_one_process_is_meant(environ):

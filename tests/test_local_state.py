@@ -363,23 +363,53 @@ def test_where_gradients_are_accumulated_local_momentum_lasts_for_more_minibatch
     assert "an epoch has 38 steps, and its last block 14 of 24" in capfd.readouterr().err
 
 
+FEW = "fit has 21 syncs of 4 replicas. With fewer than some 24 their model falls behind"
+
+
+def of_steps(replicas, steps):
+    x = np.zeros((steps * replicas, 1), np.float32)
+    return {"x": x, "y": x + 1.0, "batch_size": replicas, "verbose": 0}
+
+
 @pytest.mark.parametrize(
-    ("replicas", "epochs", "first", "told"),
-    [
-        (4, 3, 3, "fit has 21 syncs of 4 replicas. With fewer than some 24 "),
-        (4, 4, 3, ""),
-        (4, 3, 1, ""),  # the first epoch has 20 syncs, and more follow
-        (2, 1, 20, ""),
-    ],
+    ("replicas", "period", "epochs", "told"),
+    [(4, 3, 3, FEW), (4, 3, 4, ""), (2, 20, 2, ""), (4, 1, 1, ""), (4, 20, 1, "")],
 )
-def test_a_run_of_few_syncs_is_told_of(replicas, epochs, first, told, capfd):
-    """20 minibatches of each replica in an epoch; a period of 3, or another in the first epoch."""
-    model = on_one_weight(tfpara.simulate(replicas, tfpara.BSP(), sync_period=3))
-    x = np.zeros((20 * replicas, 1), np.float32)
-    periods = tfpara.callbacks.SyncPeriod({0: first, 1: 3}, verbose=0)
-    for _ in range(2):
-        model.fit(x, x + 1.0, batch_size=replicas, epochs=epochs, verbose=0, callbacks=[periods])
-    assert capfd.readouterr().err.count(told or "their model falls behind") == bool(told)
+def test_a_run_of_few_syncs_is_told_of_once(replicas, period, epochs, told, capfd):
+    """20 minibatches of each replica in an epoch. A single epoch may be one of many calls."""
+    model = on_one_weight(tfpara.simulate(replicas, tfpara.BSP(), sync_period=period))
+    model.fit(**of_steps(replicas, 20), epochs=epochs)
+    model.fit(**of_steps(replicas, 19), epochs=epochs)
+    assert capfd.readouterr().err.count(told or "falls behind") == bool(told)
+
+
+@pytest.mark.parametrize("periods", [{0: 1, 1: 20}, {0: 20, 1: 1}])
+def test_syncs_are_not_counted_where_a_callback_sets_their_period(periods, capfd):
+    model = on_one_weight(tfpara.simulate(4, tfpara.BSP(), sync_period=20))
+    periods = tfpara.callbacks.SyncPeriod(periods, verbose=0)
+    model.fit(**of_steps(4, 20), epochs=2, callbacks=[periods])
+    assert "falls behind" not in capfd.readouterr().err
+
+
+def test_few_syncs_are_told_of_where_only_the_data_know_their_length(capfd):
+    strategy = tfpara.simulate(4, tfpara.BSP(), sync_period=3)
+    model = on_one_weight(strategy)
+    data = strategy.datasets_by_epoch(lambda epoch, first: zeros_for_ones(40, 1))
+    model.fit(data, epochs=3, verbose=0)  # 20 minibatches of each
+    assert FEW in capfd.readouterr().err
+
+
+def test_a_fit_within_a_fit_does_not_begin_the_outer_one_again(capfd):
+    strategy = tfpara.simulate(4, tfpara.BSP(), sync_period=3)
+    model, other = on_one_weight(strategy), on_one_weight(strategy)
+
+    class Within(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                other.fit(**of_steps(4, 9))
+
+    model.fit(**of_steps(4, 20), epochs=4, callbacks=[Within()])
+    assert "falls behind" not in capfd.readouterr().err
 
 
 def test_a_later_period_has_a_line_of_its_own(capfd):

@@ -245,8 +245,10 @@ def _part(process: int) -> None:
     Args:
         process: that the strategy was made in, and not a fork of it.
     """
-    # Python sets this for an error that ends the program.
-    if process == os.getpid() and _is_elastic() and not hasattr(sys, "last_value"):
+    # Python sets this for an error that ends the program. Nothing tells of sys.exit.
+    if process != os.getpid() or not _is_elastic() or hasattr(sys, "last_value"):
+        return
+    if _strategy.extended.elastic.has_trained:  # type: ignore[union-attr]
         _strategy.extended.part()  # type: ignore[union-attr]
 
 

@@ -432,7 +432,11 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "code", "says"),
-    [("ends", 0, "the run has come to its end"), ("raises", 75, "no member of it is left")],
+    [
+        ("ends", 0, "the run has come to its end"),
+        ("raises", 75, "no member of it is left"),
+        ("fails", 75, "no member of it is left"),
+    ],
 )
 def test_a_meeting_point_by_itself_knows_how_scripts_without_run_end(how, code, says, tmp_path):
     environment = {**os.environ, "TFPARA_SECRET": elastic_runs.SECRET}
@@ -446,7 +450,9 @@ def test_a_meeting_point_by_itself_knows_how_scripts_without_run_end(how, code, 
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             workers = [warm.Popen(command, environment, **pipes) for _ in range(2)]
             outputs = [worker.communicate(timeout=elastic_runs.DEADLINE)[0] for worker in workers]
-            assert [w.returncode for w in workers] == [int(how == "raises")] * 2, outputs
+            codes = {worker.returncode for worker in workers}
+            # One may end while the other still reads, which then goes on and is one too few.
+            assert codes == {0} if how == "ends" else codes - {75} == {1}, outputs
             told = meeting.communicate(timeout=elastic_runs.DEADLINE)[0]
         finally:
             meeting.kill()

@@ -186,17 +186,29 @@ def test_weight_decay_is_that_of_the_optimizers_own_rate():
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
 
 
-@keras.saving.register_keras_serializable("tests")
-def rate_of_a_function():
-    return 0.02
-
-
 @pytest.mark.parametrize("rule", [tfpara.Downpour(), tfpara.AsyncBMUF(0.0)])
 def test_a_rate_may_be_a_function(rule):
-    optimizer = keras.optimizers.SGD(rate_of_a_function)
+    optimizer = keras.optimizers.SGD(lambda: 0.02)
     strategy, model = made(rule, optimizer)
     train(strategy, model)
     np.testing.assert_allclose(model.get_weights()[0], by_hand([0.02] * 12), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_block_momentum_of_weights_of_other_types(dtype):
+    """Against float32; bfloat16 has three digits."""
+    found = []
+    for kind in ("float32", dtype):
+        strategy = tfpara.simulate_async(1, tfpara.AsyncBMUF(0.5), sync_period=3)
+        with strategy.scope():
+            layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", dtype=kind)
+            model = keras.Sequential([keras.Input((4,), dtype=kind), layer])
+            model.compile(keras.optimizers.SGD(0.02), "mse")
+        train(strategy, model)
+        state = strategy._servers[model][0].shards[0].kept[0]
+        assert (state.delta.dtype, float(state.rounds)) == (kind, 4.0)
+        found.append(model.get_weights()[0].astype("float64"))
+    np.testing.assert_allclose(found[1], found[0], atol=0.1 if dtype == "bfloat16" else 1e-5)
 
 
 def test_the_fit_of_local_momentum_is_told_of_once(capfd):

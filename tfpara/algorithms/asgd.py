@@ -324,7 +324,8 @@ class AsyncBMUF:
 
     The local optimizers are the workers' own, as for `Downpour`; their momentum (SGD), or β₁ (Adam,
     Muon), is fitted to blocks of τ steps, as `PeriodicSyncStrategy` does under rules with a
-    momentum. A push of fewer minibatches, at the end of a chunk, counts as one.
+    momentum, but with half of SGD's length restored for all τ. A push of fewer minibatches, at the
+    end of a chunk, counts as one.
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: 1 − 1/N, at most

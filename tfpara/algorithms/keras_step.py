@@ -226,12 +226,15 @@ class KerasSteps:
         rate = optimizer._learning_rate
         scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
         self.schedule = rate if told_rate and scheduled else None
-        if self.schedule is not None:
+        is_function = callable(rate) and not scheduled and not isinstance(rate, keras.Variable)
+        if self.schedule is not None or is_function:
             config["learning_rate"] = 0.0
         if not clip:
             config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
         functional: Any = type(kind.__name__, (kind, _Functional), {})
         copy = functional.from_config(config)
+        if is_function:  # which Keras finds again only if it is registered
+            copy._learning_rate = rate
         self._optimizer = copy
         self._lock = threading.Lock()
         self._weights = [

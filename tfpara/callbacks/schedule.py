@@ -254,7 +254,7 @@ class SyncPeriod(Schedule):
         )
         if period != strategy.sync_period:
             self.say(epoch, f"syncs every {period} minibatches.")
-            strategy.set_sync_period(period)
+        strategy.set_sync_period(period)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is not None:

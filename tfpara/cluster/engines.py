@@ -123,11 +123,11 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
 def left_alone(environ: Mapping[str, str] = os.environ) -> str:
     """Returns a sentence if several processes seem to be meant, but nothing tells this one so.
 
-    It is for a process that trains alone. The sentence is empty where TFPARA_SIZE or TF_CONFIG says
-    that this is meant, or nothing points to several processes.
+    It is for a process that trains alone. The sentence is empty where TFPARA_SIZE, TF_CONFIG or an
+    engine says that this is meant, or nothing points to several processes.
     """
     value = {name: text.strip() for name, text in environ.items()}
-    if value.get(SIZE) or value.get("TF_CONFIG"):
+    if value.get("TF_CONFIG") or find(environ):
         return ""
     number = value.get("SLURM_NTASKS", "")
     if _is_several(number) and not value.get("SLURM_STEP_ID"):
@@ -223,6 +223,8 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
     if not any(given) or (engine.outer and not all(given)):
         return None
     rank_name = engine.rank
+    if engine.rank == RANK and given == ["", "1"]:
+        given[0] = "0"  # one alone needs no number
     if engine.rank == RANK and _index(environ):
         given[0], rank_name = _index(environ), _INDEX
     # isdecimal also accepts digits of other scripts, but so does int().

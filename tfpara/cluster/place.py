@@ -90,12 +90,12 @@ class Place:
     @contextlib.contextmanager
     def in_fit(self) -> Iterator[None]:
         """Notes that `fit` runs inside."""
-        former = self.fits, self._epoch, self._step, self._callbacks
+        former = self.fits, self._epoch, self._step, self._callbacks, self.in_first_epoch
         self.fits, self._epoch, self._step, self._callbacks = self.fits + 1, 0, 0, 0
         try:
             yield
         finally:
-            self.fits, self._epoch, self._step, self._callbacks = former
+            self.fits, self._epoch, self._step, self._callbacks, self.in_first_epoch = former
 
     @contextlib.contextmanager
     def in_call(self, purpose: Purpose) -> Iterator[None]:

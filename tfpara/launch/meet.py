@@ -16,8 +16,9 @@ Workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) enrol h
 and meet where one is lost or comes. Give each of them {ADDRESS}=HOST:PORT. tfpara-launch --elastic
 serves a meeting point by itself.
 
-It ends when the run is over, or on SIGINT or SIGTERM. Exit code: 0; 75 if the run is to go on from
-a checkpoint, once this program and the workers are started again; 2 if it cannot listen.
+It ends when the run is over, or on SIGINT or SIGTERM. Exit code: 0 if the run is complete; 75 if it
+is to go on from a checkpoint, once this program and the workers are started again; 1 if it has not
+begun; 2 if this program cannot listen.
 """
 
 
@@ -70,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"tfpara-meet: {meeting.why_ended}", flush=True)
             break
     meeting.close()
-    return exit_codes.restart() if meeting.phase == "ended" and not meeting.is_complete else 0
+    if meeting.is_complete:
+        return 0
+    return exit_codes.restart() if meeting.phase == "ended" or meeting.has_begun else 1
 
 
 if __name__ == "__main__":

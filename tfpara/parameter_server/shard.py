@@ -139,9 +139,11 @@ class Shard:
             moves = [self._rule.move(v, w) for v, w in zip(push.values, before, strict=True)]
             after = [w + m for w, m in zip(before, moves, strict=True)]
         elif self._rule.keeps_state:
+            # In bfloat16 the rounds would be counted no further than 256.
+            exact = map(precise, before)
             updated = [
-                self._rule.update(precise(w), _precise(_read(state)), precise(v))
-                for w, state, v in zip(before, self.kept, push.values, strict=True)
+                self._rule.update(w, _as(w, _read(state)), precise(v))
+                for w, state, v in zip(exact, self.kept, push.values, strict=True)
             ]
             after = [tf.cast(w, v.dtype) for (w, _), v in zip(updated, before, strict=True)]
             kept = [state for _, state in updated]
@@ -260,6 +262,6 @@ def _read(state: State) -> State:
     return type(state)(*(tf.identity(v) for v in state))
 
 
-def _precise(state: State) -> State:
-    """Returns the state in at least float32: bfloat16 counts no further than 256."""
-    return type(state)(*map(precise, state))
+def _as(weight: tf.Tensor, state: State) -> State:
+    """Returns the state with one dtype, that of the weight."""
+    return type(state)(*(tf.cast(value, weight.dtype) for value in state))

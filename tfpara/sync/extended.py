@@ -447,6 +447,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.dropped = NO_SYNCS  # what syncs of models cost that are not in `_trained` any more
         self._synchronizers_made = 0
         self._told: set[str] = set()  # the notes that the user has read
+        self._told_of_syncs = False  # whether one of them is that the syncs are few
+        self._period_is_set = False  # whether callbacks of `fit` set the sync period
+        self._epochs_to_note = 0  # of a `fit` whose epochs have no known length yet
         self._creates_alone = False  # whether this worker creates variables that others do not
         self._undivided = False  # whether each worker gets the whole of distributed data
         # All optimizers that have taken steps in run(), by id.
@@ -909,18 +912,31 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self._note_fit(optimizer)
             self._note_short_block(optimizer)
 
-    def note_syncs(self, steps: int, epochs: int) -> None:
-        """Says so where a call of `fit` has fewer syncs than its replicas need (docs/study.md).
+    def note_syncs(self, steps: int | None, epochs: int, left: int) -> None:
+        """Says so, once, where a call of `fit` has fewer syncs than its replicas need.
+
+        It does not where a callback sets the sync period, nor of a single epoch, which may be one
+        of several calls. See docs/study.md.
 
         Args:
-            steps: minibatches of each replica in an epoch.
+            steps: minibatches of each replica in an epoch; None: `note_data` will know.
             epochs: of the run, those before a resume included.
+            left: those of this call.
         """
+        self._epochs_to_note = 0
         period, replicas = self.sync_period, self._num_replicas_in_sync
-        if period is None or self.elastic is not None or self.replay is not None:
+        if self.settings.device_sync_period:
+            replicas = self._num_workers  # a worker's devices meet more often
+        changes = self._period_is_set or self.elastic is not None or self.replay is not None
+        if period is None or changes or left < 2:
             return
-        text = few_syncs(epochs * -(-steps // (period * self.settings.fragments)), replicas)
-        if text:
+        if steps is None:
+            self._epochs_to_note = epochs
+            return
+        block = period * self.settings.fragments
+        text = few_syncs(epochs * -(-steps // block), replicas) if block > 1 else ""
+        if text and not self._told_of_syncs:
+            self._told_of_syncs = True
             self.note(text)
 
     def note_data(self, steps: int) -> None:
@@ -932,6 +948,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if model is not None and self.place.fits and not self.place.calls:
             done = self.position.first // self._num_replicas_in_sync  # before a resume
             self.note_epoch(model, done + steps)
+            if self._epochs_to_note:
+                self.note_syncs(done + steps, self._epochs_to_note, self._epochs_to_note)
 
     def _note_steps(self, in_epoch: int) -> None:
         self._steps_in_epoch = in_epoch
@@ -1100,6 +1118,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         All workers must set it at the same sync.
         """
         self.sync_period = sync_period
+        self._period_is_set |= self.place.fits > 0
         self._period.assign(NEVER if sync_period is None else sync_period)
 
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:

@@ -703,8 +703,9 @@ def _in_place(name: str) -> Callable[[Method], Method]:
                 # Callbacks may have changed the sync period.
                 steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None
                 _extended(callbacks).note_epoch(callbacks._model, steps)
-                if steps and place.in_first_epoch:
-                    _extended(callbacks).note_syncs(steps, callbacks.params["epochs"])
+            if name == "on_epoch_begin" and place.fits and place.in_first_epoch:
+                left = callbacks.params["epochs"] - args[0]
+                _extended(callbacks).note_syncs(steps, callbacks.params["epochs"], left)
             return result
 
         return calling

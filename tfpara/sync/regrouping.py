@@ -141,6 +141,7 @@ class Regrouping:
         self._may_be_due = False  # whether a sync has failed that has not been repeated
         self._agreed = False  # whether this worker has told what all have alike
         self._leaves = self._told = False  # whether it is to leave, and has said so
+        self._failed = False  # whether the last call of `fit` has not returned
         self._in_fit = self._returns = False  # whether it may come back; whether it does
         self._passes_by = False  # whether it takes no part in the present `fit`
         self._last = ""  # why all write a checkpoint and end; "" if they train on
@@ -328,19 +329,23 @@ class Regrouping:
             build: makes the model's variables, as the call would. A layer that is frozen before it
                 has variables has others than one that is frozen after `fit`.
         """
+        self._failed = True
         while True:
             self._in_fit = True
             try:
                 if self.joining:
                     with self._being_told():
                         self._pass_by(*self.line.where())
-                return call()
+                result = call()
+                self._failed = False
+                return result
             except GivenUp as error:
                 self._come_back(str(error))
             except _Over:
                 self._passes_by = True
                 if not self._model.built:  # type: ignore[union-attr]
                     build()
+                self._failed = False
                 return self._history()
             finally:
                 self._in_fit = self._passes_by = False
@@ -389,11 +394,20 @@ class Regrouping:
         """Has this worker leave at the next sync; the others go on without it."""
         self._leaves = True
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether the last call of `fit` has returned, or all were asked to end in it."""
+        return self._fit >= 0 and not self._gave_up
+
+    @property
+    def _gave_up(self) -> bool:
+        return self._failed and not self._last
+
     def part(self) -> None:
-        """This worker's program has come to its end, as all others will."""
+        """This worker's program has come to its end, as all others will if its `fit` returned."""
         if not self._out:
             self._out = True
-            if self.joining:
+            if self.joining or self._gave_up:
                 self.line.close()  # the others may have more to do
             else:
                 self.line.done()

@@ -13,9 +13,9 @@ timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a ro
 `fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
 file for them), replay (a record and the number of replicas: it is trained again, in this process),
 saves (a path: all save weights there, then the chief adds its task to PATH.chief, and all have the
-chief write PATH.all), plain (no `tfpara.run`: "ends" as a script does, or "raises" an error there),
-fits (calls of `fit`; between two of them a layer is frozen and the model
-compiled anew), holds and faults.
+chief write PATH.all), plain (no `tfpara.run`: "ends" as a script does, "raises" an error there, or
+"fails", in `fit`, by `sys.exit(1)`), fits (calls of `fit`; between two of them a layer is frozen
+and the model compiled anew), holds and faults.
 
 Epochs are counted through all calls of `fit`. `holds` has expressions by epoch. Before that epoch
 begins the worker waits until its expression is true, or 60 s are over. There `tasks` are the
@@ -446,6 +446,10 @@ def main():
             "batch_size": options["arrays"],
         }
         given = KINDS[options["kind"]](given)
+    if options["plain"] == "fails":
+        exits = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: sys.exit(1))
+        options["fits"] = 0
+        model.fit(**given, epochs=options["epochs"], verbose=0, callbacks=[exits])
     for number in range(options["fits"]):
         watch.first = number * options["epochs"]
         if number:
