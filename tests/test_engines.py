@@ -127,7 +127,8 @@ def test_a_process_that_nobody_tells_of_the_others_says_so(environ, words):
     [
         {},
         BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # one task of srun, in a job of four
+        # One task of srun, in a job of four.
+        SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {"WORLD_SIZE": "4"},
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"RANK": "x", "WORLD_SIZE": "x"},
