@@ -250,7 +250,7 @@ def test_replicas_with_the_same_data_are_one_with_the_fitted_momentum(options, m
         else:
             steps = 8
         # By hand from the equation, for m = 0.9: 1 - 5/8, 1 - 5/16, and 0 below five steps.
-        momentum, factor = {4: (0.0, 5.0), 8: (0.375, 3.125), 16: (0.6875, 1.5625)}[steps]
+        momentum, factor = {4: (0.0, 5.0), 8: (0.375, 3.125), 16: (0.6875, 2.5)}[steps]
         former = getattr(plain, "optimizer", None)
         plain.compile(make_optimizer(plain, 0.02 * factor, momentum or 1e-30), loss())
         plain.optimizer.build(plain.trainable_variables)
