@@ -226,7 +226,7 @@ class KerasSteps:
         rate = optimizer._learning_rate
         scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
         self.schedule = rate if told_rate and scheduled else None
-        is_function = callable(rate) and not scheduled and not isinstance(rate, keras.Variable)
+        is_function = callable(rate) and not scheduled
         if self.schedule is not None or is_function:
             config["learning_rate"] = 0.0
         if not clip:

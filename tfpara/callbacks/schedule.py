@@ -246,6 +246,7 @@ class SyncPeriod(Schedule):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         close_block(self.model)
+        self.model.distribute_strategy.extended.period_is_scheduled = True
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
@@ -254,7 +255,7 @@ class SyncPeriod(Schedule):
         )
         if period != strategy.sync_period:
             self.say(epoch, f"syncs every {period} minibatches.")
-        strategy.set_sync_period(period)
+            strategy.set_sync_period(period)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is not None:

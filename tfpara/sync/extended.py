@@ -448,7 +448,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._synchronizers_made = 0
         self._told: set[str] = set()  # the notes that the user has read
         self._told_of_syncs = False  # whether one of them is that the syncs are few
-        self._period_is_set = False  # whether callbacks of `fit` set the sync period
+        self.period_is_scheduled = False  # whether callbacks of `fit` set the sync period
         self._epochs_to_note = 0  # of a `fit` whose epochs have no known length yet
         self._creates_alone = False  # whether this worker creates variables that others do not
         self._undivided = False  # whether each worker gets the whole of distributed data
@@ -905,14 +905,18 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             steps: minibatches of each replica in the epoch; None: not known, or no epoch.
         """
         # Where workers come and go it changes within the epoch.
-        changes = self.elastic is not None or self.replay is not None
-        self._note_steps(NEVER if steps is None or changes else steps)
-        self._without_length = None if steps or changes else model
+        self._note_steps(NEVER if steps is None or self._members_change else steps)
+        self._without_length = None if steps or self._members_change else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
             self._note_short_block(optimizer)
 
-    def note_syncs(self, steps: int | None, epochs: int, left: int) -> None:
+    @property
+    def _members_change(self) -> bool:
+        """Whether this is an elastic run, or the replay of one."""
+        return self.elastic is not None or self.replay is not None
+
+    def note_syncs(self, steps: int | None, epochs: int) -> None:
         """Says so, once, where a call of `fit` has fewer syncs than its replicas need.
 
         It does not where a callback sets the sync period, nor of a single epoch, which may be one
@@ -920,15 +924,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
         Args:
             steps: minibatches of each replica in an epoch; None: `note_data` will know.
-            epochs: of the run, those before a resume included.
-            left: those of this call.
+            epochs: of the run, those before a resume included; 0 if this call has a single one.
         """
         self._epochs_to_note = 0
         period, replicas = self.sync_period, self._num_replicas_in_sync
         if self.settings.device_sync_period:
             replicas = self._num_workers  # a worker's devices meet more often
-        changes = self._period_is_set or self.elastic is not None or self.replay is not None
-        if period is None or changes or left < 2:
+        if not epochs or period is None or self.period_is_scheduled or self._members_change:
             return
         if steps is None:
             self._epochs_to_note = epochs
@@ -949,7 +951,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             done = self.position.first // self._num_replicas_in_sync  # before a resume
             self.note_epoch(model, done + steps)
             if self._epochs_to_note:
-                self.note_syncs(done + steps, self._epochs_to_note, self._epochs_to_note)
+                self.note_syncs(done + steps, self._epochs_to_note)
 
     def _note_steps(self, in_epoch: int) -> None:
         self._steps_in_epoch = in_epoch
@@ -1118,7 +1120,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         All workers must set it at the same sync.
         """
         self.sync_period = sync_period
-        self._period_is_set |= self.place.fits > 0
+        self.period_is_scheduled |= self.place.fits > 0
         self._period.assign(NEVER if sync_period is None else sync_period)
 
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:

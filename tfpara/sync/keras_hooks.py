@@ -704,8 +704,8 @@ def _in_place(name: str) -> Callable[[Method], Method]:
                 steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None
                 _extended(callbacks).note_epoch(callbacks._model, steps)
             if name == "on_epoch_begin" and place.fits and place.in_first_epoch:
-                left = callbacks.params["epochs"] - args[0]
-                _extended(callbacks).note_syncs(steps, callbacks.params["epochs"], left)
+                epochs = callbacks.params["epochs"]
+                _extended(callbacks).note_syncs(steps, epochs if epochs - args[0] > 1 else 0)
             return result
 
         return calling

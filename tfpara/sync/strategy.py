@@ -222,8 +222,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         if self.is_chief:
             # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
             print(f"tfpara: {self}", file=sys.stderr, flush=True)
-            if found.num_workers == 1 and not self._is_simulated and cluster.left_alone():
-                print(f"tfpara: {cluster.left_alone()}", file=sys.stderr, flush=True)
+            alone = found.num_workers == 1 and not self._is_simulated
+            text = cluster.left_alone() if alone else ""
+            if text:
+                print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
     def _start_elastic(
         self,
