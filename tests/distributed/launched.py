@@ -58,12 +58,12 @@ class Launched:
             pytest.fail(f"no {wanted} in {self.seen!r}: {errors!r}")
         self.seen += chunk
 
-    def finish(self):
+    def finish(self, seconds=DEADLINE):
         """Returns (exit code, stdout, stderr)."""
-        out, err = self.process.communicate(timeout=DEADLINE)
+        out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, (self.seen + out).decode(), (err or b"").decode()
 
 
-def launch(*arguments, **options):
+def launch(*arguments, seconds=DEADLINE, **options):
     with Launched(*arguments, **options) as launched:
-        return launched.finish()
+        return launched.finish(seconds)
