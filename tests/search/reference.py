@@ -219,20 +219,16 @@ def block_momentum(case: Case):
     """Returns η as a function of the blocks so far."""
     n, options = case.replicas, case.rule_options
     eta, warmup = options.get("block_momentum"), options.get("warmup")
-    kind = case.optimizer
-    if eta is None and warmup is None and kind in ADAMS and case.local_state != "auto":
-        eta = "sqrt"  # the local average is not shortened
-    if eta is None:
-        eta = min(0.9, 1 - 1 / n)
-        slow = 1.0 if kind == "sgd" else 5.0
-    elif eta == "sqrt":
-        eta, slow = 1 - 1 / np.sqrt(n), 20.0
-    else:
-        slow = 0.0 if warmup is None else 1.0
-    if warmup is False:
-        slow = 0.0
-    elif warmup is not None and warmup is not True:
-        slow = float(warmup)
+    normalises = case.optimizer != "sgd"
+    if eta is None and warmup is not False and case.optimizer in ADAMS:
+        eta = None if case.local_state == "auto" else "sqrt"  # the local average is not shortened
+    given = eta is not None and eta != "sqrt"
+    slow = 20.0 if eta == "sqrt" else 5.0 if normalises else 1.0
+    if given or warmup not in (None, True):  # of an η that is given: no warm-up unless asked for
+        slow = 1.0 if warmup is True else float(warmup or 0)
+    if not given:
+        eta = 1 - 1 / (np.sqrt(n) if eta == "sqrt" else n)
+        eta = min(eta, 0.9) if slow else eta
 
     def eta_after(blocks: float) -> float:
         return min(eta, 1 - slow / (blocks + slow)) if slow else eta
