@@ -61,7 +61,7 @@ def test_classes_out_of_range(tmp_path, value, num_classes, message):
 
 
 def test_transition_ids_are_told_from_pdf_ids(tmp_path):
-    """Transition-ids begin at 1, and pdf-ids at 0; a given number of classes says which they are."""
+    """Transition-ids begin at 1, pdf-ids at 0; a given number of classes says which they are."""
     write_alignments(tmp_path / "ali.1", {"a": [2, 1, 1, 8], "b": [25, 25]})
     rule = r"ali\.1: no frame has the id 0, and the lowest is 1\. .*--num_classes .*ali-to-pdf"
     with pytest.raises(CorpusError, match=rule):
