@@ -69,6 +69,7 @@ setup(
         "console_scripts": [
             "tfpara-launch = tfpara.launch:main",
             "tfpara-meet = tfpara.launch.meet:main",
+            "tfpara-plan = tfpara.plan:main",
         ]
     },
 )

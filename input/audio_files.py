@@ -8,6 +8,7 @@ up to 2.17. With both, decoding runs in tf.data, ahead of the consumer of the sa
 
 import hashlib
 import io
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from input.records import CorpusError
 
 DECODERS = ("soundfile", "tensorflow-io")
 _SCALE = 32768.0  # Kaldi's samples have the scale of 16-bit integers
+_LOUDEST = 1e9  # of full scale, for files of floats; beyond, energies would be Inf in float32
+_RATES = (1000, 1_000_000)  # Hz; what is beyond is taken for damage
+_BLOCK = 1 << 16  # samples that are decoded at once
+_PER_BYTE = 6554  # samples; FLAC's shortest frame has 10 bytes, and at most 65,535 samples
 _UNKNOWN = 0x7FFFF000  # bytes; streamed WAV files have this length or more in place of their own
 
 
@@ -43,9 +48,10 @@ class Options:
     parallel: int = 2  # number of files that are decoded at once
 
     def __post_init__(self) -> None:
-        if self.sample_rate < 1000 or self.parallel < 1:
+        if not _RATES[0] <= self.sample_rate <= _RATES[1] or self.parallel < 1:
             raise ValueError(
-                "sample_rate must be at least 1000 Hz and parallel at least 1. Received:"
+                f"sample_rate must lie in [{_RATES[0]}, {_RATES[1]}] Hz and parallel be at least 1."
+                " Received:"
                 f" sample_rate={self.sample_rate}, parallel={self.parallel}"
             )
         if self.decoder not in DECODERS:
@@ -121,13 +127,19 @@ def read(recording: Location, options: Options) -> np.ndarray:
 
 
 def _read_whole(file: BinaryIO, size: int, recording: Location) -> tuple[np.ndarray, int]:
-    """Returns samples, float32 [num_samples, channels] in [-1, 1), and the sample rate in Hz."""
+    """Returns samples, float32 [num_samples] in [-1, 1), and the sample rate in Hz."""
     soundfile = _soundfile()
     if size == 0:
         raise _error(recording, "is empty")
     _check_length(file, size, recording)
     try:
-        return soundfile.read(file, dtype="float32", always_2d=True)
+        with soundfile.SoundFile(file) as sound:
+            _check_format(sound.channels, sound.samplerate, recording)
+            # In blocks: a damaged header may say any number of samples.
+            parts = []
+            while len(part := sound.read(_BLOCK, dtype="float32", always_2d=True)):
+                parts.append(part)
+            return np.concatenate(parts or [np.zeros((0, 1), np.float32)])[:, 0], sound.samplerate
     except soundfile.LibsndfileError as error:
         raise _error(
             recording, f"is damaged, or no audio that libsndfile reads ({error.error_string})"
@@ -169,18 +181,25 @@ def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
         raise _error(recording, f"is damaged ({error})") from error
     if samples.dtype != np.int16:
         raise _error(recording, "has samples of 8 bits; Kaldi takes 16")
-    return (samples.reshape(len(samples), -1) / _SCALE).astype(np.float32), rate
+    _check_format(1 if samples.ndim == 1 else samples.shape[1], rate, recording)
+    return (samples.reshape(-1) / _SCALE).astype(np.float32), rate
+
+
+def _check_format(channels: int, rate: int, recording: Location) -> None:
+    if channels != 1:
+        raise _error(
+            recording, f"has {channels} channels, where one is expected. Split it with sox remix"
+        )
+    if not _RATES[0] <= rate <= _RATES[1]:
+        raise _error(recording, f"is at {rate} Hz, which is no rate of speech; it is damaged")
 
 
 def _finish(samples: np.ndarray, rate: int, recording: Location, options: Options) -> np.ndarray:
-    if samples.shape[1] != 1:
+    if len(samples) and not np.abs(samples).max() < _LOUDEST:  # also where there is a NaN
         raise _error(
-            recording,
-            f"has {samples.shape[1]} channels, where one is expected. Split it with sox remix",
+            recording, f"has samples that are NaN, Inf or beyond {_LOUDEST:g} times the full scale"
         )
-    if not np.isfinite(samples).all():
-        raise _error(recording, "has samples that are NaN or Inf")
-    scaled = samples[:, 0] * np.float32(_SCALE)
+    scaled = samples * np.float32(_SCALE)
     if rate == options.sample_rate:
         return scaled
     if not options.resample:
@@ -200,15 +219,26 @@ def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.D
             raise _error(recording, "is no file of its own; read it with --decoder=soundfile")
         paths.append(recording.path)
 
+    def check(number: int) -> bytes:
+        path = paths[int(number)]
+        size = os.path.getsize(path)
+        # tensorflow-io takes memory for as many samples as the header says.
+        if _soundfile().info(path).frames > _PER_BYTE * size:
+            raise _error(
+                recordings[int(number)], "is damaged: it has fewer bytes than samples take"
+            )
+        return path.encode()
+
     def finish(samples: np.ndarray, number: int) -> np.ndarray:
         info = _soundfile().info(paths[int(number)])
         if len(samples) != info.frames or not _as_encoded(samples, paths[int(number)]):
             raise _error(recordings[int(number)], "is damaged")
-        shaped = (samples / _SCALE).astype(np.float32)
+        _check_format(info.channels, info.samplerate, recordings[int(number)])
+        shaped = (samples[:, 0] / _SCALE).astype(np.float32)
         return _finish(shaped, info.samplerate, recordings[int(number)], options)
 
-    def decode(number: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
-        data = tf.io.read_file(path)
+    def decode(number: tf.Tensor) -> tf.Tensor:
+        data = tf.io.read_file(tf.ensure_shape(tf.numpy_function(check, [number], tf.string), []))
         is_flac = tf.equal(tf.strings.substr(data, 0, 4), "fLaC")
         samples = tf.cond(
             is_flac,
@@ -217,8 +247,8 @@ def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.D
         )
         return tf.ensure_shape(tf.numpy_function(finish, [samples, number], tf.float32), [None])
 
-    numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
-    return numbered.map(decode, num_parallel_calls=options.parallel).prefetch(1)
+    numbers = tf.data.Dataset.range(len(paths))
+    return numbers.map(decode, num_parallel_calls=options.parallel).prefetch(1)
 
 
 def _as_encoded(samples: np.ndarray, path: str) -> bool:

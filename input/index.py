@@ -24,6 +24,8 @@ VERSION = 1
 FILE_NAME = "index.json"
 SPLITS = ("train", "validation", "test")
 COLUMNS = ("shard", "offset", "length", "crc32", "frames", "id", "speaker")
+# What Python and NumPy raise on values of another kind, or out of proportion.
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _REMEDY = "Prepare the corpus again with the program that made it, such as scripts.prepare_speech"
 
 
@@ -107,8 +109,12 @@ def read(directory: str | os.PathLike[str]) -> CorpusIndex:
         raise CorpusError(
             f"{path} is not JSON (line {error.lineno}, column {error.colno}). {_REMEDY}"
         ) from error
-    except (KeyError, TypeError, IndexError, UnicodeDecodeError, AttributeError) as error:
-        raise CorpusError(f"{path} is not a corpus index ({error!r}). {_REMEDY}") from error
+    except CorpusError:
+        raise
+    except _DAMAGE as error:
+        raise CorpusError(
+            f"{path} is not a corpus index ({repr(error)[:200]}). {_REMEDY}"
+        ) from error
     for split in index.splits.values():
         _check_first_utterances(index, split)
     return index
@@ -167,19 +173,24 @@ def _parse(directory: str, content: Any, fingerprint: str) -> CorpusIndex:
             f"{path} has version {version!r}; this program reads version {VERSION}. {_REMEDY}"
         )
     dim = content["feature_dim"]
-    mean = np.array(content["mean"], np.float32)
-    stddev = np.array(content["stddev"], np.float32)
-    for name, value in (("mean", mean), ("stddev", stddev)):
-        if value.shape != (dim,) or not np.isfinite(value).all():
+    if type(dim) is not int or dim < 1:
+        raise CorpusError(f"{path}: feature_dim must be a whole number above 0. {_REMEDY}")
+    numbers = {}
+    for name in ("mean", "stddev"):
+        with np.errstate(over="ignore"):
+            numbers[name] = np.array(content[name], np.float32)
+        if numbers[name].shape != (dim,) or not np.isfinite(numbers[name]).all():
             raise CorpusError(f"{path}: {name} must be {dim} finite numbers. {_REMEDY}")
-    if (stddev <= 0).any():
+    if (numbers["stddev"] <= 0).any():
         raise CorpusError(f"{path}: stddev must be positive in every dimension. {_REMEDY}")
+    if not isinstance(content["options"], dict):
+        raise CorpusError(f"{path}: options must be names with values. {_REMEDY}")
     return CorpusIndex(
         directory,
         dim,
-        tuple(content["class_names"]),
-        mean,
-        stddev,
+        _column(content, "class_names", str),
+        numbers["mean"],
+        numbers["stddev"],
         content["options"],
         {name: _parse_split(directory, content["splits"][name]) for name in SPLITS},
         fingerprint,
@@ -191,17 +202,45 @@ def _parse_split(directory: str, content: dict[str, Any]) -> Split:
     paths = tuple(os.path.join(directory, shard["name"]) for shard in content["shards"])
     split = Split(
         paths,
-        *(np.array(columns[name], np.int64) for name in COLUMNS[:5]),
-        *(tuple(columns[name]) for name in COLUMNS[5:]),
+        *(np.array(_column(columns, name, int), np.int64) for name in COLUMNS[:5]),
+        *(_column(columns, name, str) for name in COLUMNS[5:]),
     )
-    if len({len(columns[name]) for name in COLUMNS}) != 1 or (split.frames < 1).any():
+    if len({len(columns[name]) for name in COLUMNS}) != 1:
         raise CorpusError(
-            f"{directory}/{FILE_NAME}: the columns of its utterances must be of one length, and"
-            f" frames positive. {_REMEDY}"
+            f"{directory}/{FILE_NAME}: the columns of its utterances must be of one length."
+            f" {_REMEDY}"
         )
-    for number, (shard, path) in enumerate(zip(content["shards"], paths, strict=True)):
-        _check_length(split, number, path, shard["bytes"])
+    sizes = np.array([shard["bytes"] for shard in content["shards"]], np.int64)
+    for number, path in enumerate(paths):
+        _check_length(split, number, path, int(sizes[number]))
+    _check_places(f"{directory}/{FILE_NAME}", split, sizes)
     return split
+
+
+def _column(columns: dict[str, Any], name: str, kind: type) -> tuple[Any, ...]:
+    values = columns[name]
+    if type(values) is not list or not all(type(value) is kind for value in values):
+        what = "whole numbers" if kind is int else "texts"
+        raise TypeError(f"{name} must be a list of {what}")
+    return tuple(values)
+
+
+def _check_places(path: str, split: Split, sizes: np.ndarray) -> None:
+    """Checks that every utterance is within its shard, and has no more frames than bytes."""
+    known = (split.shard >= 0) & (split.shard < len(sizes))
+    size = np.append(sizes, 0)[np.where(known, split.shard, -1)]
+    inside = (split.offset >= 0) & (split.offset <= size)
+    room = np.where(inside, size - split.offset, 0)
+    inside &= (split.length >= 0) & (split.length <= room)
+    fits = (split.frames >= 1) & (split.frames <= split.length)
+    wrong = np.flatnonzero(~(known & inside & fits))
+    if len(wrong):
+        first = int(wrong[0])
+        values = ", ".join(f"{name} {getattr(split, name)[first]}" for name in COLUMNS[:5])
+        raise CorpusError(
+            f"{path}: utterance {split.id[first][:80]} must be within a shard, with at least one"
+            f" frame and no more than it has bytes. Received: {values}. {_REMEDY}"
+        )
 
 
 def _check_length(split: Split, number: int, path: str, expected: int) -> None:

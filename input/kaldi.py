@@ -26,6 +26,8 @@ from input.records import CorpusError
 
 _MAX_KEY = 1000  # bytes; what is longer is not taken for a key
 _BINARY = b"\0B"
+_FLOATS = (b"FM ", b"FV ", b"DM ", b"DV ", b"CM ", b"CM2 ", b"CM3 ")  # what kaldiio reads
+_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # an element of a vector of int32
 _MAX_LINE = 1 << 26  # bytes; what is longer is not taken for a line of text
 _WHITE = b" \t\r\n"
 _OVERSHOOT = 3  # rows that a range may go beyond the end: Kaldi's length_tolerance
@@ -55,7 +57,8 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
         raise CorpusError(f"{location}: a vector where a matrix is expected")
     _check_range(location, "rows", location.rows, len(value), _OVERSHOOT)
     _check_range(location, "columns", location.columns, value.shape[1], 0)
-    return value[location.rows, location.columns].astype(dtype)
+    with np.errstate(all="ignore"):  # what is beyond float32 becomes Inf
+        return value[location.rows, location.columns].astype(dtype)
 
 
 def read_archive(file: BinaryIO, path: str) -> Iterator[Item]:
@@ -149,6 +152,10 @@ def _opened(location: Location) -> Iterator[BinaryIO]:
                 f"{location.where}: {location.path} is not a file. Paths in scp files are taken"
                 " from the current directory, as in Kaldi"
             ) from error
+        except OSError as error:
+            raise CorpusError(
+                f"{location.where}: {location.path[:80]} cannot be read ({error.strerror})"
+            ) from error
 
 
 def _check_range(location: Location, name: str, part: slice, size: int, overshoot: int) -> None:
@@ -188,14 +195,20 @@ def _read_value(file: BinaryIO, where: str) -> np.ndarray:
     """Reads the object that starts at the file's position."""
     matio = _matio()
     start = file.tell()
-    head = file.read(3)
+    head = file.read(6)
     file.seek(start)
     try:
         if head[:2] != _BINARY:
             return _read_text(file)
-        if head[2:] == b"\4":
-            return matio.read_int32vector(file)
-        return matio.read_matrix_or_vector(_Whole(file))
+        if head[2:3] == b"\4":
+            return _read_integers(_Whole(file))
+        if not head[2:].startswith(_FLOATS):
+            raise ValueError(f"unknown type {head[2:]!r}")
+        with np.errstate(all="ignore"):  # a damaged header gives NaN or Inf
+            value = matio.read_matrix_or_vector(_Whole(file))
+        if len(value) and not value.size:
+            raise ValueError(f"a matrix of {value.shape[0]} rows and {value.shape[1]} columns")
+        return value
     except _Short as error:
         raise CorpusError(
             f"{where}: the archive is cut short: the object goes on for {error} bytes after its end"
@@ -207,13 +220,22 @@ def _read_value(file: BinaryIO, where: str) -> np.ndarray:
         raise CorpusError(f"{where}: {what}, or it is no archive of numbers{why}") from error
 
 
+def _read_integers(file: "_Whole") -> np.ndarray:
+    """Reads a vector of integers: its length, and each number behind its size in bytes."""
+    length = np.frombuffer(file.read(7)[2:], _INTEGERS)
+    found = np.frombuffer(file.read(_INTEGERS.itemsize * int(length["value"][0])), _INTEGERS)
+    if (length["size"] != 4).any() or (found["size"] != 4).any():
+        raise ValueError("its numbers are not of 4 bytes")
+    return found["value"].astype(np.int32)
+
+
 def _read_text(file: BinaryIO) -> np.ndarray:
     """Reads a vector, which is a line, or a matrix between brackets, with one row on each line."""
     text = file.readline(_MAX_LINE)
     if b"[" not in text:
         if not text.endswith(b"\n"):
             raise ValueError("the line does not end")
-        return np.array(text.split()).astype(np.float64)
+        return np.array(_numbers(text))
     lines = [text.replace(b"[", b" ", 1)]
     while b"]" not in lines[-1]:
         lines.append(file.readline(_MAX_LINE))
@@ -221,11 +243,18 @@ def _read_text(file: BinaryIO) -> np.ndarray:
             raise ValueError("no closing bracket")
     lines[-1] = lines[-1].replace(b"]", b" ", 1)
     is_vector = len(lines) == 1
-    rows = [line.split() for line in lines if line.strip()]
+    rows = [_numbers(line) for line in lines if line.strip()]
     if not rows:
         return np.zeros((0, 0))
-    numbers = np.array(rows).astype(np.float64)  # ValueError if rows differ in length
+    numbers = np.array(rows)  # ValueError if rows differ in length
     return numbers[0] if is_vector else numbers
+
+
+def _numbers(line: bytes) -> list[float]:
+    # An array of words would take the length of the longest for each.
+    if b"_" in line:  # Python's, not Kaldi's
+        raise ValueError("a number with _")
+    return [float(word) for word in line.split()]
 
 
 def _matio() -> Any:

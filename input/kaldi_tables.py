@@ -5,6 +5,7 @@ Kaldi's own programs rely on this order, so a table without it is damaged. White
 ASCII, as in Kaldi, so keys may have other characters such as a no-break space.
 """
 
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 from input.records import CorpusError
 
-_RANGE = re.compile(r"(\d*):(\d*)(?:,(\d*):(\d*))?")
-_OFFSET = re.compile(r":(\d+)$")
+_RANGE = re.compile(r"([0-9]*):([0-9]*)(?:,([0-9]*):([0-9]*))?")
+_OFFSET = re.compile(r":([0-9]+)$")
+_MAX_DIGITS = 18  # what has more is no place in a file: offsets are below 2^63
 _NOT_IN_KEYS = re.compile(r"[\0-\x20\x7f]")  # white space and control characters of ASCII
 
 
@@ -109,13 +111,14 @@ def segments(path: str | Path) -> dict[str, Segment]:
         parts = words(value)
         try:
             recording, start, end = parts[0], float(parts[1]), float(parts[2])
-            valid = len(parts) == 3 and start >= 0 and (start < end < float("inf") or end == -1)
+            valid = len(parts) == 3 and start >= 0 and (start < end or end == -1)
+            valid = valid and math.isfinite(start) and math.isfinite(end)
         except (ValueError, IndexError):
             valid = False
         if not valid:
             raise CorpusError(
                 f"{path}, line {number}: utterance {key} must have a recording, a start and a later"
-                f" end in seconds (or -1). Received: {value!r}"
+                f" end in seconds (or -1). Received: {value[:80]!r}"
             )
         found[key] = Segment(recording, start, None if end == -1 else end)
     return found
@@ -137,6 +140,8 @@ def locate(text: str, where: str, allow_pipes: bool) -> Location:
         range is bad.
     """
     line = text.strip()
+    if "\0" in line:
+        raise CorpusError(f"{where}: {line[:80]!r} has a zero byte, which no path has")
     text, rows, columns = _without_range(line, where)
     if text.endswith("|") or text.startswith("|"):
         command = text.strip("| ")
@@ -153,7 +158,17 @@ def locate(text: str, where: str, allow_pipes: bool) -> Location:
     path = text[: offset.start()] if offset else text
     if not path or path == "-":
         raise CorpusError(f"{where}: {line!r} is not a file. Name one")
-    return Location(path, int(offset[1]) if offset else 0, rows, columns, False, where)
+    start = _whole_number(offset[1], "an offset", where) if offset else 0
+    return Location(path, start, rows, columns, False, where)
+
+
+def _whole_number(digits: str, what: str, where: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise CorpusError(
+            f"{where}: {digits[:80]} is too large for {what}. Correct the line, or make the table"
+            " again"
+        )
+    return int(digits)
 
 
 def _without_range(text: str, where: str) -> tuple[str, slice, slice]:
@@ -167,7 +182,7 @@ def _without_range(text: str, where: str) -> tuple[str, slice, slice]:
             f"{where}: bad range [{inner} of {name!r}: it must be [FIRST:LAST] of rows, or"
             " [FIRST:LAST,FIRST:LAST] of rows and columns, whole numbers from 0"
         )
-    ends = [int(end) if end else None for end in found.groups()]
+    ends = [_whole_number(end, "a range", where) if end else None for end in found.groups()]
     for first, last in (ends[:2], ends[2:]):
         if first is not None and last is not None and first > last:
             raise CorpusError(
@@ -184,7 +199,12 @@ def run_pipe(location: Location) -> bytes:
     Raises:
       CorpusError: the command fails.
     """
-    done = subprocess.run(location.path, shell=True, capture_output=True, check=False)
+    try:
+        done = subprocess.run(location.path, shell=True, capture_output=True, check=False)
+    except OSError as error:  # such as a command that is too long
+        raise CorpusError(
+            f"{location.where}: the command {location.path[:80]!r} cannot be run ({error.strerror})"
+        ) from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise CorpusError(

@@ -18,6 +18,9 @@ from input import alignment, kaldi
 from input.features import FRAME_LENGTH, FRAME_SHIFT
 from input.records import CorpusError
 
+_FEW_CLASSES = 1000  # so many need no frames of their own
+_LONGEST = 1e7  # seconds of an utterance, so that a number of frames is below 2^31
+
 # Called after each utterance with the stage and the number of all utterances, None if not known.
 Progress = Callable[[str, int | None], None]
 
@@ -32,16 +35,20 @@ class Labels(Protocol):
     def ids(self) -> list[str]:
         """Returns the utterances that have labels, at least one each."""
 
-    def read(self, utterance: str, num_frames: int) -> np.ndarray:
-        """Returns the labels of an utterance, int32 [about num_frames].
+    def count(self, utterance: str, num_frames: int) -> int:
+        """Returns the number of labels of an utterance, which may differ from `num_frames`."""
 
-        The length is that of the alignment, which may differ from `num_frames`.
+    def read(self, utterance: str, num_frames: int) -> np.ndarray:
+        """Returns the labels of an utterance, int32 [count(utterance, num_frames)].
+
+        Ask for the count first: a damaged time makes it as large as any number.
         """
 
 
 class _Place(NamedTuple):
     archive: int
     offset: int  # bytes
+    length: float  # of the utterance: labels of an alignment, seconds of phones
 
 
 _Opened = TypeVar("_Opened", bound="_OfFiles")
@@ -86,6 +93,9 @@ class KaldiAlignments(_OfFiles):
 
     An utterance whose vector is empty has no labels.
 
+    Without `num_classes` the ids themselves must show that they are pdf-ids: transition-ids, which
+    Kaldi's alignments hold before `ali-to-pdf`, begin at 1, and a damaged id may be any number.
+
     Args:
       patterns: files or shell patterns; gzipped or not, binary or text.
       num_classes: number of classes; None for the highest id + 1.
@@ -94,7 +104,9 @@ class KaldiAlignments(_OfFiles):
     Raises:
       FileNotFoundError: there is no such file.
       CorpusError: a file is damaged, an utterance is there twice or out of order, or an id is
-        negative or not below `num_classes`; the message names file, utterance and byte.
+        negative or not below `num_classes`; the message names file, utterance and byte. Without
+        `num_classes` also if no frame has the id 0, or there are more ids than frames, and more
+        than 1000.
     """
 
     def __init__(
@@ -107,6 +119,9 @@ class KaldiAlignments(_OfFiles):
         self._progress = progress
         super().__init__(patterns)
 
+    def count(self, utterance: str, num_frames: int) -> int:
+        return int(self._places[utterance].length)
+
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         place = self._places[utterance]
         path = self._files.paths[place.archive]
@@ -114,20 +129,44 @@ class KaldiAlignments(_OfFiles):
         return kaldi.read_vector(self._files[place.archive], place.offset, where)
 
     def _scan(self) -> list[str]:
-        highest = max(self._highest_ids(), default=-1)
+        lowest, highest, where = 0, -1, ""
+        for number, (low, high, place) in enumerate(self._ranges()):
+            lowest = low if number == 0 else min(low, lowest)
+            if high > highest:
+                highest, where = high, place
+        if self._num_classes is None:
+            frames = sum(place.length for place in self._places.values())
+            self._check_ids(lowest, highest, where, int(frames))
         return [f"pdf-{number}" for number in range(self._num_classes or highest + 1)]
 
-    def _highest_ids(self) -> Iterator[int]:
+    def _check_ids(self, lowest: int, highest: int, where: str, frames: int) -> None:
+        fix = (
+            "give their number with --num_classes (Kaldi: tree-info), or make them with ali-to-pdf"
+        )
+        if lowest > 0:
+            raise CorpusError(
+                f"{', '.join(self._files.paths)[:200]}: no frame has the id 0, and the lowest is"
+                f" {lowest}. Transition-ids begin at 1; labels must be pdf-ids, from 0 on: {fix}"
+            )
+        if highest >= max(frames, _FEW_CLASSES):
+            raise CorpusError(
+                f"{where}: the highest label, {highest}, would make {highest + 1} classes of"
+                f" {frames} frames. The file is damaged, or does not hold pdf-ids: {fix}"
+            )
+
+    def _ranges(self) -> Iterator[tuple[int, int, str]]:
+        """Yields the lowest and highest id of each utterance, and its place for messages."""
         for number, path in enumerate(self._files.paths):
             for key, offset, value in kaldi.read_archive(self._files[number], path):
                 if value.size == 0:
                     continue
                 where = f"{path}, utterance {key} at byte {offset}"
-                _add(self._places, key, _Place(number, offset), where, self._files.paths)
                 labels = kaldi.as_labels(value, where)
+                place = _Place(number, offset, len(labels))
+                _add(self._places, key, place, where, self._files.paths)
                 _check_classes(labels, self._num_classes, where)
                 self._progress("alignments", None)
-                yield int(labels.max())
+                yield int(labels.min()), int(labels.max()), where
 
 
 class PhoneTimes(_OfFiles):
@@ -159,16 +198,19 @@ class PhoneTimes(_OfFiles):
         self._progress = progress
         super().__init__(patterns)
 
-    def read(self, utterance: str, num_frames: int) -> np.ndarray:
-        place = self._places[utterance]
-        phones, end = self._phones(utterance, place)
+    def count(self, utterance: str, num_frames: int) -> int:
         # Aligners end the last phone with the last frame's shift (Kaldi), its window, or the
         # signal. If the end fits none of these, the labels have as many frames as the phones last.
-        frames = end / FRAME_SHIFT
+        frames = self._places[utterance].length / FRAME_SHIFT
         tail = FRAME_LENGTH / FRAME_SHIFT
-        if not num_frames - 0.5 <= frames <= num_frames + tail:
-            num_frames = max(1, round(frames))
-        return alignment.frame_labels(phones, end, num_frames, self._inventory, FRAME_SHIFT / 2)
+        if num_frames - 0.5 <= frames <= num_frames + tail:
+            return num_frames
+        return max(1, round(frames))
+
+    def read(self, utterance: str, num_frames: int) -> np.ndarray:
+        count = self.count(utterance, num_frames)
+        phones, end = self._phones(utterance, self._places[utterance])
+        return alignment.frame_labels(phones, end, count, self._inventory, FRAME_SHIFT / 2)
 
     def _phones(self, utterance: str, place: _Place) -> tuple[list[tuple[float, str]], float]:
         """Returns (start, phone) of an utterance's phones and silences, and its end in seconds."""
@@ -202,7 +244,7 @@ class PhoneTimes(_OfFiles):
                 where = f"{path}, line {number}"
                 key, phone, start, duration = _parse(line, where)
                 if key != last:
-                    _add(self._places, key, _Place(archive, offset), where, self._files.paths)
+                    _add(self._places, key, _Place(archive, offset, 0.0), where, self._files.paths)
                     self._progress("alignments", None)
                     last, end = key, 0.0
                 if end - start > FRAME_SHIFT / 2:
@@ -214,6 +256,7 @@ class PhoneTimes(_OfFiles):
                     phones.add(self.silence)
                 phones.add(phone)
                 end = max(end, start + duration)
+                self._places[key] = self._places[key]._replace(length=end)
                 offset += len(line)
             if last is None:
                 raise CorpusError(f"{path} is empty")
@@ -286,9 +329,9 @@ def _parse(line: bytes, where: str) -> tuple[str, str, float, float]:
         start, duration = map(float, times)
     except ValueError:
         start = duration = math.nan
-    if not (math.isfinite(start + duration) and start >= 0 and duration > 0):
+    if not (start >= 0 and duration > 0 and start + duration < _LONGEST):
         raise CorpusError(
             f"{where}: a line must be UTTERANCE PHONE START DURATION, or UTTERANCE CHANNEL START"
-            f" DURATION PHONE, times in seconds. Received: {line.strip()[:80]!r}"
+            f" DURATION PHONE, times in seconds below {_LONGEST:g}. Received: {line.strip()[:80]!r}"
         )
     return key, phone, start, duration

@@ -148,7 +148,22 @@ def unlabelled(
             _skip(Problem("length", f"utterance {utterance} has no frames"), options, skipped)
         else:
             normaliser.check_dim(utterance, frames)
-            yield utterance, normalised(utterance, frames)
+            made = normalised(utterance, frames)
+            problem = _not_finite(utterance, made)
+            if problem:
+                _skip(problem, options, skipped)
+            else:
+                yield utterance, made
+
+
+def _not_finite(utterance: str, frames: np.ndarray) -> Problem | None:
+    """Returns the problem of features that cmvn has made too large for float32."""
+    if np.isfinite(frames).all():
+        return None
+    row, column = np.argwhere(~np.isfinite(frames))[0]
+    return Problem(
+        "nonfinite", f"utterance {utterance}: NaN or Inf in frame {row}, dimension {column}"
+    )
 
 
 def _normaliser(options: Options, progress: Progress) -> Normaliser:
@@ -215,13 +230,17 @@ class _Joiner:
                 continue
             if len(frames):
                 self._normaliser.check_dim(utterance, frames)
-            classes = self._labels.read(utterance, len(frames))
-            problem = self._mismatch(utterance, len(frames), len(classes))
+            count = self._labels.count(utterance, len(frames))
+            problem = self._mismatch(utterance, len(frames), count)
+            if not problem:
+                frames = normalised(utterance, frames)
+                problem = _not_finite(utterance, frames)
             if problem:
                 _skip(problem, self._options, self._skipped)
                 continue
-            length = min(len(frames), len(classes))
-            yield utterance, normalised(utterance, frames)[:length], classes[:length]
+            length = min(len(frames), count)
+            classes = self._labels.read(utterance, len(frames))
+            yield utterance, frames[:length], classes[:length]
 
     def _mismatch(self, utterance: str, num_frames: int, num_labels: int) -> Problem | None:
         surplus = num_labels - num_frames

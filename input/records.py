@@ -75,7 +75,11 @@ def read(file: int, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndar
     Raises:
       CorpusError: the record is cut short, damaged, of another width or length, or not finite.
     """
-    record = os.pread(file, place.length, place.offset)
+    left = max(0, os.fstat(file).st_size - place.offset)
+    try:
+        record = os.pread(file, min(place.length, left), place.offset)
+    except OSError as error:
+        raise CorpusError(f"{place}: the file cannot be read ({error.strerror})") from error
     if len(record) < place.length:
         raise CorpusError(
             f"{place}: the file ends after {len(record)} of the record's {place.length} bytes."

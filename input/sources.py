@@ -152,13 +152,15 @@ class Audio:
         if isinstance(samples, audio_files.AudioError):
             return Problem("audio", f"utterance {utterance}: {samples}")
         rate = self._extraction.audio.sample_rate
-        _, start, end = self._segments[utterance]
-        if end is not None and end * rate > len(samples) + OVERSHOOT * rate:
-            return Problem(
-                "audio",
-                f"utterance {utterance} ends at {end:g} s of recording"
-                f" {self._segments[utterance].recording}, which is {len(samples) / rate:g} s long",
-            )
+        recording, start, end = self._segments[utterance]
+        seconds = len(samples) / rate
+        for what, time, latest in (("starts", start, seconds), ("ends", end, seconds + OVERSHOOT)):
+            if time is not None and time > latest:
+                return Problem(
+                    "audio",
+                    f"utterance {utterance} {what} at {time:g} s of recording {recording}, which is"
+                    f" {seconds:g} s long",
+                )
         stop = len(samples) if end is None else int(end * rate)
         frames = self._extraction(samples[int(start * rate) : stop])
         if not len(frames):

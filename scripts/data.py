@@ -74,6 +74,7 @@ class TrainingData:
         self._corpus = corpus
         self.strategy = strategy
         self.description = description
+        self._positions = dict(minibatch)
         self._sizes = Piecewise(minibatch)
         self._sizes_unit = math.lcm(*minibatch.values())
         self._changes_size = len(minibatch) > 1
@@ -99,6 +100,22 @@ class TrainingData:
         if self._recurrent:  # The number depends little on the order of the utterances.
             return self._streams_plan().num_steps
         return math.ceil(math.ceil(self.num_frames / self._sizes_unit) / replicas)
+
+    def about_sizes(self) -> str | None:
+        """Returns a sentence on sizes of minibatches that are never used; None if all are."""
+        if self._recurrent or not self._changes_size:
+            return None
+        replicas = self.strategy.num_replicas
+        epochs = {epoch for position in self._positions for epoch in (position, position + 1)}
+        stretches = [part for epoch in epochs for part in self._stretches(int(epoch), replicas)]
+        lost = sorted(set(self._positions.values()) - {part.size for part in stretches})
+        if not lost:
+            return None
+        return (
+            f"--minibatch: no minibatch has {' or '.join(map(str, lost))} frames. The size changes "
+            f"at multiples of {self._sizes_unit * replicas} frames alone, and an epoch has "
+            f"{self.num_frames}. Give later positions, or sizes that divide each other."
+        )
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""

@@ -94,6 +94,21 @@ def description(corpus: CorpusIndex, coefficients: int | None = None) -> dict[st
     }
 
 
+def about_width(description: dict[str, Any]) -> str | None:
+    """Returns a sentence where frames are of another width than in the paper of --model."""
+    if _MODEL.value == _PLAIN:
+        return None
+    preset = presets.get(_MODEL.value)
+    frames = 2 * preset.context + preset.stack
+    width = description["arguments"]["input_dim"] // frames
+    if width == preset.frame_dim:
+        return None
+    return (
+        f"--model={_MODEL.value}: frames are {width} wide here, and {preset.frame_dim} in the "
+        "paper. docs/recipes.md (The papers' recipes) has the flags that make the paper's features."
+    )
+
+
 def sigmoid_dnn(corpus: CorpusIndex) -> dict[str, Any]:
     """Returns the `description` of a DNN of sigmoids, which RBMs pretrain.
 

@@ -47,7 +47,7 @@ _ALI = flags.DEFINE_list(
 _NUM_CLASSES = flags.DEFINE_integer(
     "num_classes",
     None,
-    "number of pdf-ids of --ali; the highest that occurs + 1 if not set",
+    "number of pdf-ids of --ali (Kaldi: tree-info); the highest that occurs + 1 if not set",
     lower_bound=1,
 )
 _PHONES = flags.DEFINE_list(

@@ -88,7 +88,7 @@ else
       parameter_server/test_{async_cluster,choices,chunks,going_on,launch_ps,lobby,local_steps}.py \
       parameter_server/test_{fit,random_events,simulation,steps,turns}.py \
       test_{callbacks,cluster,docs,engines,files,house,kubernetes,launch,main,models}.py \
-      test_{failed_fits,local_state,own_rules,planner,pretraining}.py \
+      test_{failed_fits,local_state,own_rules,plan,planner,pretraining}.py \
       test_{schedule_callbacks,schedules_resumed,security}.py; do
     pytest_arguments+=("--ignore=tests/$name")
   done

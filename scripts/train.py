@@ -137,6 +137,9 @@ def main() -> None:
                 _start_run(run_dir, files, description)
             if not scored:
                 print(f"{corpus.directory} has no validation data, so no epoch is scored.")
+            sizes = data.about_sizes() if isinstance(data, TrainingData) else None
+            for about in filter(None, (model_flags.about_width(description), sizes)):
+                print(about)
         _fit(model, strategy, data, [*callbacks, history, checkpoint])
     except CheckpointError as error:
         anew = "" if _START_OVER.value else " To begin anew, give --start_over."

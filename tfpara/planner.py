@@ -18,13 +18,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from typing import NamedTuple
 
 from tfpara.whole_number import checked_whole
 
-__all__ = ["Costs", "Link", "calibrated_link"]
+__all__ = ["Costs", "KnownError", "Link", "calibrated_link", "known_error"]
 
 # The longest sync period that `Costs.smallest_period` tries.
 LONGEST_PERIOD = 10**6
+
+# By replicas and sync period: by how many % the error of `BMUF()` is above one replica's, on 40
+# minutes of speech in eight epochs (docs/study.md).
+_ERRORS = {
+    4: {5: 0.9, 20: 0.2, 80: 1.3},
+    8: {5: 1.9, 20: 0.9, 80: 5.9},
+    16: {5: 4.0, 20: 5.6, 80: 12.3},
+}
+# The longest sync period whose error is known.
+LONGEST_KNOWN = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +156,26 @@ class Costs:
             else:
                 low = middle + 1
         return low
+
+
+class KnownError(NamedTuple):
+    """An error that was measured: of how many replicas, at which period, and what it is."""
+
+    replicas: int
+    period: int
+    percent: float  # above the error of one replica
+
+
+def known_error(num_workers: int, sync_period: int) -> KnownError | None:
+    """Returns what was measured with as many replicas and as long a period, or the next more.
+
+    None where only fewer replicas or shorter periods were measured.
+    """
+    replicas = min((n for n in _ERRORS if n >= num_workers), default=None)
+    if replicas is None:
+        return None
+    period = min((p for p in _ERRORS[replicas] if p >= sync_period), default=None)
+    return None if period is None else KnownError(replicas, period, _ERRORS[replicas][period])
 
 
 def calibrated_link(reduce_seconds: float, nbytes: float, num_workers: int) -> Link:

@@ -73,10 +73,12 @@ def damaged_files(directory):
     wav = good.getvalue()
     flipped = bytearray(flac)
     flipped[len(flac) // 2] ^= 0xFF
+    endless = flac[:21] + b"\xff" * 5 + flac[26:]  # 2^36 - 1 samples, says the header
     noise = np.random.default_rng(0).bytes(500)
     contents = {
         "cut.flac": (flac[: len(flac) // 2], "is damaged"),
         "flipped.flac": (bytes(flipped), "is damaged"),
+        "endless.flac": (endless, "is damaged"),
         "cut.wav": (wav[:3000], f"is cut short: 3000 of {len(wav)} bytes"),
         "noise.flac": (noise, "is damaged, or no audio"),
         "noise.wav": (noise, "is damaged, or no audio"),

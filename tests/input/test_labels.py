@@ -60,6 +60,29 @@ def test_classes_out_of_range(tmp_path, value, num_classes, message):
         KaldiAlignments([str(tmp_path / "pdf.1")], num_classes)
 
 
+def test_transition_ids_are_told_from_pdf_ids(tmp_path):
+    """Transition-ids begin at 1, pdf-ids at 0; a given number of classes says which they are."""
+    write_alignments(tmp_path / "ali.1", {"a": [2, 1, 1, 8], "b": [25, 25]})
+    rule = r"ali\.1: no frame has the id 0, and the lowest is 1\. .*--num_classes .*ali-to-pdf"
+    with pytest.raises(CorpusError, match=rule):
+        KaldiAlignments([str(tmp_path / "ali.1")])
+    with KaldiAlignments([str(tmp_path / "ali.1")], 26) as labels:
+        assert len(labels.class_names) == 26
+
+
+@pytest.mark.parametrize(("highest", "fits"), [(999, True), (1000, False), (2_900_000, False)])
+def test_more_classes_than_frames_are_damage(tmp_path, highest, fits):
+    path = tmp_path / "pdf.1"
+    write_alignments(path, {"a": [0, 1], "b": [0, highest]})
+    if fits:
+        with KaldiAlignments([str(path)]) as labels:
+            assert len(labels.class_names) == highest + 1
+        return
+    where = rf"{path}, utterance b at byte \d+: the highest label, {highest}, .* of 4 frames"
+    with pytest.raises(CorpusError, match=where):
+        KaldiAlignments([str(path)])
+
+
 def test_an_utterance_in_two_files(tmp_path):
     for name in ("pdf.1", "pdf.2"):
         write_alignments(tmp_path / name, {"a": [1]})

@@ -114,6 +114,17 @@ def test_features_with_pitch_pass_unharmed(data, dim):
         np.testing.assert_allclose(frames, features.add_deltas(data.frames[key]), atol=1e-5)
 
 
+def test_what_cmvn_makes_infinite_is_told_before_it_is_written(data):
+    data.frames["s1-u1"][:] = -3e38
+    data.frames["s1-u1"][7] = 3e38
+    data.write()
+    with pytest.raises(CorpusError, match=r"utterance s1-u1: NaN or Inf in frame 7, dimension 0"):
+        data.make(cmvn="utterance")
+    made = data.make(cmvn="utterance", skip=("nonfinite",))
+    assert made.skipped == Counter(nonfinite=1)
+    index.verify(made.corpus)
+
+
 def test_speakers_are_held_out_whole_and_drawn_from_the_seed(data):
     made = data.make(validation_share=0.25, test_share=0.5)
     speakers = {name: set(split.speaker) for name, split in made.corpus.splits.items()}

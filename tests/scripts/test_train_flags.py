@@ -233,10 +233,13 @@ def test_the_recipe_with_newbob_is_kaldis_schedule():
 def test_a_papers_model_takes_the_frames_of_the_corpus(tiny_description):
     with flagsaver.flagsaver(model="cldnn-003", scale=0.25):
         made = model_flags.description(tiny_description, coefficients=80)
+        assert model_flags.about_width(made) is None
     assert made["arguments"]["input_dim"] == 11 * 80
     assert (made["arguments"]["num_classes"], made["arguments"]["cells"]) == (9, 256)
     with flagsaver.flagsaver(model="lstm-000"):
         made = model_flags.description(tiny_description)
+        said = model_flags.about_width(made)
+    assert said.startswith("--model=lstm-000: frames are 120 wide here, and 84 in the paper. ")
     assert (made["kind"], made["stack"], made["arguments"]["input_dim"]) == ("lstm", 3, 360)
 
 

@@ -65,6 +65,16 @@ def every_frame(corpus):
     return rows(read(data(corpus, 1, [0])))
 
 
+def test_sizes_that_are_rounded_away_are_told(corpus):
+    assert data(corpus, 1, [0]).about_sizes() is None
+    assert data(corpus, 2, [0, 1], {0: 32, 0.3: 64, 1.5: 128}).about_sizes() is None
+    # Both replicas have as many frames of 7 as of 1000 at multiples of 14,000 alone.
+    found = data(corpus, 2, [0, 1], {0: 7, 0.25: 1000})
+    assert {len(y) for _, y in read(found)[:-1]} == {1000}
+    said = found.about_sizes()
+    assert "no minibatch has 7 frames. The size changes at multiples of 14000 frames alone" in said
+
+
 @pytest.mark.parametrize("workers", [[[0]], [[0, 1], [2]]])
 def test_every_frame_once_where_the_size_changes(corpus, every_frame, workers):
     replicas = sum(map(len, workers))
