@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +71,53 @@ def foreign_entries(folder: Path) -> list[str]:
 def holds_a_model_alone(folder: Path) -> bool:
     """Returns whether another model can replace a folder: no mount, and nothing else in it."""
     return any(folder.iterdir()) and not foreign_entries(folder) and not os.path.ismount(folder)
+
+
+def regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Opens a file, as the `opener` of Python's `open`; a FIFO or a device is refused.
+
+    Who opens a FIFO waits for its other end, and a device may have no end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "it is a FIFO or a device, and no regular file", path)
+
+
+def no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Opens a file as `regular` does, but refuses a symbolic link, which may lead anywhere.
+
+    It is for files that nobody has named and that are written in a folder of somebody else's.
+    """
+    if os.path.islink(path):
+        raise OSError(errno.ELOOP, "it is a symbolic link", path)
+    return regular(path, flags | os.O_NOFOLLOW)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Adds a line to a file, which is made if it is not there, with one call of the system.
+
+    Raises:
+        OSError: the file cannot be written to, or is a link.
+    """
+    with open(path, "ab", buffering=0, opener=no_link) as file:
+        file.write(f"{line}\n".encode())
+
+
+def cleared(path: Path) -> None:
+    """Removes a folder, a file or a link; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def sync_to_disk(path: Path) -> None:
