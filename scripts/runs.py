@@ -27,6 +27,7 @@ import numpy as np
 from input import index
 from input.index import CorpusIndex
 from models.presets import BUILDERS
+from scripts import described
 from scripts.data import is_recurrent
 from tfpara import files
 
@@ -88,10 +89,10 @@ def load(
         )
     try:
         description = json.loads(path.read_text())
+        described.check(description, weights.stat().st_size)
         in_streams = streams and is_recurrent(description)
         model = build(description, **({"streams": description["streams"]} if in_streams else {}))
-        int(description["context"]), int(description["stack"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the description of a run: {error!r}") from error
     load_weights(model, weights)
     return model, description
