@@ -13,7 +13,7 @@ HOSTILE = (
 
 
 def of_bytes(content, seed, count):
-    """Yields `count` mutants of some bytes: bits flipped, parts cut out, doubled or written over."""
+    """Yields `count` mutants of some bytes: bits flipped, parts cut out, doubled, written over."""
     rng = random.Random(seed)
     for _ in range(count):
         found = bytearray(content)

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.store import CheckpointError, Store
-from tfpara.elastic import record
 
 pytestmark = pytest.mark.quick
 

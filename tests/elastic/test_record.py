@@ -47,7 +47,7 @@ def test_a_record_of_anything_is_refused_by_file_and_line_or_can_be_replayed(tmp
     for told in mutants.of_json(json.loads(second), 2, 500):
         cases.append(line().encode() + b"\n" + mutants.text(told))
     packed = {**begin(0, [0, 1]).state(), "owed": [[[1], 2, 10**9]], "first": 10**10}
-    cases.append(line().encode() + b"\n" + json.dumps(json.loads(line(2)) | {"plan": packed}).encode())
+    cases.append(f"{line()}\n{json.dumps(json.loads(line(2)) | {'plan': packed})}\n".encode())
     replayed = 0
     for case in cases:
         path.write_bytes(case)
