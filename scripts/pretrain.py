@@ -24,6 +24,7 @@ from absl import flags
 import tfpara
 from input import index, pipeline
 from scripts import model_flags, runs
+from tfpara import files
 from tfpara.pretraining import Pretrained, pretrain
 
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus", required=True)
