@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from tfpara.typing import Json
 
@@ -68,7 +69,7 @@ def _sum(content: Mapping[str, Json]) -> str:
 
 
 def _check(content: Mapping[str, Json], name: str, kind: type) -> None:
-    value: Json = content
+    value: Any = content
     for key in name.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if type(value) is not kind or (kind is int and value < 0):
