@@ -129,9 +129,10 @@ def check_activation(description: Mapping[str, Any], weights: Path) -> None:
         ValueError: the units of the description are others than those of the weights.
     """
     try:
-        theirs = json.loads(beside(weights).read_text())["arguments"]["activation"]
+        with open(beside(weights), "rb", opener=files.regular) as file:
+            theirs = json.loads(file.read())["arguments"]["activation"]
         ours = description["arguments"]["activation"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # nothing is known of them
     if theirs != ours:
         raise ValueError(

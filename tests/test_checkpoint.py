@@ -762,6 +762,19 @@ def test_states_of_callbacks_and_random_numbers_come_back(tmp_path):
     assert drawn[0] == drawn[1]
 
 
+def test_a_state_that_an_object_does_not_take_is_named(finished_run):
+    strategy, model = make(small=True)
+    strategy.keep_state("counter", Counter())
+    for path in finished_run.glob("checkpoint-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["states"]["counter"] = {"other": 1}
+        path.write_text(manifests.text(manifest))
+    checkpoint = tfpara.callbacks.Checkpoint(finished_run)
+    told = "checkpoint-0.*set_state.. of 'counter' does not take its state: KeyError: 'value'"
+    with pytest.raises(tfpara.CheckpointError, match=told):
+        model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[checkpoint])
+
+
 def test_a_state_that_json_cannot_carry_is_named(tmp_path):
     strategy, model = make(small=True)
     strategy.keep_state("score", Counter(np.float32(1)))

@@ -21,6 +21,7 @@ from tfpara.checkpoint.run import (
     UNREADABLE,
     check_run,
     collected,
+    give_state,
     taken_up,
     unreadable,
 )
@@ -253,7 +254,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         for name, state in manifest["states"].items():
             holder = self.model.distribute_strategy.states.get(name)
             if holder is not None:
-                holder.set_state(state)
+                give_state(name, holder, state)
         if manifest["learning_rate"] is not None:
             self.model.optimizer.learning_rate = manifest["learning_rate"]
         # Older checkpoints do not have the order of the chunks, which was that of the seed alone.

@@ -72,7 +72,8 @@ def _check(content: Mapping[str, Json], name: str, kind: type) -> None:
     value: Any = content
     for key in name.split("."):
         value = value.get(key) if isinstance(value, dict) else None
-    if type(value) is not kind or (kind is int and value < 0):
+    right = type(value) is kind
+    if not right or (kind is int and int(value) < 0):
         raise ValueError(
             f"its {name} is {str(value)[:40]!r} in place of a {kind.__name__}: it is damaged, or "
             "of the other kind of strategy"

@@ -323,7 +323,7 @@ class Checkpoints:
         set_random_states(json.loads(parts.of_worker(rank, "random")))
         for name, state in manifest["states"].items():
             if name in self._extended.states:
-                self._extended.states[name].set_state(state)
+                give_state(name, self._extended.states[name], state)
             else:
                 warnings.warn(
                     f"the checkpoint has a state of {name!r}, which this run does not have; it is "
@@ -529,6 +529,20 @@ def taken_up(
         f"The run in {os.fspath(directory)!r} is complete: {why} (checkpoint {number}), so nothing "
         f"is trained now. {longer}To begin anew, give another directory or remove this one."
     )
+
+
+def give_state(name: str, holder: StateHolder, state: Json) -> None:
+    """Sets the state of an object to that of a checkpoint.
+
+    Raises:
+        ValueError: the object does not take it; the message names it.
+    """
+    try:
+        holder.set_state(state)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"set_state() of {name!r} does not take its state: {type(error).__name__}: {error}"
+        ) from error
 
 
 def collected(states: Mapping[str, StateHolder]) -> dict[str, Json]:
