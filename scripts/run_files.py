@@ -134,7 +134,8 @@ def _recorded(run_dir: Path) -> list[str]:
         lines = file.read().decode(errors="replace").splitlines()
     names = [line for line in lines if line and not line.startswith("#")]
     for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        parts = Path(name).parts
+        if Path(name).is_absolute() or ".." in parts or not parts:
             raise ValueError(f"{path} names {name}, which is not in {run_dir}. Delete that line.")
         if name not in (_CHECKPOINT_NAMES, _EVENTS) and glob.has_magic(
             name.removeprefix(_BEING_WRITTEN)

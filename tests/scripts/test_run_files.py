@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import re
 
 import pytest
 import tensorflow as tf
@@ -125,10 +126,11 @@ def test_a_record_does_not_lead_out_of_the_directory(tmp_path):
     run_dir = tmp_path / "run"
     begin(run_dir)
     write(tmp_path, "precious")
-    with (run_dir / "files.txt").open("a") as record:
-        record.write("../precious\n")
-    with pytest.raises(ValueError, match=r"names \.\./precious, which is not in"):
-        begin(run_dir, start_over=True)
+    recorded = (run_dir / "files.txt").read_text()
+    for name in ("../precious", ".", str(tmp_path / "precious")):
+        (run_dir / "files.txt").write_text(f"{recorded}{name}\n")
+        with pytest.raises(ValueError, match=f"names {re.escape(name)}, which is not in"):
+            begin(run_dir, start_over=True)
     assert (tmp_path / "precious").is_file()
 
 
