@@ -145,10 +145,14 @@ def _opened(location: Location) -> Iterator[BinaryIO]:
         try:
             with open(location.path, "rb", opener=regular) as file:
                 yield file
-        except OSError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             raise FileNotFoundError(
-                f"{location.where}: {location.path} is not a file ({error.strerror}). Paths in scp"
-                " files are taken from the current directory, as in Kaldi"
+                f"{location.where}: {location.path} is not a file. Paths in scp files are taken"
+                " from the current directory, as in Kaldi"
+            ) from error
+        except OSError as error:
+            raise CorpusError(
+                f"{location.where}: {location.path[:80]} cannot be read ({error.strerror})"
             ) from error
 
 
