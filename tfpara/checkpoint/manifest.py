@@ -31,7 +31,9 @@ _FIELDS = {
 
 def text(content: Mapping[str, Json]) -> str:
     """Returns a manifest with this content; what JSON cannot carry becomes its `repr`."""
-    content = json.loads(json.dumps({**content, "format": FORMAT}, default=repr))
+    content = {**content, "format": FORMAT}
+    content.pop(_SUM, None)  # of a manifest that was read as it is on disk
+    content = json.loads(json.dumps(content, default=repr))
     return json.dumps({**content, _SUM: _sum(content)}, indent=1, sort_keys=True)
 
 
