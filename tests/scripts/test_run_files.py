@@ -122,18 +122,6 @@ def test_a_directory_in_which_a_run_is_under_way_is_left_alone(tmp_path):
     assert files(tmp_path) == {"model.json", "files.txt"}
 
 
-def test_a_record_does_not_lead_out_of_the_directory(tmp_path):
-    run_dir = tmp_path / "run"
-    begin(run_dir)
-    write(tmp_path, "precious")
-    recorded = (run_dir / "files.txt").read_text()
-    for name in ("../precious", ".", str(tmp_path / "precious")):
-        (run_dir / "files.txt").write_text(f"{recorded}{name}\n")
-        with pytest.raises(ValueError, match=f"names {re.escape(name)}, which is not in"):
-            begin(run_dir, start_over=True)
-    assert (tmp_path / "precious").is_file()
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "checkpoints", "deep/down"])
 def test_no_file_is_removed_that_a_link_leads_to(tmp_path, name):
     """Of a folder that is a link; a link in place of a file goes, and what it leads to stays."""
@@ -164,3 +152,15 @@ def test_a_pattern_that_no_program_writes_removes_nothing(tmp_path, name):
     with pytest.raises(ValueError, match=r"files\.txt has the pattern .*Delete that line"):
         begin(tmp_path, start_over=True)
     assert files(tmp_path) == {"notes.json", "sub/mine", "files.txt"}
+
+
+def test_a_record_does_not_lead_out_of_the_directory(tmp_path):
+    run_dir = tmp_path / "run"
+    begin(run_dir)
+    write(tmp_path, "precious")
+    recorded = (run_dir / "files.txt").read_text()
+    for name in ("../precious", ".", str(tmp_path / "precious")):
+        (run_dir / "files.txt").write_text(f"{recorded}{name}\n")
+        with pytest.raises(ValueError, match=f"names {re.escape(name)}, which is not in"):
+            begin(run_dir, start_over=True)
+    assert (tmp_path / "precious").is_file()
