@@ -20,6 +20,7 @@ import tensorflow as tf
 from input import audio, kaldi_tables, packages
 from input.kaldi_tables import Location
 from input.records import CorpusError
+from tfpara.files import regular
 
 DECODERS = ("soundfile", "tensorflow-io")
 _SCALE = 32768.0  # Kaldi's samples have the scale of 16-bit integers
@@ -117,7 +118,7 @@ def read(recording: Location, options: Options) -> np.ndarray:
         samples, rate = _read_whole(io.BytesIO(data), len(data), recording)
     else:
         try:
-            with open(recording.path, "rb") as file:
+            with open(recording.path, "rb", opener=regular) as file:
                 size = file.seek(0, io.SEEK_END)
                 file.seek(0)
                 samples, rate = _read_whole(file, size, recording)
@@ -167,7 +168,7 @@ def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
     """Reads a WAV file within a Kaldi archive, as `wav-copy` writes them."""
     wavio = packages.load("kaldiio.wavio")
     try:
-        with open(recording.path, "rb") as file:
+        with open(recording.path, "rb", opener=regular) as file:
             left = file.seek(0, io.SEEK_END) - recording.offset
             file.seek(recording.offset)
             if not _check_length(file, left, recording):
@@ -217,7 +218,8 @@ def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.D
     for recording in recordings:
         if recording.pipe or recording.offset:
             raise _error(recording, "is no file of its own; read it with --decoder=soundfile")
-        paths.append(recording.path)
+        # TensorFlow would wait for a FIFO's end. The empty path fails, and `_explain` says why.
+        paths.append(recording.path if os.path.isfile(recording.path) else "")
 
     def check(number: int) -> bytes:
         path = paths[int(number)]

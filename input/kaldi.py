@@ -23,6 +23,7 @@ import numpy as np
 from input import kaldi_tables, packages
 from input.kaldi_tables import Location
 from input.records import CorpusError
+from tfpara.files import regular
 
 _MAX_KEY = 1000  # bytes; what is longer is not taken for a key
 _BINARY = b"\0B"
@@ -145,7 +146,7 @@ def _opened(location: Location) -> Iterator[BinaryIO]:
         yield io.BytesIO(kaldi_tables.run_pipe(location))
     else:
         try:
-            with open(location.path, "rb") as file:
+            with open(location.path, "rb", opener=regular) as file:
                 yield file
         except (FileNotFoundError, IsADirectoryError) as error:
             raise FileNotFoundError(

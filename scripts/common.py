@@ -226,6 +226,15 @@ def _parse(argv: list[str]) -> list[str]:
     except flags.Error as error:
         _complain(_one_line(error))
         sys.exit(2)
+    except ValueError as error:  # of absl's reading of a file of flags, which does not name it
+        pairs = zip(["", *argv], argv, strict=False)
+        flag = ("-flagfile", "--flagfile")
+        files = [w for before, w in pairs if "flagfile=" in w or before in flag or w in flag]
+        _complain(
+            f"{' '.join(files)}, or a file that it names, is no text in UTF-8 "
+            f"({_one_line(error)}). Give a file with one --name=value in a line."
+        )
+        sys.exit(2)
     return rest
 
 

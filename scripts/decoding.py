@@ -233,6 +233,6 @@ def _count(corpus: CorpusIndex, stack: int) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}). Delete it; it is made anew.") from error
     return content if isinstance(content, dict) else {}

@@ -24,6 +24,7 @@ from absl import flags
 import tfpara
 from input import index, pipeline
 from scripts import model_flags, runs
+from tfpara import files
 from tfpara.pretraining import Pretrained, pretrain
 
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus", required=True)
@@ -118,13 +119,14 @@ def _pretrain(model: keras.Model, corpus: index.CorpusIndex, context: int) -> li
 def _write(
     model: keras.Model, layers: list[Pretrained], description: dict[str, Any], out: Path
 ) -> None:
-    runs.save_weights(model, out)
     report = {
         "flags": common.resolved_flags().split(),
         "arguments": description["arguments"],
         "layers": [layer._asdict() for layer in layers],
     }
-    common.write_json(runs.beside(out), report)
+    with files.whole(out) as place:  # both, or none
+        model.save_weights(place)
+        runs.beside(place).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

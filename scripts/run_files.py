@@ -7,19 +7,23 @@ it writes the files. Only files in this record are ever removed.
 from __future__ import annotations
 
 import fnmatch
+import glob
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scripts import common
 from tfpara.checkpoint.store import Store
+from tfpara.files import append_line, no_link
 
 RECORD = "files.txt"
 _HEADER = "# Written here by the programs of a run: train --start_over removes these files alone.\n"
 _CHECKPOINTS = "checkpoints"
 _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
+_EVENTS = "tensorboard/events.out.tfevents.*"
 # Files that a run has before its first checkpoint; all others are results.
-_AT_START = ("flags.txt", "model.json", "held_out.csv", "tensorboard/events.out.tfevents.*")
+_AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
+_BEING_WRITTEN = ".[0-9]*."  # begins the second name of a file of weights, while it is written
 
 
 def checkpoints(run_dir: Path) -> Path:
@@ -38,8 +42,7 @@ def of_training(weights: Iterable[str]) -> list[str]:
     Args:
         weights: names of the files of weights.
     """
-    # Each file of weights has a second name while it is being written.
-    named = [name for file in weights for name in (file, f".[0-9]*.{file}")]
+    named = [name for file in weights for name in (file, f"{_BEING_WRITTEN}{file}")]
     return [*_AT_START, "history.json", _CHECKPOINT_NAMES, *named]
 
 
@@ -54,9 +57,11 @@ def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | Non
 
     Raises:
         ValueError: the run would replace files that are not of an earlier run, or the results of
-            an earlier run.
+            an earlier run; or files that would be removed are elsewhere, through a link.
     """
     _check_init(run_dir, names, init)
+    if start_over:
+        _check_links(run_dir, [checkpoints(run_dir), *_found(run_dir, _recorded(run_dir))])
     if can_resume(run_dir) and not start_over:
         return
     own = set(_found(run_dir, _recorded(run_dir)))
@@ -103,8 +108,8 @@ def record(run_dir: Path, name: str) -> None:
     """Adds a name to the record; call it before writing the file."""
     if name in _recorded(run_dir):
         return
-    with (run_dir / RECORD).open("a") as file:
-        file.write(f"{name}\n" if file.tell() else f"{_HEADER}{name}\n")
+    path = run_dir / RECORD
+    append_line(path, name if path.is_file() and path.stat().st_size else f"{_HEADER}{name}")
 
 
 def _remove(run_dir: Path, store: Store) -> None:
@@ -117,18 +122,45 @@ def _remove(run_dir: Path, store: Store) -> None:
         for number in store.numbers():
             store.remove(number)
     for path in _found(run_dir, recorded):
-        path.unlink()
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
 
 
 def _recorded(run_dir: Path) -> list[str]:
     path = run_dir / RECORD
     if not path.is_file():
         return []
-    names = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    with open(path, "rb", opener=no_link) as file:
+        lines = file.read().decode(errors="replace").splitlines()
+    names = [line for line in lines if line and not line.startswith("#")]
     for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        parts = Path(name).parts
+        if Path(name).is_absolute() or ".." in parts or not parts:
             raise ValueError(f"{path} names {name}, which is not in {run_dir}. Delete that line.")
+        if name not in (_CHECKPOINT_NAMES, _EVENTS) and glob.has_magic(
+            name.removeprefix(_BEING_WRITTEN)
+        ):
+            raise ValueError(
+                f"{path} has the pattern {name}, which no program writes there, and which may mean "
+                "files that are not of a run. Delete that line."
+            )
     return names
+
+
+def _check_links(run_dir: Path, found: Iterable[Path]) -> None:
+    """Refuses to remove files that are in another folder, to which a link within `run_dir` leads.
+
+    A file that is a link itself is no such: the link alone is removed.
+    """
+    inside = run_dir.resolve()
+    for path in found:
+        folder = path if path.is_dir() else path.parent
+        if not folder.resolve().is_relative_to(inside):
+            raise ValueError(
+                f"--start_over would remove files in {folder.resolve()}, to which a link in "
+                f"{run_dir} leads ({folder.relative_to(run_dir)}). Remove the link, or give "
+                "another directory."
+            )
 
 
 def _found(run_dir: Path, names: Iterable[str]) -> list[Path]:

@@ -27,6 +27,7 @@ import numpy as np
 from input import index
 from input.index import CorpusIndex
 from models.presets import BUILDERS
+from scripts import described
 from scripts.data import is_recurrent
 from tfpara import files
 
@@ -88,10 +89,10 @@ def load(
         )
     try:
         description = json.loads(path.read_text())
+        described.check(description, weights.stat().st_size)
         in_streams = streams and is_recurrent(description)
         model = build(description, **({"streams": description["streams"]} if in_streams else {}))
-        int(description["context"]), int(description["stack"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the description of a run: {error!r}") from error
     load_weights(model, weights)
     return model, description
@@ -128,9 +129,10 @@ def check_activation(description: Mapping[str, Any], weights: Path) -> None:
         ValueError: the units of the description are others than those of the weights.
     """
     try:
-        theirs = json.loads(beside(weights).read_text())["arguments"]["activation"]
+        with open(beside(weights), "rb", opener=files.regular) as file:
+            theirs = json.loads(file.read())["arguments"]["activation"]
         ours = description["arguments"]["activation"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # nothing is known of them
     if theirs != ours:
         raise ValueError(

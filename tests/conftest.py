@@ -18,8 +18,9 @@ import tfpara
 # No deadline, since the time of an example depends on what else the machine does.
 hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
-# Helpers that the tests of a directory share.
+# Helpers that the tests of several directories share.
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+sys.path.append(str(Path(__file__).parent))
 
 
 _NIGHTLY = Path(__file__).resolve().with_name("nightly.txt")

@@ -19,6 +19,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.run import check_run, versions
 from tfpara.checkpoint.store import Store
 
@@ -532,12 +533,19 @@ def damage(path):
 def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itself(tmp_path):
     whole = uninterrupted()[0]
     assert run(tmp_path / "run", stop=(2, 5)) is None
-    newest, *older = sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)
-    damage(newest / "part-00000.data-00000-of-00001")
-    with pytest.warns(UserWarning, match=rf"{newest.name}.*damaged.*the checkpoint before it"):
+    newest, second, *older = sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)
+    damage(second / "part-00000.data-00000-of-00001")
+    manifest = (newest / "manifest.json").read_text()
+    assert '"minibatches": 0' in manifest
+    # It is JSON as before, and would have the run leave out eight minibatches.
+    (newest / "manifest.json").write_text(manifest.replace('"minibatches": 0', '"minibatches": 8'))
+    with (
+        pytest.warns(UserWarning, match=rf"{newest.name}.*damaged.*the checkpoint before it"),
+        pytest.warns(UserWarning, match=rf"{second.name}.*damaged.*the checkpoint before it"),
+    ):
         resumed, history, _ = run(tmp_path / "run")
     assert_same(resumed, whole)
-    assert len(history["loss"]) == 2
+    assert len(history["loss"]) == EPOCHS
     for path in (tmp_path / "run").glob("checkpoint-*"):
         (path / "manifest.json").write_text("{")
     with pytest.warns(UserWarning), pytest.raises(tfpara.CheckpointError, match="if_damaged"):
@@ -580,8 +588,10 @@ def test_a_checkpoint_of_another_version_is_used_and_of_another_format_refused(
     for path in finished_run.glob("checkpoint-*/manifest.json"):
         manifest = json.loads(path.read_text())
         if change == "version":
-            # Where version 0.1 had it, too.
+            # Where version 0.1 had it, too; and no checksum, as it wrote none.
             manifest["run"]["tfpara version"] = manifest["versions"]["tfpara version"] = "0.0.1"
+            manifest["format"] = 1
+            del manifest["sha256"]
         else:
             manifest["format"] += 1
         path.write_text(json.dumps(manifest))
@@ -589,7 +599,7 @@ def test_a_checkpoint_of_another_version_is_used_and_of_another_format_refused(
         with pytest.warns(UserWarning, match="was written with tfpara version 0.0.1; numbers may"):
             assert run(finished_run, epochs=1, small=True)
     else:
-        with pytest.raises(tfpara.CheckpointError, match="has format 2; this version reads 1"):
+        with pytest.raises(tfpara.CheckpointError, match="has format 3; this version reads 1 and"):
             run(finished_run, small=True)
 
 
@@ -597,7 +607,7 @@ def test_a_checkpoint_with_other_buckets_is_refused(finished_run):
     for path in finished_run.glob("checkpoint-*/manifest.json"):
         manifest = json.loads(path.read_text())
         manifest["bucket_sizes"].append(1)
-        path.write_text(json.dumps(manifest))
+        path.write_text(manifests.text(manifest))
     with pytest.raises(tfpara.CheckpointError, match="buckets, of other sizes than the 1 of this"):
         run(finished_run, small=True)
 
@@ -750,6 +760,19 @@ def test_states_of_callbacks_and_random_numbers_come_back(tmp_path):
         assert counter.value == 17
         drawn.append((random.random(), np.random.rand()))
     assert drawn[0] == drawn[1]
+
+
+def test_a_state_that_an_object_does_not_take_is_named(finished_run):
+    strategy, model = make(small=True)
+    strategy.keep_state("counter", Counter())
+    for path in finished_run.glob("checkpoint-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["states"]["counter"] = {"other": 1}
+        path.write_text(manifests.text(manifest))
+    checkpoint = tfpara.callbacks.Checkpoint(finished_run)
+    told = "checkpoint-0.*set_state.. of 'counter' does not take its state: KeyError: 'value'"
+    with pytest.raises(tfpara.CheckpointError, match=told):
+        model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[checkpoint])
 
 
 def test_a_state_that_json_cannot_carry_is_named(tmp_path):

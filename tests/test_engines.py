@@ -163,6 +163,7 @@ def test_the_same_port_for_all_of_a_step_and_another_for_the_next():
         return engines.find(SLURM | changes).coordinator
 
     assert of() == of(SLURM_PROCID="3") and of() != of(SLURM_STEP_ID="1") != of(SLURM_JOB_ID="78")
+    assert of(SLURM_JOB_ID="\udcff") == of(SLURM_JOB_ID="\udcff", SLURM_PROCID="3")  # no UTF-8
 
 
 def test_tf_config_wins():

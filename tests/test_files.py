@@ -1,5 +1,6 @@
 """Tests of tfpara/files.py: what is at a path after a failure, or a kill, at every step."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,6 +17,13 @@ def write_model(folder, text):
     (folder / "variables").mkdir(parents=True)
     (folder / "saved_model.pb").write_text(text)
     (folder / "variables" / "data").write_text(text)
+
+
+def write_set(place, text):
+    """A list and the files that it names, as Keras writes weights in several files."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for name in ("w.json", "w_0.h5", "w_1.h5"):
+        place.with_name(name).write_text(text)
 
 
 def content(folder):
@@ -83,6 +91,27 @@ def test_a_failure_at_any_step_leaves_the_old_or_the_new(tmp_path, monkeypatch, 
     assert not faults.fired and step > 10 and seen == {"old", "new"}
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_failure_at_any_step_leaves_all_old_files_of_several_or_all_new(
+    tmp_path, monkeypatch, after
+):
+    faults = Faults(monkeypatch, after)
+    seen = set()
+    for step in range(1, 100):
+        place = tmp_path / str(step) / "w.json"
+        write_set(place, "old")
+        faults.fired, faults.countdown = False, step
+        with contextlib.suppress(Fault), files.whole(place) as scratch:
+            write_set(scratch, "new")
+        faults.countdown = 0
+        found = {path.read_text() for path in place.parent.glob("w*")}
+        assert len(found) == 1 and len(list(place.parent.glob("w*"))) == 3, (step, found)
+        seen |= found
+        if not faults.fired:
+            break
+    assert not faults.fired and step > 10 and seen == {"old", "new"}
+
+
 # Ends without any clean-up before the n-th operation, as SIGKILL does.
 KILLED = """
 import os, sys
@@ -101,9 +130,13 @@ def counted(operation):
         return operation(*args, **kwargs)
     return call
 with files.whole(place) as scratch:
-    (scratch / "variables").mkdir(parents=True)
-    (scratch / "saved_model.pb").write_text("new")
-    (scratch / "variables" / "data").write_text("new")
+    if place.suffix == ".json":
+        for name in ("w.json", "w_0.h5", "w_1.h5"):
+            scratch.with_name(name).write_text("new")
+    else:
+        (scratch / "variables").mkdir(parents=True)
+        (scratch / "saved_model.pb").write_text("new")
+        (scratch / "variables" / "data").write_text("new")
     for name in ("fsync", "rename", "replace", "rmdir", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
 """
@@ -128,6 +161,26 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path, swaps):
     # Only two renames have a moment without a model.
     assert sum(isinstance(gap, int) for gap in gaps) == (0 if swaps else 1)
     assert gaps[0] == "old" and gaps[-1] == "new"
+
+
+def test_a_kill_at_any_step_mixes_no_old_and_new_files_of_several(tmp_path):
+    """Without the list nothing is read; the next writer puts it back with the files it names."""
+    gaps = 0
+    for step in range(1, 100):
+        place = tmp_path / str(step) / "w.json"
+        write_set(place, "old")
+        command = [sys.executable, "-c", KILLED, str(step), str(place), "True"]
+        ended = subprocess.run(command, timeout=60)
+        found = {path.read_text() for path in place.parent.glob("w*")}
+        gaps += not place.exists()
+        assert not place.exists() or len(found) == 1, step
+        with pytest.raises(RuntimeError), files.whole(place):
+            raise RuntimeError("the next writer fails too")
+        assert len({path.read_text() for path in place.parent.glob("w*")}) == 1, step
+        assert sorted(os.listdir(place.parent)) == ["w.json", "w_0.h5", "w_1.h5"], step
+        if ended.returncode == 0:
+            break
+    assert ended.returncode == 0 and step > 5 and gaps > 2
 
 
 def test_a_file_and_those_beside_it_appear_together_and_the_list_after_its_parts(tmp_path):

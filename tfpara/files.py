@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # The files and folders that Keras and TensorFlow write for a saved model.
@@ -23,6 +25,7 @@ _OF_A_MODEL = {
     *("config.json", "metadata.json", "model.weights.h5"),
 }
 _FORMER = ".former"  # the name in the scratch folder of a folder that is being replaced
+_FORMERS = ".formers"  # a folder in it with the files that several new ones replace
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
@@ -32,8 +35,9 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     If the block raises, `path` stays as it was. The block may write other files into the same
     folder; they are moved, too, and before `path`. Where the system can swap two folders (Linux on
-    local disks), a new folder replaces a former one in one step. Elsewhere there is a moment
-    without either; if the process is killed then, the next call puts the former folder back.
+    local disks), a new folder replaces a former one in one step. Elsewhere, and where there are
+    several files, there is a moment without `path`, so that nobody reads new files with a former
+    one; if the process is killed then, the next call puts what was there back.
 
     Args:
         path: of the file or folder. Its parents are made.
@@ -54,9 +58,13 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         )
         for entry in entries:
             _to_disk(entry)
+        if len(entries) > 1:
+            _take_away(path, entries, scratch / _FORMERS)
+        for entry in entries:
             _place(entry, path.with_name(entry.name), scratch / _FORMER)
         sync_to_disk(path.parent)
     finally:
+        _put_back(path, scratch)
         if path.exists() or not (scratch / _FORMER).exists():
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -69,6 +77,53 @@ def foreign_entries(folder: Path) -> list[str]:
 def holds_a_model_alone(folder: Path) -> bool:
     """Returns whether another model can replace a folder: no mount, and nothing else in it."""
     return any(folder.iterdir()) and not foreign_entries(folder) and not os.path.ismount(folder)
+
+
+def regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Opens a file, as the `opener` of Python's `open`; a FIFO or a device is refused.
+
+    Who opens a FIFO waits for its other end, and a device may have no end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "it is a FIFO or a device, and no regular file", path)
+
+
+def no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Opens a file as `regular` does, but refuses a symbolic link, which may lead anywhere.
+
+    It is for files that nobody has named and that are written in a folder of somebody else's.
+    """
+    if os.path.islink(path):
+        raise OSError(errno.ELOOP, "it is a symbolic link", path)
+    return regular(path, flags | os.O_NOFOLLOW)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Adds a line to a file, which is made if it is not there, with one call of the system.
+
+    Raises:
+        OSError: the file cannot be written to, or is a link.
+    """
+    with open(path, "ab", buffering=0, opener=no_link) as file:
+        file.write(f"{line}\n".encode())
+
+
+def cleared(path: Path) -> None:
+    """Removes a folder, a file or a link; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def sync_to_disk(path: Path) -> None:
@@ -101,6 +156,23 @@ def _place(new: Path, place: Path, former: Path) -> None:
         raise
 
 
+def _take_away(path: Path, entries: Iterable[Path], formers: Path) -> None:
+    """Moves the former files of several to the scratch folder, `path` first."""
+    formers.mkdir()
+    for place in [path, *(path.with_name(entry.name) for entry in entries)]:
+        if place.exists():
+            os.rename(place, formers / place.name)
+
+
+def _put_back(path: Path, scratch: Path) -> None:
+    """Moves what `_take_away` has moved back, `path` last, unless the new `path` is there."""
+    formers = scratch / _FORMERS
+    if path.exists() or not formers.exists():
+        return
+    for former in sorted(formers.iterdir(), key=lambda former: former.name == path.name):
+        os.replace(former, path.with_name(former.name))
+
+
 def _exchange(one: Path, other: Path) -> bool:
     """Swaps two folders in one step; returns False where the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -120,6 +192,7 @@ def _clear_up(path: Path) -> None:
         number = left.name.removeprefix(_prefix(path)).removesuffix(".partial")
         if not number.isdigit() or _runs_beside(int(number)):
             continue
+        _put_back(path, left)
         if (left / _FORMER).exists() and not path.exists():
             (left / _FORMER).rename(path)
         shutil.rmtree(left, ignore_errors=True)

@@ -1,11 +1,14 @@
 """What a record of generations says of what was trained, against the plans of the workers."""
 
 import json
+import os
 
+import mutants
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfpara import files
 from tfpara.elastic import record
 from tfpara.elastic.plan import Plan, begin
 
@@ -33,6 +36,49 @@ def test_what_is_no_record_is_refused(lines, sentence, tmp_path):
     path = tmp_path / "generations.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=sentence):
+        record.read(path)
+
+
+def test_a_record_of_anything_is_refused_by_file_and_line_or_can_be_replayed(tmp_path):
+    plan = Plan(0, (0, 2), ((0, 2, 4), ()), (1, 3, 5), 6)
+    second = line(2, 0, plan, took_over=[2], late=[0, 3])
+    path = tmp_path / "generations.jsonl"
+    cases = [*mutants.of_bytes(f"{line()}\n{second}\n".encode(), 1, 300)]
+    for told in mutants.of_json(json.loads(second), 2, 500):
+        cases.append(line().encode() + b"\n" + mutants.text(told))
+    packed = {**begin(0, [0, 1]).state(), "owed": [[[1], 2, 10**9]], "first": 10**10}
+    cases.append(f"{line()}\n{json.dumps(json.loads(line(2)) | {'plan': packed})}\n".encode())
+    replayed = 0
+    for case in cases:
+        path.write_bytes(case)
+        try:
+            generations = record.read(path)
+        except ValueError as error:
+            assert str(path) in str(error) and len(str(error)) < 1000
+            continue
+        rows, _ = record.rows(generations, record.Position(), 0, 3, 10)
+        units = [unit for row in rows for unit in row.units if unit is not None]
+        assert len(set(units)) == len(units) and set(units) <= set(range(10)), case
+        replayed += 1
+    assert 0 < replayed < 400
+
+
+def test_lines_are_added_to_the_record_itself_and_not_through_a_link(tmp_path):
+    path, other = tmp_path / "generations.jsonl", tmp_path / "other"
+    for generation in (1, 2):
+        files.append_line(path, line(generation))
+    assert [each.number for each in record.read(path)] == [1, 2]
+    other.write_text("precious")
+    path.unlink()
+    path.symlink_to(other)
+    with pytest.raises(OSError, match="symbolic link"):
+        files.append_line(path, line())
+    assert other.read_text() == "precious"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError):
+        files.append_line(path, line())
+    with pytest.raises(OSError, match="FIFO"):
         record.read(path)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import os
 
 import kaldiio
 import numpy as np
@@ -88,7 +89,9 @@ def damaged_files(directory):
     for name, (content, _) in contents.items():
         (directory / name).write_bytes(content)
     said = {name: message for name, (_, message) in contents.items()}
-    return said | {"stereo.wav": "has 2 channels", "missing.wav": "cannot be read"}
+    os.mkfifo(directory / "pipe.wav")  # which has no writer, so whoever opened it would wait
+    said |= {"stereo.wav": "has 2 channels", "missing.wav": "cannot be read"}
+    return said | {"pipe.wav": "cannot be read (it is a FIFO or a device"}
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

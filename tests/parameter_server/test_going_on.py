@@ -257,16 +257,22 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 def test_a_damaged_checkpoint_is_passed_over_and_refused_if_it_is_the_last(tmp_path):
     strategy, model = made()
-    train(strategy, model, 2, [tfpara.AsyncCheckpoint(tmp_path)])
-    newest = max(tmp_path.glob("checkpoint-*"))
-    part = next(newest.glob("part-00000.data*"))
+    train(strategy, model, 3, [tfpara.AsyncCheckpoint(tmp_path)])
+    newest, second, _ = sorted(tmp_path.glob("checkpoint-*"), reverse=True)
+    manifest = (newest / "manifest.json").read_text()
+    # It is JSON as before, and would have the run train the last epoch twice.
+    (newest / "manifest.json").write_text(manifest.replace('"epoch": 3', '"epoch": 2'))
+    part = next(second.glob("part-00000.data*"))
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
     again, model = made()
-    with pytest.warns(UserWarning, match="damaged"):
-        history = train(again, model, 2, [tfpara.AsyncCheckpoint(tmp_path)])
-    assert len(history.history["loss"]) == 1
+    with (
+        pytest.warns(UserWarning, match=f"{newest.name}.*damaged"),
+        pytest.warns(UserWarning, match=f"{second.name}.*damaged"),
+    ):
+        history = train(again, model, 3, [tfpara.AsyncCheckpoint(tmp_path)])
+    assert len(history.history["loss"]) == 2
     for path in tmp_path.glob("checkpoint-*/manifest.json"):
         path.write_text(json.dumps({"format": 1}))
     last, model = made()

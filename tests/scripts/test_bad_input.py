@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from input import index
+from scripts import common
 
 SMALL = ("--layers=1", "--width=16", "--context=1", "--minibatch=64", "--epochs=1")
 
@@ -40,6 +41,17 @@ def test_train(run, corpus_directory, tmp_path, flags, words):
     assert ended.returncode != 0
     assert_one_line(ended.err, "train: ", *words)
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("between", ["=", " "])
+def test_a_flags_file_that_is_no_text_is_named(tmp_path, capsys, between):
+    path = tmp_path / "run.flags"
+    path.write_bytes(b"--epochs=1\n\xff\n")
+    with pytest.raises(SystemExit, match="2"):
+        common._parse(["train", *f"--flagfile{between}{path}".split(), "--corpus=x"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "Traceback" not in said
+    assert f": --flagfile{between}{path}, or a file that it names, is no text in UTF-8" in said
 
 
 def test_evaluate_of_no_run(run, tmp_path):

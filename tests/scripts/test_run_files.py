@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import re
 
 import pytest
 import tensorflow as tf
@@ -121,12 +122,45 @@ def test_a_directory_in_which_a_run_is_under_way_is_left_alone(tmp_path):
     assert files(tmp_path) == {"model.json", "files.txt"}
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "checkpoints", "deep/down"])
+def test_no_file_is_removed_that_a_link_leads_to(tmp_path, name):
+    """Of a folder that is a link; a link in place of a file goes, and what it leads to stays."""
+    run_dir, mine = tmp_path / "run", tmp_path / "mine"
+    begin(run_dir)
+    (run_dir / "deep").mkdir()
+    write(mine, "events.out.tfevents.1", "checkpoint-00000001/manifest.json", "test.json")
+    run_files.record(run_dir, "deep/down/test.json")
+    (run_dir / "checkpoints" / "lock").unlink()
+    (run_dir / "checkpoints").rmdir()
+    link = run_dir / name
+    link.symlink_to(mine)
+    before = files(mine)
+    with pytest.raises(ValueError, match=rf"files in {mine}.*a link in {run_dir} leads .{name}"):
+        begin(run_dir, start_over=True)
+    link.unlink()
+    (run_dir / "model.weights.h5").symlink_to(mine / "test.json")
+    begin(run_dir, start_over=True)
+    assert not (run_dir / "model.weights.h5").is_symlink()
+    assert files(mine) == before and (mine / "checkpoint-00000001").is_dir()
+
+
+@pytest.mark.parametrize("name", ["**/*", "*", "[a-z]*.json", ".[0-9]*.*"])
+def test_a_pattern_that_no_program_writes_removes_nothing(tmp_path, name):
+    begin(tmp_path)
+    write(tmp_path, "notes.json", "sub/mine")
+    run_files.record(tmp_path, name)
+    with pytest.raises(ValueError, match=r"files\.txt has the pattern .*Delete that line"):
+        begin(tmp_path, start_over=True)
+    assert files(tmp_path) == {"notes.json", "sub/mine", "files.txt"}
+
+
 def test_a_record_does_not_lead_out_of_the_directory(tmp_path):
     run_dir = tmp_path / "run"
     begin(run_dir)
     write(tmp_path, "precious")
-    with (run_dir / "files.txt").open("a") as record:
-        record.write("../precious\n")
-    with pytest.raises(ValueError, match=r"names \.\./precious, which is not in"):
-        begin(run_dir, start_over=True)
+    recorded = (run_dir / "files.txt").read_text()
+    for name in ("../precious", ".", str(tmp_path / "precious")):
+        (run_dir / "files.txt").write_text(f"{recorded}{name}\n")
+        with pytest.raises(ValueError, match=f"names {re.escape(name)}, which is not in"):
+            begin(run_dir, start_over=True)
     assert (tmp_path / "precious").is_file()

@@ -16,7 +16,15 @@ import tensorflow as tf
 
 from tfpara import fit_call
 from tfpara.callbacks.checkpointing import Preempted
-from tfpara.checkpoint.run import IF_DAMAGED, check_run, collected, taken_up
+from tfpara.checkpoint.run import (
+    IF_DAMAGED,
+    UNREADABLE,
+    check_run,
+    collected,
+    give_state,
+    taken_up,
+    unreadable,
+)
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
 from tfpara.cluster import exit_codes
@@ -27,6 +35,7 @@ from tfpara.whole_number import checked_whole
 # Variables that older checkpoints do not have. They lack frozen weights, too.
 _LATER = ("books/minibatches", "local_rate")
 _FROZEN = "frozen/"
+_FIELDS = {"position.within": bool}  # of the manifest, besides what that of every run has
 _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all processes again."
 
 
@@ -78,7 +87,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         keep = checked_whole("keep", keep, of="checkpoints")
         if if_damaged not in IF_DAMAGED:
             raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
-        self._store = Store(directory, keep)
+        self._store = Store(directory, keep, _FIELDS)
         self._every_minutes = every_minutes
         self._if_damaged = if_damaged
         self._plan = dict(data_plan or {})
@@ -212,8 +221,11 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 warnings.warn(f"{error}; trying the checkpoint before it.", stacklevel=2)
                 problems.append(str(error))
                 continue
-            self._check_run(number, manifest)
-            self._load(number, manifest)
+            try:
+                self._check_run(number, manifest)
+                self._load(number, manifest)
+            except UNREADABLE as error:
+                raise unreadable(self._store.path(number), error) from error
             return
         if problems and self._if_damaged == "refuse":
             raise CheckpointError(
@@ -242,7 +254,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         for name, state in manifest["states"].items():
             holder = self.model.distribute_strategy.states.get(name)
             if holder is not None:
-                holder.set_state(state)
+                give_state(name, holder, state)
         if manifest["learning_rate"] is not None:
             self.model.optimizer.learning_rate = manifest["learning_rate"]
         # Older checkpoints do not have the order of the chunks, which was that of the seed alone.

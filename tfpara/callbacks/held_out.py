@@ -270,7 +270,7 @@ class _Table:
             self._rewrite(rows, [*row, *(key for key in rows[0] if key not in row)])
             row = {key: row.get(key, "") for key in self._rows()[0]}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("w" if new else "a", newline="") as file:
+        with open(self._path, "w" if new else "a", newline="", opener=files.regular) as file:
             writer = csv.DictWriter(file, list(row))
             if new:
                 writer.writeheader()
@@ -285,7 +285,7 @@ class _Table:
     def _rows(self) -> list[dict[str, str]]:
         if not self._path.exists():
             return []
-        with self._path.open(newline="") as file:
+        with open(self._path, newline="", opener=files.regular) as file:
             return list(csv.DictReader(file))
 
 

@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     from tfpara.sync.strategy import PeriodicSyncStrategy
 
 IF_DAMAGED = ("refuse", "start")
+# What the manifest has besides what that of every run has, and of which type.
+_FIELDS = {
+    "replicas": int,
+    "bucket_sizes": list,
+    "position.steps": int,
+    "position.minibatches": int,
+}
 
 
 class Checkpoints:
@@ -70,7 +77,7 @@ class Checkpoints:
         self._strategy = model.distribute_strategy
         self._may_change = may_change
         self._extended = self._strategy.extended
-        self.store = Store(directory, keep)
+        self.store = Store(directory, keep, _FIELDS)
         self._next = 0
         self._began_in: int | None = None  # generation in which a checkpoint is begun
         self._told_of_lock = False
@@ -291,10 +298,8 @@ class Checkpoints:
         """Sets all state from a checkpoint; no collective may run in it."""
         try:
             self._take_over(self.store.readers(number, manifest), manifest)
-        except (tf.errors.OpError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{self.store.path(number)} cannot be read ({type(error).__name__}: {error})"
-            ) from error
+        except UNREADABLE as error:
+            raise unreadable(self.store.path(number), error) from error
 
     def _take_over(self, readers: list[Any], manifest: Mapping[str, Json]) -> None:
         self.synchronizer.give_up_block()
@@ -318,7 +323,7 @@ class Checkpoints:
         set_random_states(json.loads(parts.of_worker(rank, "random")))
         for name, state in manifest["states"].items():
             if name in self._extended.states:
-                self._extended.states[name].set_state(state)
+                give_state(name, self._extended.states[name], state)
             else:
                 warnings.warn(
                     f"the checkpoint has a state of {name!r}, which this run does not have; it is "
@@ -361,6 +366,9 @@ class Parts:
         self._replicas = replicas
         self._sizes = sizes
         self._reader_of = {name: r for r in readers for name in r.get_variable_to_shape_map()}
+        there = {name.split("/")[0] for name in self._reader_of if name.startswith("replica-")}
+        if len(there) != replicas:
+            raise ValueError(f"it has {len(there)} replicas, and its manifest says {replicas}")
 
     def value(self, slot: Slot, strategy: PeriodicSyncStrategy) -> Array | None:
         """Returns the value of a slot of this run; None if the slot stays as it is.
@@ -436,6 +444,16 @@ class Parts:
         return value
 
 
+# What reading a part, or setting a state that it has, can raise.
+UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
+
+
+def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    """Returns the error of a checkpoint that has another content than its manifest says."""
+    why = " ".join(str(error).split())[:200]
+    return CheckpointError(f"{path} cannot be used ({type(error).__name__}: {why})")
+
+
 def _lacks(name: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint lacks {name}, which this model has.")
 
@@ -459,10 +477,11 @@ def check_run(
     states = (theirs.get("local_state"), mine.get("local_state"))
     if "tfpara version" in manifest["run"] and states == ("keep", "auto"):
         theirs["local_state"] = "auto"  # what was the default before there was "auto"
-    if "rule" in theirs and "warmup=" not in theirs["rule"]:
+    rule = theirs.get("rule")
+    if isinstance(rule, str) and "warmup=" not in rule:
         # A run of a version without a warm-up of η goes on with the η that it had.
         warmup = "False" if "warmup=False" in mine.get("rule", "") else "None"
-        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", theirs["rule"])
+        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", rule)
     differing = differences({"the checkpoint": theirs, "this run": mine})
     if differing:
         raise CheckpointError(
@@ -510,6 +529,20 @@ def taken_up(
         f"The run in {os.fspath(directory)!r} is complete: {why} (checkpoint {number}), so nothing "
         f"is trained now. {longer}To begin anew, give another directory or remove this one."
     )
+
+
+def give_state(name: str, holder: StateHolder, state: Json) -> None:
+    """Sets the state of an object to that of a checkpoint.
+
+    Raises:
+        ValueError: the object does not take it; the message names it.
+    """
+    try:
+        holder.set_state(state)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"set_state() of {name!r} does not take its state: {type(error).__name__}: {error}"
+        ) from error
 
 
 def collected(states: Mapping[str, StateHolder]) -> dict[str, Json]:

@@ -2,7 +2,7 @@
 
 DIRECTORY/lock                          held by the run that writes here
 DIRECTORY/checkpoint-00000012/          the twelfth; made visible by one rename
-    manifest.json                       facts about the run; every file's size and SHA-256
+    manifest.json                       facts about the run; every file's size and SHA-256; its own
     part-00000.index, part-00000.data-00000-of-00001     worker 0's part, in TensorFlow's format
 DIRECTORY/.partial-…/                   a checkpoint being written, or left by a killed run
 """
@@ -13,23 +13,24 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import re
-import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
 
-from tfpara.files import sync_to_disk
+from tfpara.checkpoint import manifest as manifests
+from tfpara.checkpoint.manifest import part
+from tfpara.files import cleared, no_link, regular, sync_to_disk
 from tfpara.typing import Array, Json
 
-FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _PARTIAL = ".partial-"
+_HOLDER = "process "  # how the lock's content begins
 # Error numbers of flock for a lock that another process holds: EACCES and EAGAIN come from NFS,
 # which makes a record lock of it.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -49,13 +50,20 @@ class Store:
     Args:
         directory: path of the directory.
         keep: number of the newest checkpoints that stay.
+        fields: what the manifests of such a run have, and of which type, besides what all have.
 
     Attributes:
         mark: identifies this run; the same on all its workers, and different in other runs.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int,
+        fields: Mapping[str, type] = MappingProxyType({}),
+    ) -> None:
         self.directory = Path(directory)
+        self._fields = fields
         self.mark = "0"
         self._keep = keep
         self._lock: int | None = None
@@ -73,25 +81,36 @@ class Store:
             former.release()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = no_link(self.directory / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(lock, 200, 0).decode(errors="replace") or "an unknown process"
+            self._take(lock)
+        except BaseException:
             os.close(lock)
-            raise self._not_locked(error, holder) from error
-        try:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        except OSError as error:
-            os.close(lock)
-            raise self._unwritable(error) from error
+            raise
         self._lock = lock
         _LOCKS[os.path.realpath(self.directory)] = self
         for left_over in self.directory.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(left_over, ignore_errors=True)
+            cleared(left_over)
+
+    def _take(self, lock: int) -> None:
+        """Locks the open file, and writes into it who has it."""
+        holder = os.pread(lock, 200, 0).decode(errors="replace")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise self._not_locked(error, holder or "an unknown process") from error
+        if holder and not holder.startswith(_HOLDER):  # it may be a second name of another file
+            raise CheckpointError(
+                f"{self.directory / 'lock'} is not the lock of a run: it begins with "
+                f"{holder[:20]!r}. Move it away, or give another directory."
+            )
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def _not_locked(self, error: OSError, holder: str) -> CheckpointError:
         if error.errno in _HELD:
@@ -108,9 +127,10 @@ class Store:
         return self._unwritable(error)
 
     def _unwritable(self, error: OSError) -> CheckpointError:
+        where = f"{Path(error.filename).name}: " if error.filename else ""
         return CheckpointError(
-            f"checkpoint directory {self.directory} cannot be written to ({error.strerror}). "
-            "Give one that can."
+            f"checkpoint directory {self.directory} cannot be written to ({where}"
+            f"{error.strerror}). Give one that can."
         )
 
     def release(self) -> None:
@@ -136,10 +156,17 @@ class Store:
         return self.directory / f"{_PARTIAL}{number:08d}-{self.mark}"
 
     def begin(self, number: int) -> str:
-        """Makes an empty directory for a checkpoint to write; returns the name of this host."""
+        """Makes an empty directory for a checkpoint to write; returns the name of this host.
+
+        Raises:
+            CheckpointError: it cannot be made.
+        """
         partial = self.partial(number)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        cleared(partial)
+        try:
+            partial.mkdir()
+        except OSError as error:
+            raise self._unwritable(error) from error
         return socket.gethostname()
 
     def write_part(
@@ -163,7 +190,7 @@ class Store:
                 f"{socket.gethostname()}: {self.directory} must be one directory that all workers "
                 "share."
             )
-        prefix = partial / _part(rank)
+        prefix = partial / part(rank)
         try:
             with tf.device("CPU:0"):
                 tf.raw_ops.SaveV2(
@@ -172,7 +199,7 @@ class Store:
                     shape_and_slices=[""] * len(tensors),
                     tensors=[tf.convert_to_tensor(t) for t in tensors.values()],
                 )
-            written = sorted(partial.glob(f"{_part(rank)}.*"))
+            written = sorted(partial.glob(f"{part(rank)}.*"))
             for path in written:
                 sync_to_disk(path)
             return {path.name: _mark(path) for path in written}
@@ -188,8 +215,7 @@ class Store:
         partial = self.partial(number)
         try:
             path = partial / "manifest.json"
-            content = {"format": FORMAT, **manifest}
-            path.write_text(json.dumps(content, indent=1, sort_keys=True, default=repr))
+            path.write_text(manifests.text(manifest))
             sync_to_disk(path)
             sync_to_disk(partial)
             partial.rename(self.path(number))
@@ -203,7 +229,7 @@ class Store:
 
     def abandon(self, number: int) -> None:
         """Removes a checkpoint that is being written."""
-        shutil.rmtree(self.partial(number), ignore_errors=True)
+        cleared(self.partial(number))
 
     def read_manifest(self, number: int) -> dict[str, Json]:
         """Returns the manifest of a checkpoint.
@@ -213,17 +239,10 @@ class Store:
         """
         path = self.path(number) / "manifest.json"
         try:
-            manifest = json.loads(path.read_text())
-            files = manifest["files"]
-            if not isinstance(files, dict) or not files:
-                raise ValueError("it lists no files")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({_first_line(error)})") from error
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {manifest.get('format')!r}; this version reads {FORMAT}"
-            )
-        return manifest
+            with open(path, "rb", opener=regular) as file:
+                return manifests.parsed(file.read(), self._fields)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be used ({_first_line(error)})") from error
 
     def check(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Compares every file of a checkpoint with its manifest.
@@ -234,7 +253,9 @@ class Store:
         for name, expected in manifest["files"].items():
             path = self.path(number) / name
             try:
-                found = _mark(path)
+                # A file of another size is not read, however long it is.
+                same_size = path.stat().st_size == expected["bytes"]
+                found = _mark(path) if same_size else None
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
             if found != expected:
@@ -244,7 +265,7 @@ class Store:
         """Returns a reader for each worker's part, of the type of `tf.train.load_checkpoint`."""
         folder = self.path(number)
         return [
-            tf.train.load_checkpoint(os.fspath(folder / _part(rank)))
+            tf.train.load_checkpoint(os.fspath(folder / part(rank)))
             for rank in range(manifest["workers"])
         ]
 
@@ -254,21 +275,17 @@ class Store:
         dying = self.directory / f"{_PARTIAL}old-{number:08d}"
         with contextlib.suppress(OSError):
             self.path(number).rename(dying)
-        shutil.rmtree(dying, ignore_errors=True)
-
-
-def _part(rank: int) -> str:
-    return f"part-{rank:05d}"
+        cleared(dying)
 
 
 def _mark(path: Path) -> dict[str, Json]:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _first_line(error: Exception) -> str:
-    text = getattr(error, "message", None) or str(error)
+    text = getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__

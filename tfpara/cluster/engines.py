@@ -302,7 +302,7 @@ def _with_coordinator(told: Told, engine: _Engine, environ: Mapping[str, str]) -
 
 def _port(*words: str) -> int:
     """Returns a port that is the same for the same words, such as the number of a job."""
-    return CHOSEN.start + zlib.crc32(" ".join(words).encode()) % len(CHOSEN)
+    return CHOSEN.start + zlib.crc32(os.fsencode(" ".join(words))) % len(CHOSEN)
 
 
 def _unknown(environ: Mapping[str, str], size: int) -> tuple[str, str]:
@@ -351,7 +351,7 @@ def _ancestor(name: str) -> str:
     process = os.getppid()
     while process > 1:
         try:
-            words = Path(f"/proc/{process}/stat").read_text()
+            words = Path(f"/proc/{process}/stat").read_text(errors="replace")
         except OSError:
             return ""
         own, _, rest = words.partition("(")[2].rpartition(")")

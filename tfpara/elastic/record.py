@@ -8,11 +8,16 @@ from these lines, so that a simulation can train the same. Pure arithmetic on wh
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tfpara.elastic.plan import Plan, begin
+from tfpara.files import regular
+
+_MOST = 1 << 16  # units that a repetition in a packed list stands for on average, and more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,20 +93,17 @@ def read(path: Path) -> list[Generation]:
         ValueError: it is no record, or one of which the beginning is in another run's checkpoint.
     """
     found: list[Generation] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    with open(path, "rb", opener=regular) as file:
+        lines = file.read().splitlines()
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            told = json.loads(line)
-            plan, source = Plan.of(told["plan"]), told["source"]
-            number_and_syncs = told["generation"], told["syncs"]
-            lists = tuple(told["took_over"]), tuple(told["late"])
-            founders = told.get("founders", plan.size)  # earlier versions did not write it
-            own = Generation(*number_and_syncs, plan, told["devices"], source, *lists, founders)
-        except (ValueError, KeyError, TypeError) as error:
+            own = _generation(json.loads(line))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{path}, line {number}: {error!r}: this is no record of generations. Give the "
-                "file generations.jsonl of an elastic run's checkpoints."
+                f"{path}, line {number}: {repr(error)[:200]}: this is no record of generations. "
+                "Give the file generations.jsonl of an elastic run's checkpoints."
             ) from None
         if found and own.number <= found[-1].number:
             raise ValueError(
@@ -109,9 +111,56 @@ def read(path: Path) -> list[Generation]:
                 "replay does not have. Give it a file with the lines before this one."
             )
         found.append(own)
-    if not found or found[0].syncs or found[0].took_over:
+    if not found or found[0].syncs or found[0].took_over or found[0].plan.epoch:
         raise ValueError(f"{path} does not begin with the first generation of a run.")
     return found
+
+
+def _generation(told: Any) -> Generation:
+    """Returns the generation that a line tells of.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: no chief has written it.
+    """
+    state = told["plan"]
+    _check_length(state)
+    plan = Plan.of(state)
+    founders = told.get("founders", plan.size)  # earlier versions did not write it
+    took_over, late = tuple(told["took_over"]), tuple(told["late"])
+    tasks, units = plan.tasks, [*itertools.chain(*plan.carried), *plan.owed]
+    numbers = [told["generation"], told["syncs"], told["devices"], founders, plan.epoch, plan.first]
+    for each in (*numbers, plan.fit, *tasks, *took_over, *late, *units):
+        if type(each) is not int or each < 0:
+            raise ValueError(f"{each!r} in place of a whole number")
+    if not tasks or len(set(tasks)) < len(tasks):
+        raise ValueError("a worker is there twice, or none is")
+    if len(plan.carried) != len(tasks) or len(late) != len(tasks):
+        raise ValueError("its lists are not of as many workers as it has")
+    if len(set(units)) < len(units) or max(units, default=-1) >= plan.first:
+        raise ValueError("a unit is dealt out twice")
+    if not set(took_over) <= set(tasks) or (took_over and told["source"] not in tasks):
+        raise ValueError("a worker takes over, or is taken over, that is not there")
+    if not told["devices"] or not founders:
+        raise ValueError("it has no replicas")
+    return Generation(
+        told["generation"],
+        told["syncs"],
+        plan,
+        told["devices"],
+        told["source"],
+        took_over,
+        late,
+        founders,
+    )
+
+
+def _check_length(state: Any) -> None:
+    """Refuses a plan whose packed lists have more units than lists of their length ever have."""
+    entries = [entry for own in (*state["carried"], state["owed"]) for entry in own]
+    packed = [(entry[0], entry[2]) for entry in entries if not isinstance(entry, int)]
+    units = sum(len(block) * times for block, times in packed)
+    if units > _MOST * (1 + len(packed)):
+        raise ValueError(f"it lists {units} units")
 
 
 def places_needed(generations: Sequence[Generation]) -> int:

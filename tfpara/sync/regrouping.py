@@ -36,6 +36,7 @@ from tfpara.collectives import TensorFlowCollectives
 from tfpara.collectives.members import Members
 from tfpara.elastic.plan import Plan, begin
 from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.files import append_line
 from tfpara.keras_model import hyperparameters
 from tfpara.strategy import StateHolder
 from tfpara.sync.chiefs_callbacks import HAS_WEIGHTS
@@ -519,8 +520,7 @@ class Regrouping:
             "late": self._late,
         }
         self.record.parent.mkdir(parents=True, exist_ok=True)
-        with self.record.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self.record, json.dumps(line))
 
     def _hand_over(self, source: int, receives: bool, ahead: Mapping[str, Any]) -> None:
         """Sends the state of the worker with rank `source`, who is `ahead`, to who receives it."""

@@ -1,0 +1,99 @@
+"""The manifest of a checkpoint as text, which has a checksum of its own; no TensorFlow.
+
+Format 2 has the key "sha256": the SHA-256 of all other keys and values. Format 1, which earlier
+versions wrote, has no checksum. Both are read, and only format 2 is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tfpara.typing import Json
+
+FORMAT = 2
+_ENDINGS = (".index", ".data-00000-of-00001")  # of the files that TensorFlow writes for a part
+_SUM = "sha256"
+# What every manifest has, and of which type; a key within another one follows a dot.
+_FIELDS = {
+    "files": dict,
+    "workers": int,
+    "run": dict,
+    "versions": dict,
+    "position": dict,
+    "position.epoch": int,
+    "position.finished": bool,
+    "states": dict,
+}
+
+
+def text(content: Mapping[str, Json]) -> str:
+    """Returns a manifest with this content; what JSON cannot carry becomes its `repr`."""
+    content = {**content, "format": FORMAT}
+    content.pop(_SUM, None)  # of a manifest that was read as it is on disk
+    content = json.loads(json.dumps(content, default=repr))
+    return json.dumps({**content, _SUM: _sum(content)}, indent=1, sort_keys=True)
+
+
+def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
+    """Returns the content of a manifest.
+
+    Args:
+        written: the bytes of its file.
+        fields: what such a checkpoint has besides, and of which type, as in `_FIELDS`.
+
+    Raises:
+        ValueError: it is damaged, of another format, or of another kind of checkpoint.
+    """
+    try:
+        content = json.loads(written.decode())
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+        said = content.pop(_SUM, None)
+        whole = said == _sum(content) if said is not None else content.get("format") == 1
+    except RecursionError:
+        raise ValueError("it is no manifest: its brackets are nested too deeply") from None
+    if content.get("format") not in (1, FORMAT):
+        found = repr(content.get("format"))[:40]
+        raise ValueError(f"it has format {found}; this version reads 1 and {FORMAT}")
+    if not whole:
+        raise ValueError("it is damaged: its SHA-256 is not as written")
+    for name, kind in {**_FIELDS, **fields}.items():
+        _check(content, name, kind)
+    _check_files(content)
+    return content
+
+
+def _sum(content: Mapping[str, Json]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check(content: Mapping[str, Json], name: str, kind: type) -> None:
+    value: Any = content
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    right = type(value) is kind
+    if not right or (kind is int and int(value) < 0):
+        raise ValueError(
+            f"its {name} is {str(value)[:40]!r} in place of a {kind.__name__}: it is damaged, or "
+            "of the other kind of strategy"
+        )
+
+
+def _check_files(content: Mapping[str, Json]) -> None:
+    """Raises ValueError if the files are not those of so many workers' parts."""
+    files, workers = content["files"], content["workers"]
+    # The number is compared first: a wrong one may be so large that no list can be made of it.
+    if not workers or len(files) != workers * len(_ENDINGS):
+        raise ValueError(f"it lists {len(files)} files for the parts of {workers} workers")
+    for name in (f"{part(rank)}{ending}" for rank in range(workers) for ending in _ENDINGS):
+        mark = files.get(name)
+        if not isinstance(mark, dict) or set(mark) != {"bytes", "sha256"}:
+            raise ValueError(f"it has no size and SHA-256 of {name}")
+
+
+def part(rank: int) -> str:
+    """Returns how the names of the files of a worker's part begin."""
+    return f"part-{rank:05d}"
