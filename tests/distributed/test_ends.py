@@ -72,6 +72,12 @@ def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run)
     assert 'KeyError: "the user\'s"' in worker.output
 
 
+def test_a_fit_that_fails_ends_though_a_generator_is_at_work():
+    """At the end of the interpreter its thread would wait for Python for ever."""
+    (alone,) = run("end.py", [{"how": "reading", "run": False}], environ=QUIET[:1], timeout=60)
+    assert alone.returncode == 1 and 'KeyError: "the user\'s"' in alone.output
+
+
 def test_an_error_in_a_thread_has_the_sentence_as_a_note():
     options = [{"how": "leave", "rank": 1, "run": False, "thread": rank == 0} for rank in (0, 1)]
     chief, _ = run("end.py", options, environ=QUIET)

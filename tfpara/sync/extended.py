@@ -6,12 +6,14 @@ says why. `division` reads private attributes of datasets; `keras_hooks` has Ker
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import hashlib
 import json
 import logging
 import math
+import os
 import random
 import re
 import sys
@@ -26,7 +28,7 @@ import tensorflow as tf
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfpara import cluster
+from tfpara import cluster, program
 from tfpara.algorithms.local_momentum import in_a_block
 from tfpara.cluster import failures, quiet, whereabouts
 from tfpara.cluster.place import COMPILED_ANEW, END, VARIABLE, Place, Purpose, call
@@ -226,6 +228,39 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
         made = None if dataset is None else _Remembering(dataset)
         super().__init__(made, *args, **kwargs)
         self._kept = made  # set last, so that it is deleted after the iterator
+        if made is not None and tf.executing_eagerly():
+            self._process = os.getpid()
+            _open_iterators.add(self)
+
+    def end(self) -> None:
+        """Ends the thread that reads ahead, by giving the iterator a dataset without elements."""
+        if self._kept is None or self._process != os.getpid():
+            return  # a fork has no such thread
+        with tf.device(self._source_device):
+            tf.raw_ops.MultiDeviceIteratorInit(
+                dataset=self._kept.with_its_options.take(0)._variant_tensor,
+                multi_device_iterator=self._multi_device_iterator_resource,
+                max_buffer_size=1,
+            )
+
+
+_open_iterators: weakref.WeakSet[_OwningIterator] = weakref.WeakSet()
+
+
+def _end_iterators() -> None:
+    """Ends the reading of data while Python can still run its part of it.
+
+    A failed `fit` leaves its error, and with it the iterator, to the end of the interpreter. There
+    the thread that reads ahead can call no generator any more, and the iterator waits for it.
+    """
+    for iterator in list(_open_iterators):
+        with contextlib.suppress(tf.errors.OpError):  # nothing can be done about it any more
+            iterator.end()
+
+
+atexit.register(_end_iterators)
+# A process that ends at once does not wait for a generator.
+program.on_leaving(lambda orderly: _open_iterators.clear())
 
 
 class _Remembering:
