@@ -60,17 +60,19 @@ def trained(manner):
     strategy = make(tfpara.BMUF(0.5), sync_period=3)
     with strategy.scope():
         model, optimizer = network(), keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)  # which XLA cannot do
     strategy.track(model)
     step = step_of([model], [optimizer])
-    compiled = tf.function(step)
+    compiled = tf.function(step, jit_compile=manner == "compiled by XLA")
 
     def train(batch):
         if manner == "function within":
             strategy.run(lambda *given: compiled(*given), args=batch)
         else:
-            strategy.run(compiled if manner == "function in run" else step, args=batch)
+            within = manner in ("function in run", "compiled by XLA")
+            strategy.run(compiled if within else step, args=batch)
 
-    if manner == "run in function":
+    if manner in ("run in function", "compiled by XLA"):
         train = tf.function(train)
     for batch in strategy.experimental_distribute_dataset(data()):
         train(batch)
@@ -81,7 +83,7 @@ def trained(manner):
 
 def test_steps_count_in_a_function_outside_of_one_and_around_one():
     expected = trained("run in function")
-    for manner in ("function in run", "function within", "eager"):
+    for manner in ("function in run", "function within", "eager", "compiled by XLA"):
         for found, of_replica in zip(trained(manner), expected, strict=True):
             assert_same(found, of_replica)
 

@@ -528,10 +528,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         with tf.device("CPU:0"):
             period = tf.constant(settings.sync_period, tf.int64)
             self._period = _plain_variable(period, "sync_period")
-            # Steps of the epoch that `fit` is in, with which its last block ends.
-            self._steps_in_epoch = NEVER
-            self._without_length: keras.Model | None = None  # in an epoch of unknown length
-            self._epoch_steps = _plain_variable(tf.constant(NEVER, tf.int64), "epoch_steps")
+        # Steps of the epoch that `fit` is in, with which its last block ends.
+        self._steps_in_epoch = NEVER
+        self._without_length: keras.Model | None = None  # in an epoch of unknown length
+        # The steps of a block, on each device: what XLA compiles for one reads no other.
+        self._blocks: list[tf.Variable] = []
+        for device in self.worker_devices:
+            with tf.device(device):
+                steps = tf.constant(self._steps_of_a_block(settings.sync_period))
+                self._blocks.append(_plain_variable(steps, "steps_of_a_block"))
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
         self.reports = self._collectives(1, host, "RING")
         self.control = Control(
@@ -820,7 +825,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         ]
         agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
         for optimizer in optimizers(model):
-            steps = float(self._steps_of_a_block(optimizer, float(settings.sync_period)))
+            steps = self._steps_of_a_block(settings.sync_period) / (optimizer.gradient_accumulation_steps or 1)
             warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
@@ -990,7 +995,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _note_steps(self, in_epoch: int) -> None:
         self._steps_in_epoch = in_epoch
-        self._epoch_steps.assign(in_epoch)
+        self._write_blocks()
+
+    def _write_blocks(self) -> None:
+        """Tells the replicas of the steps of a block, after these have changed."""
+        for steps in self._blocks:
+            steps.assign(self._steps_of_a_block(self.sync_period))
 
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Says so where every second block is too short for the local momentum."""
@@ -1010,10 +1020,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
 
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
-        period = self.sync_period
-        if period is None:
+        if self.sync_period is None:
             return  # as in a warm start
-        steps = float(self._steps_of_a_block(optimizer, float(period)))
+        steps = self._steps_of_a_block(self.sync_period) / (optimizer.gradient_accumulation_steps or 1)
         fitted, factor = in_a_block(memory_of(optimizer), steps)
         text = told_of_fit(optimizer, steps, float(fitted), float(factor))
         if text:
@@ -1029,17 +1038,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """
         if not self.settings.fits_momentum(optimizer):
             return None
-        period = tf.cast(self._period.read_value(), tf.float32)
-        return in_a_block(memory_of(optimizer), self._steps_of_a_block(optimizer, period))
+        block = self._blocks[_values.values_util.get_current_replica_id_as_int()]
+        steps = block.read_value() / (optimizer.gradient_accumulation_steps or 1)
+        return in_a_block(memory_of(optimizer), steps)
 
-    def _steps_of_a_block(self, optimizer: keras.optimizers.Optimizer, period: Scalar) -> Scalar:
-        accumulated = optimizer.gradient_accumulation_steps or 1
-        block = period * self.settings.fragments
-        if tf.is_tensor(block):
-            epoch = tf.cast(self._epoch_steps.read_value(), tf.float32)
-            within = tf.where(period < float(NEVER), tf.minimum(block, epoch), block)
-            return within / accumulated
-        return min(block, self._steps_in_epoch) / accumulated
+    def _steps_of_a_block(self, period: int | None) -> float:
+        """Returns a replica's minibatches in a block, which ends with the epoch at the latest."""
+        if period is None:
+            return float(NEVER)
+        return float(min(period * self.settings.fragments, self._steps_in_epoch))
 
     def note(self, text: str) -> None:
         """Tells the user, once, of what they may not expect."""
@@ -1157,6 +1164,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.sync_period = sync_period
         self.period_is_scheduled |= self.place.fits > 0
         self._period.assign(NEVER if sync_period is None else sync_period)
+        self._write_blocks()
 
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
         """Closes the open blocks of all models; every worker must call it for this purpose."""
