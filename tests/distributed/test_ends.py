@@ -12,7 +12,10 @@ from launched import LAUNCH
 from tfpara.cluster import quiet
 
 DEADLINE = 180.0  # seconds; reached only by a hang
-STARTED = "tfpara: PeriodicSyncStrategy of 2 workers, 2 replicas: BSP(), sync_period=2"
+STARTED = (
+    "tfpara: 2 workers, 2 replicas: each batch of 64 is 32 rows for each; BSP every 2 steps; "
+    "workers on CPU:0, connected by a ring over gRPC"
+)
 # The second, while the connection is closed and the port is not yet.
 GONE = (
     r"tfpara: a sync failed because ({} \(127\.0\.0\.1:\d+\) (is gone|has failed \(.*\))|"

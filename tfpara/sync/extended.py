@@ -72,6 +72,7 @@ from tfpara.sync.settings import (
     warn_of_outlasting_momentum,
 )
 from tfpara.sync.sized_rule import check_sizes
+from tfpara.sync.start_line import in_words
 from tfpara.sync.statistics import NO_SYNCS
 from tfpara.sync.synchronizer import Synchronizer
 from tfpara.sync.watchdog import Watchdog
@@ -825,7 +826,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         ]
         agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
         for optimizer in optimizers(model):
-            steps = self._steps_of_a_block(settings.sync_period) / (optimizer.gradient_accumulation_steps or 1)
+            steps = self._steps_of_a_block(settings.sync_period) / (
+                optimizer.gradient_accumulation_steps or 1
+            )
             warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
@@ -841,7 +844,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "the global model is kept: docs/training.md"
             )
         if settings is not self.settings and settings.rule.has_momentum():
-            self.note(f"for this local optimizer the rule is {settings.rule!r}: docs/rules.md")
+            self.note(
+                "for this local optimizer, which divides by the size of gradients, the rule is "
+                f"{in_words(settings.rule)}"
+            )
         site = Site(
             # Who joins an elastic run has made fewer of them for its one model.
             name="model" if self.elastic else f"model{self._synchronizers_made}",
@@ -1022,11 +1028,13 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
         if self.sync_period is None:
             return  # as in a warm start
-        steps = self._steps_of_a_block(self.sync_period) / (optimizer.gradient_accumulation_steps or 1)
+        steps = self._steps_of_a_block(self.sync_period) / (
+            optimizer.gradient_accumulation_steps or 1
+        )
         fitted, factor = in_a_block(memory_of(optimizer), steps)
         text = told_of_fit(optimizer, steps, float(fitted), float(factor))
         if text:
-            self.note(f'{text} (local_state="auto"): docs/rules.md')
+            self.note(f'{text}; local_state="keep" would leave both alone.')
 
     def fit_momentum(
         self, optimizer: keras.optimizers.Optimizer

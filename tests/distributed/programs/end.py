@@ -1,7 +1,8 @@
 """A script of a user's that trains, and then ends in one of several ways.
 
 JSON options: `how` it ends ("return", "raise", "exit", "leave", "wait", or "reading": in a `fit`
-that fails while a generator is at work), and on which `rank`; `run`: whether `tfpara.run` calls it; `thread`: whether it runs in a thread.
+that fails while a generator is at work), and on which `rank`; `run`: whether `tfpara.run` calls it;
+`thread`: whether it runs in a thread.
 """
 
 import atexit
