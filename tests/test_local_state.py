@@ -418,8 +418,8 @@ def test_a_later_period_has_a_line_of_its_own(capfd):
     model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=100))
     periods = tfpara.callbacks.SyncPeriod({0: 100, 1: 5}, verbose=0)
     model.fit(zeros_for_ones(200), epochs=3, verbose=0, callbacks=[periods])
-    told = [line for line in capfd.readouterr().err.splitlines() if "blocks are of" in line]
-    assert len(told) == 1 and "blocks are of 5 steps" in told[0]
+    told = [line for line in capfd.readouterr().err.splitlines() if "does not outlast" in line]
+    assert len(told) == 1 and "a block of 5 steps" in told[0]
 
 
 LINEAR, SQRT = tfpara.BMUF(0.75, warmup=5.0), tfpara.BMUF(0.5, warmup=20.0)

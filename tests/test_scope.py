@@ -144,15 +144,15 @@ def test_the_strategy_says_what_it_is(capfd):
         tfpara.BMUF(0.5), sync_period=7, averages={"ema": tfpara.EMA(0.9)}, devices=["CPU:0"]
     )
     assert capfd.readouterr().err == (
-        "tfpara: 1 worker, 1 replica; BMUF (block_momentum=0.5) every 7 steps; "
+        "tfpara: 1 worker, 1 replica; BMUF (block_momentum=0.5, warmup=False) every 7 steps; "
         "average 'ema': EMA (decay=0.9); on CPU:0\n"
     )
     task = "/job:worker/replica:0/task:1/device:"
     rule = tfpara.BMUF().resolve(4)
     of_four = start_line(2, [f"{task}GPU:0", f"{task}GPU:1"], rule, 1, {}, "NCCL")
     assert of_four == (
-        "2 workers, 4 replicas: each batch of 64 is 16 rows for each; BMUF (block_momentum=0.75) "
-        "every step; workers on GPU:0, GPU:1 each, connected by NCCL"
+        "2 workers, 4 replicas: each batch of 64 is 16 rows for each; BMUF (block_momentum=0.75, "
+        "warmup=True) every step; workers on GPU:0, GPU:1 each, connected by NCCL"
     )
     own.set_sync_period(None)
     assert "no syncs" in repr(own)

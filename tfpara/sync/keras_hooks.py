@@ -502,12 +502,11 @@ def _of_a_row(build: Method) -> Method:
             return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
         if data_batch is not None:
             data_batch = keras.tree.map_structure(with_a_row, data_batch)
-        try:
+        own = _has_own(model, ("train_step", "test_step"))
+        # What is wrong with a model comes up again in its step.
+        with contextlib.suppress(*([Exception] if own else [])):
             return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
-        except Exception:
-            if _has_own(model, ("train_step", "test_step")):
-                return None  # an error of the model itself comes up again in its step
-            raise
+        return None
 
     return building
 
