@@ -152,9 +152,9 @@ def test_the_line_follows_that_of_the_start():
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("tfpara: ")]
     assert [line[:30] for line in lines] == [
-        "tfpara: PeriodicSyncStrategy of"[:30],
+        "tfpara: 1 worker, 1 replica; BSP"[:30],
         "tfpara: SLURM_NTASKS=4, but srun"[:30],
-        "tfpara: PeriodicSyncStrategy of"[:30],
+        "tfpara: 1 worker, 1 replica; BSP"[:30],
     ]
 
 
@@ -384,5 +384,5 @@ def test_an_engine_that_is_not_installed_is_one_sentence(engine):
 def test_workers_that_know_their_ranks_train_together():
     chief, worker = run_all_well("faults.py", [{}] * 2, start="rank")
     assert "trained" in chief.output and "trained" in worker.output
-    assert "PeriodicSyncStrategy of 2 workers" in chief.output
+    assert "tfpara: 2 workers, 2 replicas" in chief.output
     assert chief.output.count("tfpara: rank 0 of 2, from TFPARA_RANK and TFPARA_SIZE; all") == 1

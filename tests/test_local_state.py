@@ -306,7 +306,7 @@ def test_momentum_of_replicas_and_of_blocks_in_a_row(local_state, grows, capfd):
     assert (abs(expected) > 1.0) == grows
     with strategy.weights(model, "global"):
         np.testing.assert_allclose(model.get_weights()[0].item(), expected, rtol=1e-4, atol=1e-7)
-    said = "with momentum 0 in place of 0.9 and 5 times its rate"
+    said = "momentum is 0 in place of 0.9, and each step 5 times as long"
     assert capfd.readouterr().err.count(said) == (local_state == "auto")
 
 
@@ -345,7 +345,9 @@ def test_momentum_is_fitted_to_an_epoch_that_is_shorter_than_a_block(by_epoch, c
         point = weight + 0.5 * delta
     with model.distribute_strategy.weights(model, "global"):
         np.testing.assert_allclose(model.get_weights()[0].item(), weight, rtol=1e-5)
-    assert capfd.readouterr().err.count("blocks are of 2 steps, so local SGD takes them with") == 1
+    assert (
+        capfd.readouterr().err.count("of local SGD, which a block of 2 steps does not outlast") == 1
+    )
 
 
 @pytest.mark.parametrize(("steps", "told"), [(14, True), (24, False), (26, False)])
@@ -416,8 +418,8 @@ def test_a_later_period_has_a_line_of_its_own(capfd):
     model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=100))
     periods = tfpara.callbacks.SyncPeriod({0: 100, 1: 5}, verbose=0)
     model.fit(zeros_for_ones(200), epochs=3, verbose=0, callbacks=[periods])
-    told = [line for line in capfd.readouterr().err.splitlines() if "blocks are of" in line]
-    assert len(told) == 1 and "blocks are of 5 steps" in told[0]
+    told = [line for line in capfd.readouterr().err.splitlines() if "does not outlast" in line]
+    assert len(told) == 1 and "a block of 5 steps" in told[0]
 
 
 LINEAR, SQRT = tfpara.BMUF(0.75, warmup=5.0), tfpara.BMUF(0.5, warmup=20.0)
@@ -619,8 +621,8 @@ def test_default_bmuf_over_adam_is_what_numpy_computes(optimizer, capfd):
         np.testing.assert_allclose(got, want, atol=2e-5)
     assert strategy.rule == tfpara.BMUF(0.5, warmup=5.0) and model.optimizer.beta_1 == 0.9
     told = capfd.readouterr().err
-    assert told.count(f"so local {optimizer.__name__} takes them with beta_1 0.38 in place") == 1
-    assert told.count("for this local optimizer the rule is BMUF(block_momentum=0.5") == 1
+    assert told.count("beta_1 is 0.38 in place") == 1
+    assert told.count("divides by the size of gradients, the rule is BMUF (block_momentum=0.5") == 1
 
 
 @pytest.mark.one_version

@@ -60,17 +60,19 @@ def trained(manner):
     strategy = make(tfpara.BMUF(0.5), sync_period=3)
     with strategy.scope():
         model, optimizer = network(), keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)  # which XLA cannot do
     strategy.track(model)
     step = step_of([model], [optimizer])
-    compiled = tf.function(step)
+    compiled = tf.function(step, jit_compile=manner == "compiled by XLA")
 
     def train(batch):
         if manner == "function within":
             strategy.run(lambda *given: compiled(*given), args=batch)
         else:
-            strategy.run(compiled if manner == "function in run" else step, args=batch)
+            within = manner in ("function in run", "compiled by XLA")
+            strategy.run(compiled if within else step, args=batch)
 
-    if manner == "run in function":
+    if manner in ("run in function", "compiled by XLA"):
         train = tf.function(train)
     for batch in strategy.experimental_distribute_dataset(data()):
         train(batch)
@@ -81,9 +83,53 @@ def trained(manner):
 
 def test_steps_count_in_a_function_outside_of_one_and_around_one():
     expected = trained("run in function")
-    for manner in ("function in run", "function within", "eager"):
+    for manner in ("function in run", "function within", "eager", "compiled by XLA"):
         for found, of_replica in zip(trained(manner), expected, strict=True):
             assert_same(found, of_replica)
+
+
+@pytest.mark.parametrize(("eagerly", "empty"), [(False, 1), (True, 0)])
+def test_a_replica_without_rows_takes_no_step_and_gives_zeros(eagerly, empty):
+    """The replicas' models are trained by plain Keras beside, and averaged by their rows."""
+    strategy = make(sync_period=STEPS)
+    with strategy.scope():
+        model, optimizer = network(), keras.optimizers.SGD(0.1, momentum=0.9)
+        mean = keras.metrics.Mean()
+    strategy.track(model)
+    parts = [[range(8 * k, 8 * k + 4), range(8 * k + 4, 8 * k + 8)] for k in range(4)]
+    parts.append([range(40, 41), range(0)] if empty else [range(0), range(40, 41)])
+
+    def step(x, y):
+        loss = step_of([model], [optimizer])(x, y)
+        mean.update_state(loss)
+        return loss, x[0]  # which a tensor of no rows lacks
+
+    def train(batch):
+        return strategy.run(step, args=batch)
+
+    train = train if eagerly else tf.function(train)
+    for of_step in parts:
+        batch = strategy.experimental_distribute_values_from_function(
+            lambda context, of=of_step: tuple(
+                tf.constant(values[list(of[context.replica_id_in_sync_group])].reshape(-1, width))
+                for values, width in ((X, 4), (Y, 2))
+            )
+        )
+        returned = train(batch)
+    assert_same([strategy.reduce("SUM", returned[1], axis=None)], [X[40]])
+    counts = strategy.experimental_local_results(optimizer.iterations.value)
+    assert [int(count) for count in counts] == ([5, 4] if empty else [4, 5])
+    losses, replicas = [], []
+    for of_replica in zip(*parts, strict=True):
+        one, momentum = network(), keras.optimizers.SGD(0.1, momentum=0.9)
+        rows = [list(part) for part in of_replica if len(part)]
+        losses += [step_of([one], [momentum])(X[part], Y[part]) for part in rows]
+        replicas.append(one.get_weights())
+    assert_same([mean.result()], [np.mean(losses)])  # closes the block
+    shares = [17 / 33, 16 / 33] if empty else [16 / 33, 17 / 33]
+    expected = [np.tensordot(shares, np.stack(each), 1) for each in zip(*replicas, strict=True)]
+    for found in weights_of(strategy, model):
+        assert_same(found, expected)
 
 
 # -- losses ----------------------------------------------------------------------------------------

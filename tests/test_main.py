@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import keras
+import pytest
 import tensorflow as tf
 
 import tfpara
@@ -33,3 +34,15 @@ def test_editors_and_type_checkers_see_the_names_that_there_are():
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {name.asname: node.module for node in block.body for name in node.names}
     assert seen == tfpara._LOCATION | dict.fromkeys(tfpara._MODULES, "tfpara")
+
+
+def test_another_backend_of_keras_is_named(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    for make in (
+        lambda: tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2),
+        lambda: tfpara.simulate(1, tfpara.BSP(), sync_period=2),
+        lambda: tfpara.AsyncStrategy(tfpara.ASGD()),
+        lambda: tfpara.simulate_async(2, tfpara.ASGD()),
+    ):
+        with pytest.raises(ValueError, match="backend 'jax', .* Set KERAS_BACKEND=tensorflow"):
+            make()

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfpara import cluster
+from tfpara.cluster import failures
 from tfpara.sync.reports import SAMPLES, Columns, decide, problem_of, report_of
 from tfpara.sync.settings import NEVER
 
@@ -24,7 +27,8 @@ def report(samples, steps, *, count=7, running=True, request=0.0, **changed):
         "never": False,
     } | changed
     weights = given.pop("weights", [0.5, 1.0])
-    return report_of(weights, np.array(samples), [count], [0.1], steps=np.array(steps), **given)
+    rates = [given.pop("rate", 0.1)]
+    return report_of(weights, np.array(samples), [count], rates, steps=np.array(steps), **given)
 
 
 def test_the_decision_by_hand():
@@ -57,6 +61,25 @@ def test_what_is_not_trained_is_compared_after_the_same_minibatches(taken, words
     rows = [report([8.0, 8.0], [4.0, 4.0], taken=t, others=float(k)) for k, t in enumerate(taken)]
     problem = problem_of(np.stack(rows), COLUMNS)
     assert problem.startswith(words) and bool(problem) == bool(words)
+
+
+def test_each_sentence_is_found_in_the_error_that_tensorflow_makes_of_it():
+    for changed in (
+        {"weights": [np.nan, 1.0]},
+        {"signature": 4.0},
+        {"others": 4.0},
+        {"rate": 0.2},
+        {"samples": [-8.0, 8.0]},
+    ):
+        rows = [
+            report([8.0, 8.0], [4.0, 4.0]),
+            report(**{"samples": [8.0, 8.0]} | changed, steps=[4.0, 4.0]),
+        ]
+        problem = problem_of(np.stack(rows), COLUMNS)
+        assert problem, changed
+        text = f"assertion failed: [{problem}]\n\t [[{{{{node cond/Assert}}}}]] [Op:__inference_1]"
+        error = tf.errors.InvalidArgumentError(None, None, text)
+        assert failures.explain(error, cluster.ALONE) == problem
 
 
 def test_where_all_sample_weights_are_0_those_count_that_took_steps():

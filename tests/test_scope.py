@@ -9,6 +9,7 @@ import pytest
 
 import tfpara
 from tfpara.sync import scope as scopes
+from tfpara.sync.start_line import start_line
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -51,6 +52,15 @@ def backbone_outside(scope):
     return model
 
 
+def adapted_outside(scope):
+    normalization = keras.layers.Normalization()
+    normalization.adapt(X)  # which makes its weights
+    with scope():
+        model = keras.Sequential([keras.Input((4,)), normalization, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
 def compiled_outside(scope):
     with scope():
         model = layers()
@@ -79,6 +89,7 @@ def metric_outside(scope):
     [
         (made_outside, "was made outside of the strategy's scope, and compiled inside"),
         (backbone_outside, r"its weight '.*dense.*/kernel' was made outside"),
+        (adapted_outside, "its weight 'normalization.*/mean' was made outside"),
         (compiled_outside, "its optimizer .* was made outside"),
         (optimizer_outside, "its optimizer .* was made outside"),
         (metric_outside, "the metric 'mine' was made outside"),
@@ -93,7 +104,7 @@ def test_half_a_model_is_refused_before_a_step(make, message):
             model.fit(X, Y, verbose=0)
         finally:
             assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
-    assert "with strategy.scope():" in str(refused.value)
+    assert "with strategy.scope():" in str(refused.value) and "adapt(…)" in str(refused.value)
     assert own.statistics().steps == 0
 
 
@@ -132,14 +143,16 @@ def test_the_strategy_says_what_it_is(capfd):
     own = tfpara.PeriodicSyncStrategy(
         tfpara.BMUF(0.5), sync_period=7, averages={"ema": tfpara.EMA(0.9)}, devices=["CPU:0"]
     )
-    line = capfd.readouterr().err
-    assert line == f"tfpara: {own!r}\n"
-    for part in (
-        "1 worker, 1 replica:",
-        "BMUF(block_momentum=0.5",
-        "sync_period=7",
-        "EMA(decay=0.9",
-    ):
-        assert part in line, part
+    assert capfd.readouterr().err == (
+        "tfpara: 1 worker, 1 replica; BMUF (block_momentum=0.5, warmup=False) every 7 steps; "
+        "average 'ema': EMA (decay=0.9); on CPU:0\n"
+    )
+    task = "/job:worker/replica:0/task:1/device:"
+    rule = tfpara.BMUF().resolve(4)
+    of_four = start_line(2, [f"{task}GPU:0", f"{task}GPU:1"], rule, 1, {}, "NCCL")
+    assert of_four == (
+        "2 workers, 4 replicas: each batch of 64 is 16 rows for each; BMUF (block_momentum=0.75, "
+        "warmup=True) every step; workers on GPU:0, GPU:1 each, connected by NCCL"
+    )
     own.set_sync_period(None)
     assert "no syncs" in repr(own)

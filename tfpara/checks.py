@@ -24,6 +24,16 @@ def versions() -> dict[str, str]:
     }
 
 
+def check_backend() -> None:
+    """Raises ValueError if Keras does not compute by TensorFlow."""
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise ValueError(
+            f"Keras computes by its backend {backend!r}, and tfpara trains by 'tensorflow'. Set "
+            "KERAS_BACKEND=tensorflow in the environment, before Python imports keras."
+        )
+
+
 def checked_period(sync_period: int) -> int:
     """Returns the period if it is a whole number of at least 1, else raises ValueError."""
     return checked_whole("sync_period", sync_period, of="minibatches", at_most=LARGEST_COUNT)

@@ -197,7 +197,7 @@ def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
 def told_of_fit(
     optimizer: keras.optimizers.Optimizer, steps: float, fitted: float, factor: float
 ) -> str:
-    """Returns a sentence on what blocks make of the local momentum; empty if it stays as it is.
+    """Returns sentences on what blocks make of the local momentum; empty if it stays as it is.
 
     Args:
         optimizer: the local one, with a momentum or a β₁.
@@ -208,15 +208,15 @@ def told_of_fit(
     momentum = memory_of(optimizer)
     if fitted == momentum and factor == 1.0:
         return ""
-    if momentum_of(optimizer):
-        how = f"momentum {fitted:.2g} in place of {momentum:g} and {factor:.3g} times its rate"
-    else:
-        name = "momentum" if hasattr(inner(optimizer), "momentum") else "beta_1"
-        how = f"{name} {fitted:.2g} in place of {momentum:g}"
-    return (
-        f"blocks are of {steps:g} steps, so local {type(inner(optimizer)).__name__} takes them "
-        f"with {how}, since the rule has a momentum of its own"
+    name = "momentum" if hasattr(inner(optimizer), "momentum") else "beta_1"
+    text = (
+        f"the rule has a momentum of its own, and would repeat that of local "
+        f"{type(inner(optimizer)).__name__}, which a block of {steps:g} steps does not outlast. So "
+        f"{name} is {fitted:.2g} in place of {momentum:g}"
     )
+    if momentum_of(optimizer) and factor != 1.0:
+        text += f", and each step {factor:.3g} times as long, which makes up for it"
+    return f"{text}. The learning rate that you set need not change"
 
 
 def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:

@@ -13,21 +13,30 @@ from tfpara.typing import Array, Nest
 
 
 def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
-    """Wraps `fn` so that it gives zeros where a replica's batch has no samples."""
+    """Wraps `fn` so that it gives zeros where a replica's batch has no samples.
+
+    Where `fn` has not run before, what it returns is found by a trace of it, in which no operation
+    runs.
+    """
 
     stepped: list[Nest] = []  # results of replicas before this one; TensorFlow runs them in turn
 
     def guarded(*args: Nest, **kwargs: Nest) -> Nest:
         count = batch_size((args, kwargs))
         if tf.executing_eagerly():
-            if stepped and count is not None and not int(count):
-                like = tf.nest.map_structure(_tensor_or_none, stepped[0])
-                return tf.nest.map_structure(_zeros_like_or_none, like)
-            stepped.append(fn(*args, **kwargs))
-            return stepped[-1]
-        if count is None or isinstance(count, int):
+            if count is None or int(count):
+                stepped.append(fn(*args, **kwargs))
+                return stepped[-1]
+            if not stepped:
+                return tf.function(skip_empty(getattr(fn, "python_function", fn)))(*args, **kwargs)
+            like = tf.nest.map_structure(_tensor_or_none, stepped[0])
+            return tf.nest.map_structure(_zeros_like_or_none, like)
+        if count is None or (isinstance(count, int) and count):
             with after((args, kwargs)):
                 return fn(*args, **kwargs)
+        if isinstance(count, int):
+            count = tf.constant(count)
+            args, kwargs = tf.nest.map_structure(_open_if_empty, (args, kwargs))
         outputs = []  # not annotated: AutoGraph, which converts this code, knows no annotations
 
         def step() -> Nest:
@@ -48,6 +57,18 @@ def _tensor_or_none(value: Array | float | None) -> tf.Tensor | None:
 
 def _zeros_like_or_none(tensor: tf.Tensor | None) -> tf.Tensor | None:
     return None if tensor is None else tf.zeros([d or 0 for d in tensor.shape], tensor.dtype)
+
+
+def _of_open_batch(tensor: Nest) -> Nest:
+    """Returns a tensor whose first axis has no static length; anything else as it is."""
+    if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
+
+
+def _open_if_empty(leaf: Nest) -> Nest:
+    empty = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == 0
+    return _of_open_batch(leaf) if empty else leaf
 
 
 def after(structure: Nest) -> contextlib.AbstractContextManager:
@@ -118,11 +139,6 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     without a minibatch an empty one.
     """
 
-    def opened(tensor: Nest) -> Nest:
-        if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
-            return tensor
-        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
-
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
         return dataset
@@ -130,7 +146,7 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset
     unpacked = isinstance(dataset.element_spec, tuple)
     return dataset.map(
-        lambda *element: tf.nest.map_structure(opened, element if unpacked else element[0])
+        lambda *element: tf.nest.map_structure(_of_open_batch, element if unpacked else element[0])
     )
 
 

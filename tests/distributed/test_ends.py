@@ -12,7 +12,10 @@ from launched import LAUNCH
 from tfpara.cluster import quiet
 
 DEADLINE = 180.0  # seconds; reached only by a hang
-STARTED = "tfpara: PeriodicSyncStrategy of 2 workers, 2 replicas: BSP(), sync_period=2"
+STARTED = (
+    "tfpara: 2 workers, 2 replicas: each batch of 64 is 32 rows for each; BSP every 2 steps; "
+    "workers on CPU:0, connected by a ring over gRPC"
+)
 # The second, while the connection is closed and the port is not yet.
 GONE = (
     r"tfpara: a sync failed because ({} \(127\.0\.0\.1:\d+\) (is gone|has failed \(.*\))|"
@@ -70,6 +73,12 @@ def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run)
     assert re.fullmatch(GONE.format("worker 1"), failed)
     assert worker.output.count("Traceback") == 1 and "end.py" in worker.output
     assert 'KeyError: "the user\'s"' in worker.output
+
+
+def test_a_fit_that_fails_ends_though_a_generator_is_at_work():
+    """At the end of the interpreter its thread would wait for Python for ever."""
+    (alone,) = run("end.py", [{"how": "reading", "run": False}], environ=QUIET[:1], timeout=60)
+    assert alone.returncode == 1 and 'KeyError: "the user\'s"' in alone.output
 
 
 def test_an_error_in_a_thread_has_the_sentence_as_a_note():

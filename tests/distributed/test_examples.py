@@ -42,7 +42,7 @@ def run(module, folder, *arguments):
             worker.kill()
             worker.wait()
     assert [worker.returncode for worker in workers] == [0, 0], outputs
-    assert "of 2 workers, 2 replicas" in outputs[0]
+    assert "tfpara: 2 workers, 2 replicas" in outputs[0]
     return outputs[0]
 
 

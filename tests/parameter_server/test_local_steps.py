@@ -216,9 +216,7 @@ def test_the_fit_of_local_momentum_is_told_of_once(capfd):
     strategy, model = made(tfpara.AsyncBMUF(0.5), optimizer)
     train(strategy, model)
     train(strategy, model)
-    said = (
-        "blocks are of 3 steps, so local SGD takes them with momentum 0 in place of 0.9 and 5 times"
-    )
+    said = "momentum is 0 in place of 0.9, and each step 5 times as long"
     assert capfd.readouterr().err.count(said) == 1
 
 

@@ -24,10 +24,8 @@ def test_training(run_well, corpus_directory, tmp_path):
     assert json.loads((tmp_path / "run" / "history.json").read_text())["summary"]["workers"] == 2
     choice, started, fitted = lines(ended, "[chief]")
     assert "tfpara: collectives=horovod: HOROVOD_RANK is set" in choice
-    assert started.startswith("tfpara: PeriodicSyncStrategy of 2 workers, 2 replicas")
-    assert fitted.startswith(
-        "tfpara: blocks are of 3 steps, so local SGD takes them with momentum 0 "
-    )
+    assert started.startswith("tfpara: 2 workers, 2 replicas")
+    assert "of local SGD, which a block of 3 steps does not outlast. So momentum is 0 " in fitted
     # Horovod has nothing to say about workers that leave one after the other.
     assert not lines(ended, "[worker 1]")
 

@@ -51,7 +51,7 @@ def explain(
     if not cluster.addresses and _known is not None:
         cluster = _known
     asserted = re.search(
-        r"assertion failed: \[((?:replica|workers?) .*?)\](\n| \[Op:|$)", text, re.DOTALL
+        r"assertion failed: \[((?:replicas?|workers?) .*?)\](\n| \[Op:|$)", text, re.DOTALL
     )
     if asserted:
         return re.sub(r"\\(.)", r"\1", asserted[1])

@@ -22,6 +22,7 @@ class Collectives(Protocol):
     rank: this worker, 0 … size − 1.
     full_duplex: whether reduce_scatter, all_to_all and all_gather between two workers send and
         receive at the same time, as all_reduce does.
+    way: how the workers are connected, for the user.
     """
 
     @property
@@ -33,6 +34,10 @@ class Collectives(Protocol):
         """This worker's rank, 0 … size − 1."""
 
     full_duplex: bool
+
+    @property
+    def way(self) -> str:
+        """How the workers are connected, for the user."""
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sums each buffer element-wise over the workers; buffers are sent in parallel."""

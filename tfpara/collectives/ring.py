@@ -76,6 +76,11 @@ class TensorFlowCollectives:
         return self._members.size if self._members else self._size
 
     @property
+    def way(self) -> str:
+        """How the workers are connected, for the user."""
+        return "NCCL" if self._communication == "nccl" else "a ring over gRPC"
+
+    @property
     def rank(self) -> int:
         """This worker's, 0 … size − 1."""
         return self._members.rank if self._members else self._rank

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpara import fit_call
+from tfpara import fit_call, program
 from tfpara.algorithms import ASYNC_RULES, AsyncBMUF, AsyncEASGD, AveragedASGD, Rule
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
-from tfpara.checks import checked_averages, checked_period, checked_seconds
+from tfpara.checks import check_backend, checked_averages, checked_period, checked_seconds
 from tfpara.keras_model import is_normalised, memory_can_change, memory_of
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
@@ -115,6 +115,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
         `_processes` replaces the processes of TF_CONFIG by simulated ones.
         """
+        program.explain_errors()
+        check_backend()
         checked_rule(rule)
         sync_period = checked_period(sync_period)
         self._averages = checked_averages(averages, asynchronous=True)
@@ -473,7 +475,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             rule = self._rule_for(model.optimizer)
             work = Work(model, rule, spec, self._period)
             if work.fit:
-                print(f"tfpara: {work.fit}: docs/rules.md", file=sys.stderr)
+                print(f"tfpara: {work.fit}.", file=sys.stderr)
             server = Server(
                 model,
                 work.state,

@@ -6,12 +6,14 @@ says why. `division` reads private attributes of datasets; `keras_hooks` has Ker
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import hashlib
 import json
 import logging
 import math
+import os
 import random
 import re
 import sys
@@ -26,7 +28,7 @@ import tensorflow as tf
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfpara import cluster
+from tfpara import cluster, program
 from tfpara.algorithms.local_momentum import in_a_block
 from tfpara.cluster import failures, quiet, whereabouts
 from tfpara.cluster.place import COMPILED_ANEW, END, VARIABLE, Place, Purpose, call
@@ -70,6 +72,7 @@ from tfpara.sync.settings import (
     warn_of_outlasting_momentum,
 )
 from tfpara.sync.sized_rule import check_sizes
+from tfpara.sync.start_line import in_words
 from tfpara.sync.statistics import NO_SYNCS
 from tfpara.sync.synchronizer import Synchronizer
 from tfpara.sync.watchdog import Watchdog
@@ -226,6 +229,39 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
         made = None if dataset is None else _Remembering(dataset)
         super().__init__(made, *args, **kwargs)
         self._kept = made  # set last, so that it is deleted after the iterator
+        if made is not None and tf.executing_eagerly():
+            self._process = os.getpid()
+            _open_iterators.add(self)
+
+    def end(self) -> None:
+        """Ends the thread that reads ahead, by giving the iterator a dataset without elements."""
+        if self._kept is None or self._process != os.getpid():
+            return  # a fork has no such thread
+        with tf.device(self._source_device):
+            tf.raw_ops.MultiDeviceIteratorInit(
+                dataset=self._kept.with_its_options.take(0)._variant_tensor,
+                multi_device_iterator=self._multi_device_iterator_resource,
+                max_buffer_size=1,
+            )
+
+
+_open_iterators: weakref.WeakSet[_OwningIterator] = weakref.WeakSet()
+
+
+def _end_iterators() -> None:
+    """Ends the reading of data while Python can still run its part of it.
+
+    A failed `fit` leaves its error, and with it the iterator, to the end of the interpreter. There
+    the thread that reads ahead can call no generator any more, and the iterator waits for it.
+    """
+    for iterator in list(_open_iterators):
+        with contextlib.suppress(tf.errors.OpError):  # nothing can be done about it any more
+            iterator.end()
+
+
+atexit.register(_end_iterators)
+# A process that ends at once does not wait for a generator.
+program.on_leaving(lambda orderly: _open_iterators.clear())
 
 
 class _Remembering:
@@ -493,10 +529,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         with tf.device("CPU:0"):
             period = tf.constant(settings.sync_period, tf.int64)
             self._period = _plain_variable(period, "sync_period")
-            # Steps of the epoch that `fit` is in, with which its last block ends.
-            self._steps_in_epoch = NEVER
-            self._without_length: keras.Model | None = None  # in an epoch of unknown length
-            self._epoch_steps = _plain_variable(tf.constant(NEVER, tf.int64), "epoch_steps")
+        # Steps of the epoch that `fit` is in, with which its last block ends.
+        self._steps_in_epoch = NEVER
+        self._without_length: keras.Model | None = None  # in an epoch of unknown length
+        # The steps of a block, on each device: what XLA compiles for one reads no other.
+        self._blocks: list[tf.Variable] = []
+        for device in self.worker_devices:
+            with tf.device(device):
+                steps = tf.constant(self._steps_of_a_block(settings.sync_period))
+                self._blocks.append(_plain_variable(steps, "steps_of_a_block"))
         self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
         self.reports = self._collectives(1, host, "RING")
         self.control = Control(
@@ -785,7 +826,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         ]
         agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
         for optimizer in optimizers(model):
-            steps = float(self._steps_of_a_block(optimizer, float(settings.sync_period)))
+            steps = self._steps_of_a_block(settings.sync_period) / (
+                optimizer.gradient_accumulation_steps or 1
+            )
             warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
@@ -801,7 +844,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 "the global model is kept: docs/training.md"
             )
         if settings is not self.settings and settings.rule.has_momentum():
-            self.note(f"for this local optimizer the rule is {settings.rule!r}: docs/rules.md")
+            self.note(
+                "for this local optimizer, which divides by the size of gradients, the rule is "
+                f"{in_words(settings.rule)}"
+            )
         site = Site(
             # Who joins an elastic run has made fewer of them for its one model.
             name="model" if self.elastic else f"model{self._synchronizers_made}",
@@ -955,7 +1001,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _note_steps(self, in_epoch: int) -> None:
         self._steps_in_epoch = in_epoch
-        self._epoch_steps.assign(in_epoch)
+        self._write_blocks()
+
+    def _write_blocks(self) -> None:
+        """Tells the replicas of the steps of a block, after these have changed."""
+        for steps in self._blocks:
+            steps.assign(self._steps_of_a_block(self.sync_period))
 
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Says so where every second block is too short for the local momentum."""
@@ -975,14 +1026,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
 
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
-        period = self.sync_period
-        if period is None:
+        if self.sync_period is None:
             return  # as in a warm start
-        steps = float(self._steps_of_a_block(optimizer, float(period)))
+        steps = self._steps_of_a_block(self.sync_period) / (
+            optimizer.gradient_accumulation_steps or 1
+        )
         fitted, factor = in_a_block(memory_of(optimizer), steps)
         text = told_of_fit(optimizer, steps, float(fitted), float(factor))
         if text:
-            self.note(f'{text} (local_state="auto"): docs/rules.md')
+            self.note(f'{text}; local_state="keep" would leave both alone.')
 
     def fit_momentum(
         self, optimizer: keras.optimizers.Optimizer
@@ -994,17 +1046,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """
         if not self.settings.fits_momentum(optimizer):
             return None
-        period = tf.cast(self._period.read_value(), tf.float32)
-        return in_a_block(memory_of(optimizer), self._steps_of_a_block(optimizer, period))
+        block = self._blocks[_values.values_util.get_current_replica_id_as_int()]
+        steps = block.read_value() / (optimizer.gradient_accumulation_steps or 1)
+        return in_a_block(memory_of(optimizer), steps)
 
-    def _steps_of_a_block(self, optimizer: keras.optimizers.Optimizer, period: Scalar) -> Scalar:
-        accumulated = optimizer.gradient_accumulation_steps or 1
-        block = period * self.settings.fragments
-        if tf.is_tensor(block):
-            epoch = tf.cast(self._epoch_steps.read_value(), tf.float32)
-            within = tf.where(period < float(NEVER), tf.minimum(block, epoch), block)
-            return within / accumulated
-        return min(block, self._steps_in_epoch) / accumulated
+    def _steps_of_a_block(self, period: int | None) -> float:
+        """Returns a replica's minibatches in a block, which ends with the epoch at the latest."""
+        if period is None:
+            return float(NEVER)
+        return float(min(period * self.settings.fragments, self._steps_in_epoch))
 
     def note(self, text: str) -> None:
         """Tells the user, once, of what they may not expect."""
@@ -1122,6 +1172,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.sync_period = sync_period
         self.period_is_scheduled |= self.place.fits > 0
         self._period.assign(NEVER if sync_period is None else sync_period)
+        self._write_blocks()
 
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
         """Closes the open blocks of all models; every worker must call it for this purpose."""

@@ -421,7 +421,11 @@ def _has_own_steps(model: keras.Model) -> bool:
 
     The answer is the same on all workers.
     """
-    names = ("train_step", "test_step", "compute_metrics")
+    return _has_own(model, ("train_step", "test_step", "compute_metrics"))
+
+
+def _has_own(model: keras.Model, names: Sequence[str]) -> bool:
+    """Returns whether a model has methods of its own among those of `keras.Model` named here."""
     own = (getattr(getattr(model, name), "__func__", None) for name in names)
     return any(one is not getattr(keras.Model, name) for one, name in zip(own, names, strict=True))
 
@@ -480,7 +484,8 @@ def _looking(build: Method) -> Method:
 def _of_a_row(build: Method) -> Method:
     """Replaces Keras' building of a model from a batch's shapes: the batch has a row at least.
 
-    Of a small first batch a worker may have no row, and Keras divides by their number.
+    Of a small first batch a worker may have no row, and Keras divides by their number. A model with
+    steps of its own may not be callable, as a GAN is not. Without a strategy Keras does not try.
     """
 
     def with_a_row(leaf: Any) -> Any:
@@ -493,9 +498,15 @@ def _of_a_row(build: Method) -> Method:
     def building(
         model: keras.Model, iterator: object = None, data_batch: Nest = None, **kwargs: object
     ) -> object:
-        if _strategy(model) is not None and data_batch is not None:
+        if _strategy(model) is None:
+            return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
+        if data_batch is not None:
             data_batch = keras.tree.map_structure(with_a_row, data_batch)
-        return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
+        own = _has_own(model, ("train_step", "test_step"))
+        # What is wrong with a model comes up again in its step.
+        with contextlib.suppress(*([Exception] if own else [])):
+            return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
+        return None
 
     return building
 

@@ -214,7 +214,7 @@ def problem_of(
         rates = reports[:, columns.rates]
         first, second = (f"{owner(replica)} {rates[replica, optimizer]:.6g}" for replica in pair)
         return (
-            "the replicas train with different learning rates after the same minibatches: "
+            "replicas train with different learning rates after the same minibatches: "
             f"{first}, {second}. Set the rate on every worker alike, for example by a callback "
             "that all of them have."
         )

@@ -16,7 +16,8 @@ import tensorflow as tf
 from tfpara.typing import Variable
 
 _LINES = (
-    "Write\n    with strategy.scope():\n        model = …  # or keras.models.load_model(…)\n"
+    "Write\n    with strategy.scope():\n"
+    "        model = …  # its layers, and adapt(…) of those; or keras.models.load_model(…)\n"
     "        model.compile(…)"
 )
 _strategies: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()

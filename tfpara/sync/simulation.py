@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara import cluster
+from tfpara import cluster, program
 from tfpara.algorithms.rule import Rule
 from tfpara.elastic.settings import Elastic
 from tfpara.sync.replaying import Replay
@@ -64,6 +64,7 @@ def simulate(
         >>> strategy.num_replicas
         8
     """
+    program.explain_errors()
     num_replicas = checked_whole("num_replicas", num_replicas)
     if cluster.read().num_workers > 1:
         raise ValueError(
@@ -130,5 +131,7 @@ def make_devices(count: int) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"{count} logical CPU devices are needed, and TensorFlow has made {max(1, len(there))} "
-            "already. Call simulate() before any tensor, variable, model or optimizer is made."
+            "already. Call simulate() before any tensor, variable, model or optimizer is made. Of "
+            "several simulations in a process make the one with the most replicas first, whose "
+            "devices the others take; or give each a process of its own."
         ) from error

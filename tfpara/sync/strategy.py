@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfpara import cluster, program
 from tfpara.algorithms.rule import Average, Rule
-from tfpara.checks import checked_seconds
+from tfpara.checks import check_backend, checked_seconds
 from tfpara.cluster import quiet, startup
 from tfpara.cluster.meeting import ADDRESS as MEETING
 from tfpara.cluster.place import Purpose, call
@@ -31,6 +31,7 @@ from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.reports import Request
 from tfpara.sync.settings import Settings
 from tfpara.sync.sized_rule import check_sizes
+from tfpara.sync.start_line import start_line
 from tfpara.sync.statistics import SyncStatistics
 from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
@@ -156,6 +157,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         elastic: Elastic | None = None,
     ) -> None:
         """Joins the other workers and compares settings with them; for the arguments see above."""
+        program.explain_errors()
+        check_backend()
         settings = Settings(
             rule=rule,
             sync_period=sync_period,
@@ -221,7 +224,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         average_loss.install()
         if self.is_chief:
             # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
-            print(f"tfpara: {self}", file=sys.stderr, flush=True)
+            self._print_start()
             alone = found.num_workers == 1 and not self._is_simulated
             text = cluster.left_alone() if alone else ""
             if text:
@@ -254,7 +257,20 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         if regrouping.joining:
             print("tfpara: joins a run that is under way", file=sys.stderr, flush=True)
         elif self.is_chief:
-            print(f"tfpara: {self}", file=sys.stderr, flush=True)
+            self._print_start()
+
+    def _print_start(self) -> None:
+        extended = self.extended
+        line = start_line(
+            self.num_workers,
+            extended.worker_devices,
+            self.rule,
+            self.sync_period,
+            self.averages,
+            extended.collectives.way,
+            divided=extended.elastic is None,
+        )
+        print(f"tfpara: {line}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
         def counted(number: int, what: str) -> str:

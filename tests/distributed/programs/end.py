@@ -1,7 +1,8 @@
 """A script of a user's that trains, and then ends in one of several ways.
 
-JSON options: `how` it ends ("return", "raise", "exit", "leave", "wait"), and on which `rank`;
-`run`: whether `tfpara.run` calls it; `thread`: whether it runs in a thread.
+JSON options: `how` it ends ("return", "raise", "exit", "leave", "wait", or "reading": in a `fit`
+that fails while a generator is at work), and on which `rank`; `run`: whether `tfpara.run` calls it;
+`thread`: whether it runs in a thread.
 """
 
 import atexit
@@ -17,6 +18,16 @@ import numpy as np
 import tfpara
 
 options = json.loads(sys.argv[1])
+
+
+def slow(batch):
+    while True:
+        yield batch
+        time.sleep(0.2)
+
+
+def fail(batch, logs):
+    raise KeyError("the user's")
 
 
 def main():
@@ -35,6 +46,9 @@ def main():
             sys.exit(7)
         if options["how"] == "leave":
             os._exit(3)
+        if options["how"] == "reading":
+            failing = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+            model.fit(slow((x, x[:, :1])), steps_per_epoch=4, verbose=0, callbacks=[failing])
         if options["how"] == "wait":
             print("waiting", flush=True)
             time.sleep(600)

@@ -207,7 +207,6 @@ class GAN(keras.Model):
         super().__init__()
         self.generator, self.discriminator = network(0, inputs=3), network(10, None, 1, 2)
         self.tracker = keras.metrics.Mean(name="loss")
-        self.built = True
 
     @property
     def metrics(self):

@@ -1,0 +1,66 @@
+"""What a strategy says of itself where it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from tfpara.algorithms.rule import Average, Rule
+
+
+def start_line(
+    workers: int,
+    devices: Sequence[str],
+    rule: Rule,
+    period: int | None,
+    averages: Mapping[str, Average],
+    way: str,
+    divided: bool = True,
+) -> str:
+    """Returns in words who trains, on which part of a batch, where, and by which rule.
+
+    Args:
+        workers: the number of processes.
+        devices: of this worker, the names that TensorFlow gives them; the others have as many.
+        rule: with defaults filled in.
+        period: minibatches between two syncs; None: there are none.
+        averages: of the global model, by name.
+        way: in which the workers are connected; "" for one worker.
+        divided: whether batches are divided among the replicas of all workers.
+
+    Example:
+        >>> start_line(1, ["/device:GPU:0"], BSP(), 20, {}, "")
+        '1 worker, 1 replica; BSP every 20 steps; on GPU:0'
+    """
+    replicas = workers * len(devices)
+    who = f"{_counted(workers, 'worker')}, {_counted(replicas, 'replica')}"
+    if replicas > 1 and divided:
+        rows = max(1, 64 // replicas)
+        who += f": each batch of {rows * replicas} is {_counted(rows, 'row')} for each"
+    parts = [who, f"{in_words(rule)}, no syncs" if period is None else ""]
+    if period is not None:
+        parts[1] = f"{in_words(rule)} every {'step' if period == 1 else f'{period} steps'}"
+    parts += [f"average {name!r}: {in_words(average)}" for name, average in averages.items()]
+    names = [device.split("device:")[-1] for device in devices]
+    where = ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]}"
+    if workers > 1:
+        parts.append(f"workers on {where}{' each' * (len(names) > 1)}, connected by {way}")
+    else:
+        parts.append(f"on {where}")
+    return "; ".join(parts)
+
+
+def in_words(given: Rule | Average) -> str:
+    """Returns the name of a rule or average with the settings that are not its defaults."""
+    if not dataclasses.is_dataclass(given):
+        return repr(given)
+    told = [
+        f"{each.name}={getattr(given, each.name)!r}"
+        for each in dataclasses.fields(given)
+        if each.repr and getattr(given, each.name) != each.default
+    ]
+    return type(given).__name__ + (f" ({', '.join(told)})" if told else "")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
