@@ -326,7 +326,8 @@ class Synchronizer:
         weights = self.global_weights("global")
         self._gathered_at = self.graph.statistics().syncs
         if self._site.collectives.rank == 0:
-            self._gathered = weights
+            with tf.device("CPU:0"):
+                self._gathered = [tf.identity(weight) for weight in weights]
 
     def was_put_back(self) -> None:
         """Notes that the state of an earlier point of the run was put back.
