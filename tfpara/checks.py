@@ -53,9 +53,9 @@ def checked_averages(
         if not isinstance(average, (algorithms.Average, *kinds)):
             hint = ""
             if isinstance(average, type) and issubclass(average, (algorithms.Average, *kinds)):
-                hint = ", but the class: write it with its arguments"
+                hint = ", but the class; write it with its arguments"
             elif isinstance(average, int | float):
-                hint = f", but a number: write tfpara.EMA({average!r}) if it is to be the decay"
+                hint = f", but a number; write tfpara.EMA({average!r}) if it is to be the decay"
             elif isinstance(average, algorithms.RunningThenMean):
                 hint = " of synchronous training: only tfpara.AsyncStrategy can start its mean"
             raise TypeError(
