@@ -151,7 +151,9 @@ def test_a_part_of_a_model_that_was_trained_is_exported_with_its_averages(tmp_pa
         gc.collect()
 
 
-def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(tmp_path, recwarn):
+def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(
+    tmp_path, recwarn, capfd
+):
     averages = {
         "slow": tfpara.EMA(0.9, num_updates=False),
         "quick": tfpara.EMA(0.3, num_updates=False),
@@ -161,9 +163,15 @@ def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(tmp_p
     }
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, averages=averages)
     model = make_model(strategy)
+    with pytest.warns(UserWarning, match="which='quick': the model was not trained under this"):
+        export(model, tmp_path / "quick", which="quick")
     model.fit(X[:4], X[:4, :3], batch_size=1, verbose=0)  # two syncs
+    recwarn.clear()
+    capfd.readouterr()
     for which in ("global", "quick", "counted", "debiased", "ma"):
         export(model, tmp_path / which, which=which)
+        line = f"tfpara: the {which!r} weights are exported to {tmp_path / which}\n"
+        assert capfd.readouterr().err.endswith(line)
     assert not [w for w in recwarn if "of this average" in str(w.message)]
     with pytest.warns(UserWarning, match="which='slow': 81% of this average are still the weights"):
         export(model, tmp_path / "slow", which="slow")

@@ -9,7 +9,9 @@ import tempfile
 import keras
 import numpy as np
 import pytest
+import simulation
 import tensorflow as tf
+from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
 from tfpara import files
@@ -74,6 +76,70 @@ def test_the_chief_writes_what_keras_writes(strategy, tmp_path, write):
         (tmp_path / name).mkdir()
         write(model, tmp_path / name)
     assert left(tmp_path / "ours") == left(tmp_path / "plain") != []
+
+
+LOADERS = {
+    "save": "m.keras",
+    "h5": "m.h5",
+    "unzipped": "m",
+    "weights": "m.weights.h5",
+}
+WITHIN_RULES = {
+    "look-ahead": (tfpara.BMUF(0.6), "nesterov", {"eta": 0.6}, {}),
+    "replicas apart": (tfpara.EASGD(0.2), "elastic", {"alpha": 0.2}, {"aggregation": "sharded"}),
+}
+EIGHT = [[4] * 8, [4] * 5]
+
+
+@pytest.mark.parametrize("name", WITHIN_RULES)
+def test_files_have_the_global_model_and_replicas_stay_as_they_are(name, tmp_path, capfd):
+    """That of NumPy: where epochs end, in all formats, and within a block as of the last sync."""
+    rule, kind, settings, options = WITHIN_RULES[name]
+    strategy = make(rule, local_state="keep", **options)
+    model = network(strategy)
+    initial = model.get_weights()
+
+    def of_file(path):
+        again = network(tf.distribute.get_strategy())
+        if "weights" in path.name:
+            again.load_weights(path)
+            return simulation.flat(again.get_weights())
+        loaded = keras.models.load_model(path, compile=False)
+        return simulation.flat(loaded.get_weights())
+
+    def within(batch, logs):
+        if batch == TAU and not (tmp_path / "within.keras").exists():
+            model.save(tmp_path / "within.keras")
+
+    callbacks = [
+        K.ModelCheckpoint(tmp_path / "{epoch}.keras"),
+        K.LambdaCallback(on_train_batch_end=within),
+    ]
+    model.fit(data_of(strategy, EIGHT), epochs=2, verbose=0, callbacks=callbacks)
+    note = "a model is saved within a block: the file has the global model of the last sync"
+    assert capfd.readouterr().err.count(note) == 1
+    before = of_replicas(strategy, model)
+    for epochs in (1, 2):
+        _, center, _ = simulation.simulate(
+            *(kind, initial, EIGHT, TAU, lambda: simulation.Momentum(0.2, 0.9)),
+            epochs=epochs,
+            **settings,
+        )
+        np.testing.assert_allclose(of_file(tmp_path / f"{epochs}.keras"), center.w, atol=1e-5)
+    np.testing.assert_allclose(of_file(tmp_path / "within.keras"), center.history[1], atol=1e-5)
+    assert np.abs(before[0] - center.w).max() > 1e-3
+    for way, path in LOADERS.items():
+        WRITERS[way](model, tmp_path)
+        np.testing.assert_allclose(of_file(tmp_path / path), center.w, atol=1e-5, err_msg=way)
+    WRITERS["export"](model, tmp_path / "exported")
+    with strategy.weights(model, "local"):
+        model.save(tmp_path / "local.keras")
+    np.testing.assert_array_equal(of_file(tmp_path / "local.keras"), before[0])
+    row, loaded = np.ones((1, 6), "float32"), tf.saved_model.load(tmp_path / "exported" / "m")
+    with strategy.weights(model, "global"):
+        np.testing.assert_allclose(loaded.serve(row), model(row), atol=1e-6)
+    for mine, was in zip(of_replicas(strategy, model), before, strict=True):
+        np.testing.assert_array_equal(mine, was)
 
 
 def test_a_save_that_fails_leaves_the_former_file(strategy, tmp_path, monkeypatch):

@@ -226,9 +226,11 @@ def test_what_is_no_rule_is_refused_where_the_strategy_is_made(rule, error, mess
     [
         (Mean, TypeError, "is not an average object, but the class"),
         (Sorted(), ValueError, r"Sorted\(\) mixes weights"),
-        (Part(0.5), TypeError, r"no such object. .* one of your own \(tfpara.Average\)"),
+        (Part(0.5), TypeError, r"an average object\. .* one of your own \(tfpara.Average\)"),
+        (0.9, TypeError, r"but a number; write tfpara.EMA\(0.9\) if it is to be the decay"),
+        (tfpara.RunningThenMean(), TypeError, "only tfpara.AsyncStrategy can start its mean"),
     ],
-    ids=["class", "mixes", "rule"],
+    ids=["class", "mixes", "rule", "number", "asynchronous"],
 )
 def test_what_is_no_average_is_refused_where_the_strategy_is_made(average, error, message):
     with pytest.raises(error, match=message):

@@ -17,6 +17,7 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 import tfpara
 from tfpara.collectives import Loopback
 from tfpara.sync import compression, reports
+from tfpara.sync.averaging import Shares
 from tfpara.sync.overlap import Overlap
 from tfpara.sync.sync_graph import SyncGraph
 
@@ -60,14 +61,20 @@ def check(
     steps_per_execution=1,
     atol=1e-5,
     exact=False,
+    constrained=False,
+    adam=False,
     **options,
 ):
     """Trains and compares; `exact`: with what the rule is without compression."""
     rule, kind, settings = RULES[name]
     options = {"local_state": "keep", **options}
     strategy = make(rule, len(minibatches), fragments=fragments, **options)
-    model = network(strategy, steps_per_execution=steps_per_execution)
+    given = {"optimizer": lambda: keras.optimizers.Adam(0.05)} if adam else {}
+    model = network(
+        strategy, steps_per_execution=steps_per_execution, constrained=constrained, **given
+    )
     initial = model.get_weights()
+    within = simulation.within if constrained else None
     fit = model.fit(data_of(strategy, minibatches), epochs=epochs, verbose=0)
     devices = {}
     if options.get("device_sync_period"):
@@ -77,17 +84,22 @@ def check(
         initial,
         minibatches,
         TAU,
-        lambda: simulation.Momentum(0.2, 0.9),
+        lambda: simulation.Adam(0.05) if adam else simulation.Momentum(0.2, 0.9),
         epochs=epochs,
         delay=delay,
         runs=RUNS[fragments],
         rounded=None if exact else FORMATS.get(options.get("compression")),
+        within=within,
         **devices,
         **settings,
     )
     for got, want in zip(of_replicas(strategy, model), local, strict=True):
         np.testing.assert_allclose(got, want, atol=atol)
     center = points[name == "diloco"]  # its W is the point that replicas go on from
+    if within:
+        shown = simulation.flat(within(simulation.unflat(center, initial)))
+        assert np.abs(shown - center).max() > 1e-4  # the rule's own state is without constraints
+        center = shown
     with strategy.weights(model, "global"):
         np.testing.assert_allclose(simulation.flat(model.get_weights()), center, atol=atol)
     np.testing.assert_allclose(fit.history["loss"][-1], loss, rtol=atol)
@@ -98,6 +110,48 @@ def check(
 @pytest.mark.quick
 def test_a_replica_with_a_share_of_one_third_among_unequal_ones():
     check("bmuf", [[2] * 6, [4] * 6, [6] * 6], aggregation="sharded")
+
+
+CONSTRAINED = {
+    "sharded, of unequal shares": ("bmuf", UNEVEN, {"aggregation": "sharded"}),
+    "Adam": ("bsp", EVEN, {"adam": True}),
+    "whose replicas stay apart": ("easgd", UNEVEN, {"overlap": True, "delay": TAU}),
+    "of fragments beside the training": (
+        "diloco",
+        EVEN,
+        {"fragments": 2, "overlap": 1, "delay": 1},
+    ),
+    "compressed": ("bmuf", EVEN, {"compression": "bf16", "atol": 1e-3}),
+    "of two levels": ("classical", UNEVEN, {"device_sync_period": 1}),
+}
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("case", CONSTRAINED)
+def test_constraints_hold_in_what_replicas_go_on_from_and_in_what_is_shown(case):
+    """With the mean of the replicas as they are, and a state of the rule without constraints."""
+    name, minibatches, options = CONSTRAINED[case]
+    averages = {"ema": tfpara.EMA(0.5)}
+    strategy, model = check(name, minibatches, constrained=True, averages=averages, **options)
+    for which in strategy.weight_names:
+        with strategy.weights(model, which):
+            weights = model.get_weights()
+        for found, wanted in zip(weights, simulation.within(weights), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-6, err_msg=which)
+
+
+def test_replicas_that_begin_beside_the_broadcast_point_keep_their_lead_where_it_is_compressed():
+    """As those of a resumed run do, whose fragments were trained since their last sync."""
+    strategy, _ = check("bmuf", EVEN, epochs=1, compression="bf16", atol=1e-2, constrained=True)
+    (synchronizer,) = strategy.extended.synchronizers
+    start = [weight + 1.0 for weight in synchronizer.broadcast_point()]
+    synchronizer.start_from(start)
+    graph = synchronizer.graph
+    shares = Shares(tf.constant([0.5, 0.5]), tf.constant(2.0), tf.constant(1.0))
+    means, _ = graph.compressed.gather(graph.replicas.all_weights(0), shares, 0)
+    found = graph.global_state.aggregation.spread(means, "means")[0]
+    wanted = graph.replicas.layout.pack(simulation.within([w.numpy() for w in start]))
+    np.testing.assert_allclose(found, wanted, atol=0.02)
 
 
 @pytest.mark.parametrize("name", ["classical", "diloco"])

@@ -61,12 +61,15 @@ def checked_averages(
         )
     for name, average in averages.items():
         if not isinstance(average, (algorithms.Average, *kinds)):
-            is_class = isinstance(average, type) and issubclass(
-                average, (algorithms.Average, *kinds)
-            )
-            what = "the class; write it with its arguments" if is_class else "no such object"
+            hint = ""
+            if isinstance(average, type) and issubclass(average, (algorithms.Average, *kinds)):
+                hint = ", but the class; write it with its arguments"
+            elif isinstance(average, int | float):
+                hint = f", but a number; write tfpara.EMA({average!r}) if it is to be the decay"
+            elif isinstance(average, algorithms.RunningThenMean):
+                hint = " of synchronous training: only tfpara.AsyncStrategy can start its mean"
             raise TypeError(
-                f"averages[{name!r}]={average!r} is not an average object, but {what}. There are: "
+                f"averages[{name!r}]={average!r} is not an average object{hint}. There are: "
                 f"{known}; or one of your own (tfpara.Average)."
             )
         if name in ("", "all", "global", "local"):

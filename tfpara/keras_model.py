@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -148,6 +149,21 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
     # `_flatten_layers` also gives layers inside layers, which `layers` does not.
     states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
+
+
+def constrained(
+    weights: Sequence[tf.Tensor], constraints: Sequence[Callable[[Any], Any] | None]
+) -> list[tf.Tensor]:
+    """Returns the weights, each as its own Keras constraint makes it, as after a Keras step.
+
+    Args:
+        weights: whole weights, of their variables' dtypes.
+        constraints: the attribute `constraint` of each variable; None: the weight has none.
+    """
+    return [
+        weight if constraint is None else tf.convert_to_tensor(constraint(weight))
+        for weight, constraint in zip(weights, constraints, strict=True)
+    ]
 
 
 def is_seed(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import files
+from tfpara.graph_files import without_tasks
 from tfpara.keras_model import strategy_of
 from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.strategy import Strategy
@@ -36,7 +38,8 @@ def export(
     """Writes a SavedModel whose `serving_default` is postprocessing(model(preprocessing(*inputs))).
 
     It appears at `path` whole or not at all, and replaces a SavedModel there. Every worker must
-    call this; the chief writes, and all return when the SavedModel is written.
+    call this; the chief writes and prints the path, and all return when the SavedModel is written.
+    A warning says so where an average is mostly, or wholly, what the model began with.
 
     Args:
         model: a built model.
@@ -68,18 +71,36 @@ def export(
             f"not clear which are meant. Call tfpara.export(model, path, which={shown!r}) outside."
         )
     write = _writer(model, path, signature, preprocessing, postprocessing)
+
+    def write_and_tell() -> None:
+        write()
+        print(f"tfpara: the {which!r} weights are exported to {os.fspath(path)}", file=sys.stderr)
+
     with strategy.weights(model, which) if strategy else contextlib.nullcontext():
-        if isinstance(strategy, PeriodicSyncStrategy):
+        if strategy is not None and strategy.is_chief and which not in ("global", "local"):
             _warn_of_young_average(strategy, model, which)
-            strategy.extended.by_the_chief(write, "tfpara.export()")
+        if isinstance(strategy, PeriodicSyncStrategy):
+            strategy.extended.by_the_chief(write_and_tell, "tfpara.export()")
         elif strategy is None or strategy.is_chief:
-            write()
+            write_and_tell()
 
 
-def _warn_of_young_average(strategy: PeriodicSyncStrategy, model: keras.Model, which: str) -> None:
-    synchronizer = strategy.extended.trained(model)
-    share = synchronizer.graph.global_state.share_of_start(which) if synchronizer else 0.0
-    if share > _YOUNG and strategy.is_chief:
+def _warn_of_young_average(strategy: Any, model: keras.Model, which: str) -> None:
+    share = 0.0
+    if isinstance(strategy, PeriodicSyncStrategy):
+        synchronizer = strategy.extended.trained(model)
+        trained = synchronizer is not None
+        if synchronizer is not None:
+            share = synchronizer.graph.global_state.share_of_start(which)
+    else:
+        trained = strategy.has_fitted(model)
+    if not trained:
+        warnings.warn(
+            f"which={which!r}: the model was not trained under this strategy yet, so this average "
+            "is the weights that the model has. Export it after fit.",
+            stacklevel=3,
+        )
+    if share > _YOUNG:
         warnings.warn(
             f"which={which!r}: {share:.0%} of this average are still the weights with which the "
             "training began, for there were few syncs. Give the average a smaller decay, or "
@@ -124,6 +145,7 @@ def _writer(
         archive.add_endpoint("serve", serve, input_signature=specs)
         with files.whole(path) as scratch:
             archive.write_out(os.fspath(scratch), verbose=False)
+            without_tasks(scratch)
 
     return write
 

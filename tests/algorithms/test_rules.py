@@ -379,6 +379,8 @@ def test_averages_of_a_start_without_syncs():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: EASGD("x"), r"elasticity='x' is no number. Give one, such as 0.9/N"),
+        (lambda: BMUF(block_learning_rate="x"), "block_learning_rate='x' is no number"),
         (lambda: BMUF(1.0), r"block_momentum=1.0 is outside \[0, 1\)"),
         (lambda: BMUF(-0.1), "block_momentum=-0.1"),
         (lambda: BMUF(float("nan")), "block_momentum=nan"),
@@ -397,5 +399,5 @@ def test_averages_of_a_start_without_syncs():
     ],
 )
 def test_bad_values_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()

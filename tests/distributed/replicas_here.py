@@ -14,14 +14,35 @@ def make(rule, replicas=2, **options):
     return tfpara.PeriodicSyncStrategy(rule, devices=devices, **{"sync_period": TAU, **options})
 
 
-def network(strategy, seed=3, steps_per_execution=1, norm=False):
+def clip(weight):
+    """A constraint that somebody has written for himself."""
+    return keras.ops.clip(weight, -0.3, 0.3)
+
+
+# Those of `simulation.within`.
+HIDDEN = {
+    "kernel_constraint": keras.constraints.UnitNorm(axis=0),
+    "bias_constraint": keras.constraints.NonNeg(),
+}
+OUTPUT = {"kernel_constraint": clip}
+
+
+def network(
+    strategy,
+    seed=3,
+    steps_per_execution=1,
+    norm=False,
+    constrained=False,
+    optimizer=lambda: keras.optimizers.SGD(0.2, momentum=0.9),
+):
     keras.utils.set_random_seed(seed)
-    layers = [keras.Input((6,)), keras.layers.Dense(7, activation="tanh")]
+    hidden, output = (HIDDEN, OUTPUT) if constrained else ({}, {})
+    layers = [keras.Input((6,)), keras.layers.Dense(7, activation="tanh", **hidden)]
     layers += [keras.layers.BatchNormalization(momentum=0.9)] if norm else []
     with strategy.scope():
-        model = keras.Sequential([*layers, keras.layers.Dense(5)])
+        model = keras.Sequential([*layers, keras.layers.Dense(5, **output)])
         model.compile(
-            keras.optimizers.SGD(0.2, momentum=0.9),
+            optimizer(),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             steps_per_execution=steps_per_execution,
         )

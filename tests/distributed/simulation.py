@@ -47,6 +47,29 @@ class Momentum:
         self.buffers = [np.zeros_like(w) for w in weights]
 
 
+class Adam:
+    """Adam: w ← w − lr √(1 − β₂^t) / (1 − β₁^t) · m / (√v + ε)."""
+
+    def __init__(self, learning_rate):
+        self.rate, self.t, self.m, self.v = learning_rate, 0, 0.0, 0.0
+
+    def step(self, weights, grads):
+        gradient = flat(grads)
+        self.t += 1
+        self.m = 0.9 * self.m + 0.1 * gradient
+        self.v = 0.999 * self.v + 0.001 * gradient**2
+        rate = self.rate * np.sqrt(1 - 0.999**self.t) / (1 - 0.9**self.t)
+        moved = flat(weights) - rate * self.m / (np.sqrt(self.v) + 1e-7)
+        return unflat(moved, weights)
+
+
+def within(weights):
+    """The network's weights within the constraints of `replicas_here.network`."""
+    w1, b1, w2, b2 = weights
+    norms = np.sqrt((w1**2).sum(0, keepdims=True))
+    return [w1 / (1e-7 + norms), np.maximum(b1, 0.0), np.clip(w2, -0.3, 0.3), b2]
+
+
 class Global:
     """The rules. `sync` takes the flat local models and shares; it gives the new local models."""
 

@@ -23,6 +23,7 @@ def simulate(
     device_period=None,
     devices=1,
     rounded=None,
+    within=None,
     **settings,
 ):
     """Trains len(minibatches) replicas.
@@ -30,10 +31,12 @@ def simulate(
     delay: steps after which a sync is merged; with 0 training stops for the sync. runs: for each
     fragment the index of its first variable and that past its last one. devices: the number of
     replicas of a worker, which are averaged every device_period steps. rounded: a function that
-    rounds numbers as a format does; each replica then is a worker.
+    rounds numbers as a format does; each replica then is a worker. within: a function of the list
+    of weights that puts them within their constraints, as is done with what replicas have after
+    each step, mean or sync.
 
-    Returns: flat local models, the flat global model and look-ahead point, mean loss of the last
-    epoch.
+    Returns: flat local models, the flat global model and look-ahead point (without constraints),
+    mean loss of the last epoch.
     """
     initial = [np.asarray(w, np.float64) for w in initial]
     ends = np.cumsum([0] + [w.size for w in initial])
@@ -45,6 +48,10 @@ def simulate(
     centers = [Global(kind, start[p], replicas, **settings) for p in pieces]
     wires = [Wire(center, rounded) for center in centers]
 
+    def constrain():
+        if within:
+            local[:] = [flat(within(unflat(w, initial))) for w in local]
+
     def average_devices(samples):
         for first in range(0, replicas, devices):
             own = slice(first, first + devices)
@@ -52,6 +59,7 @@ def simulate(
                 shares = samples[own] / samples[own].sum()
                 local[own] = shares @ local[own]
         samples[:] = 0
+        constrain()
 
     def exchanged(number, samples, steps):
         """Returns what each replica would go on from if the sync took no time."""
@@ -79,11 +87,13 @@ def simulate(
                     local[r] = flat(optimizers[r].step(weights, grads))
                     samples[:, r] += size
                     of_devices[r] += size
+            constrain()
             steps += 1
             if device_period and (step + 1) % device_period == 0:
                 average_devices(of_devices)
             if flight is not None and step + 1 == flight[0] + delay:
                 flight = merge(local, flight)
+                constrain()
             if (step + 1) % sync_period == 0:
                 number = syncs % len(pieces)
                 syncs += 1
@@ -92,13 +102,16 @@ def simulate(
                 flight = (step + 1, pieces[number], local[:, pieces[number]].copy(), result)
                 if not delay:
                     flight = merge(local, flight)
+                    constrain()
         if device_period:
             average_devices(of_devices)
         if flight is not None:
             merge(local, flight)
+            constrain()
         for number, piece in enumerate(pieces):
             if samples[number].sum():
                 local[:, piece] = exchanged(number, samples[number], steps[number])
+        constrain()
     points = [np.concatenate([getattr(c, of) for c in centers]) for of in ("w", "anchor")]
     return list(local), points, np.average(losses, weights=sizes_seen)
 

@@ -132,6 +132,9 @@ def test_all_workers_load_what_the_chief_saved(ran):
         np.testing.assert_allclose(worker[name], chief["saved.keras"], atol=1e-5)
     for name in ("chief.keras", "served ema"):
         np.testing.assert_allclose(worker[name], chief["ema"], atol=1e-5)
+    for seen in ran.seen:
+        for name in ("served words", "served words too"):
+            np.testing.assert_array_equal(seen[name], [[0, 1, 0, 0], [0, 0, 0, 1]])
     assert np.abs(chief["ema"] - chief["saved.keras"]).max() > 1e-4
     interpreter = tf.lite.Interpreter(str(ran.folder / "model.tflite"))
     interpreter.allocate_tensors()

@@ -64,6 +64,12 @@ TRAININGS = {
         {},
         {"optimizer": "keras.optimizers.Adam(0.01)", **SHARDED},
     ),
+    # A constraint needs a whole weight, of which each replica keeps a part of the global one.
+    "constrained": Training(
+        *BMUF,
+        {**SHARDED, **FITTED, "averages": "None", "constrained": True},
+        {"within": simulation.within},
+    ),
     "easgd-overlap": Training(*EASGD, {**OVERLAPPED, "overlap": True}, {"delay": 3}),
     # Two workers of two devices: overlap, fragments, hierarchy, several steps an execution.
     "all-at-once": Training(
@@ -159,6 +165,7 @@ def model(results, prefix):
 )
 def test_it_is_what_numpy_computes(trained, name, backend):
     training, workers = TRAININGS[name], trained(backend)[name]
+    stepwise = training.stepwise or {}
     results = {**workers[1], **workers[0]}
     options = of_worker(name, 2, "")
     for worker in workers:
@@ -175,8 +182,9 @@ def test_it_is_what_numpy_computes(trained, name, backend):
         return simulation.Momentum(0.2, 0.0 if options.get("local_state") == "auto" else 0.9)
 
     if training.stepwise:
-        stepwise = {**training.stepwise, **settings}
-        local, (w, _), loss = stepwise_simulation.simulate(*arguments, optimizer, **stepwise)
+        local, (w, _), loss = stepwise_simulation.simulate(
+            *arguments, optimizer, **stepwise, **settings
+        )
     else:
         state = options.get("local_state", "keep")
         local, center, loss = simulation.simulate(
@@ -188,7 +196,10 @@ def test_it_is_what_numpy_computes(trained, name, backend):
             check_averages(results, center.history, center.parts)
     for replica, expected in enumerate(local):
         np.testing.assert_allclose(model(results, f"replica{replica}"), expected, atol=1e-5)
-    np.testing.assert_allclose(model(results, "global"), w, atol=1e-5)
+    if "within" in stepwise:
+        w = simulation.flat(stepwise["within"](simulation.unflat(w, initial)))
+    for which in ("global", "saved"):
+        np.testing.assert_allclose(model(results, which), w, atol=1e-5, err_msg=which)
     np.testing.assert_allclose(results["loss"], loss, rtol=1e-5)
 
 

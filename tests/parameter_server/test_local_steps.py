@@ -14,13 +14,14 @@ MINIBATCHES = [X[k : k + BATCH].astype("float64") for k in range(0, 96, BATCH)]
 RULES = [tfpara.Downpour(), tfpara.AsyncEASGD(0.5)]
 
 
-def made(rule, optimizer, workers=1, **options):
+def made(rule, optimizer, workers=1, constraint=None, **options):
     """A linear model that starts at zero."""
     options = {"sync_period": 3} | options
     strategy = tfpara.simulate_async(workers, rule, **options)
     with strategy.scope():
+        start = {"kernel_initializer": "zeros", "kernel_constraint": constraint}
         model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+            [keras.Input((4,)), keras.layers.Dense(1, use_bias=False, **start)]
         )
         model.compile(optimizer, "mse")
     return strategy, model
@@ -105,10 +106,11 @@ def test_several_workers_go_on_from_a_checkpoint_with_every_minibatch_once(tmp_p
         assert counted.staleness.sum() == counted.pushes
 
 
-def train_in_step(strategy, model, workers, epochs):
+def train_in_step(strategy, model, workers, epochs, callbacks=()):
     """In an epoch each worker has a block of three minibatches, and all pull before one pushes."""
     count = workers * 3 * BATCH
     options = {"batch_size": BATCH, "shuffle": False, "chunks": workers, "verbose": 0}
+    options["callbacks"] = list(callbacks)
     strategy.fit(model, X[:count], (X @ TRUE)[:count], epochs=epochs, **options)
 
 
@@ -151,6 +153,64 @@ def test_workers_in_step_under_block_momentum_are_bmuf(workers):
         w = w + delta
         b = w + later * delta
     np.testing.assert_allclose(model.get_weights()[0], b, rtol=1e-4, atol=1e-6)
+
+
+CONSTRAINED = {
+    "ASGD": tfpara.ASGD(),
+    "Downpour": tfpara.Downpour(),
+    "AsyncBMUF": tfpara.AsyncBMUF(0.5, warmup=False),
+    "AsyncEASGD": tfpara.AsyncEASGD(0.4),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_constraints_hold_on_servers_and_workers_and_in_averages(name, tmp_path):
+    """As Keras does after a step: W, which files have, what a worker goes on from, averages."""
+
+    def unit(w):
+        return w / (1e-7 + np.linalg.norm(w))
+
+    strategy, model = made(
+        CONSTRAINED[name],
+        keras.optimizers.SGD(0.05),
+        workers=2,
+        constraint=keras.constraints.UnitNorm(),
+        speeds=tfpara.Speed(),
+        averages={"ema": tfpara.EMA(0.5, num_updates=False)},
+    )
+    file = tmp_path / "w.weights.h5"
+    saving = keras.callbacks.ModelCheckpoint(file, save_weights_only=True)
+    train_in_step(strategy, model, 2, 3, [saving])
+    w = ema = delta = np.zeros((4, 1))
+    local = [w, w]
+    for _ in range(3):
+        pulled, moved = w, []
+        for worker in range(2):
+            local[worker] = local[worker] if name == "AsyncEASGD" else pulled
+            own = MINIBATCHES[3 * worker : 3 * worker + 3]
+            for minibatch in own:
+                local[worker] = unit(local[worker] - 0.05 * gradient(minibatch, local[worker]))
+            moved.append(local[worker] - pulled)
+            if name == "ASGD":
+                moved[worker] = -0.05 * sum(gradient(minibatch, pulled) for minibatch in own)
+        for worker in range(2):
+            if name in ("ASGD", "Downpour"):
+                w = w + moved[worker]
+            elif name == "AsyncEASGD":
+                move = 0.4 * (local[worker] - w)
+                w, local[worker] = w + move, unit(local[worker] - move)
+            else:
+                w = w + moved[worker] / 2
+                if worker == 1:
+                    delta = 0.5 * delta + np.mean(moved, 0)
+                    w = w + 0.5 * delta
+            w = unit(w)
+            ema = ema + 0.5 * (w - ema)
+    np.testing.assert_allclose(model.get_weights()[0], w, atol=1e-5)
+    with strategy.weights(model, "ema"):
+        np.testing.assert_allclose(model.get_weights()[0], unit(ema), atol=1e-5)
+    model.load_weights(file)
+    np.testing.assert_allclose(model.get_weights()[0], w, atol=1e-5)
 
 
 def test_local_momentum_is_fitted_to_the_block():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 from tfpara.typing import Scalar
 
 
@@ -13,6 +15,21 @@ def minimum(a: Scalar, b: Scalar) -> Scalar:
         (0.25, 0.25)
     """
     return a + 0.5 * ((b - a) - abs(b - a))
+
+
+def check_number(name: str, value: object, usual: str) -> None:
+    """Checks that a hyper-parameter is a number.
+
+    Args:
+        name: of the argument.
+        value: of the argument.
+        usual: a usual value.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} is no number. Give one, such as {usual}.")
 
 
 def positive_part(x: Scalar) -> Scalar:

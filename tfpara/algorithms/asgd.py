@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, NamedTuple, TypeAlias
 
-from tfpara.algorithms.arithmetic import minimum, positive_part
+from tfpara.algorithms.arithmetic import check_number, minimum, positive_part
 from tfpara.algorithms.bmuf import BMUF
 from tfpara.algorithms.rule import Average
 from tfpara.typing import Array, Scalar
@@ -34,6 +34,7 @@ class ASGD:
             it were pushed alone) or "mean".
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range.
 
     Source: paper 003, section 2.2, eq. 2; Zheng et al., "Asynchronous stochastic gradient descent
@@ -57,6 +58,7 @@ class ASGD:
 
     def __post_init__(self) -> None:
         _check_bound(self.max_staleness)
+        check_number("delay_compensation", self.delay_compensation, "0.04")
         if not 0.0 <= self.delay_compensation < float("inf"):
             raise ValueError(
                 f"delay_compensation={self.delay_compensation!r} must be 0 (off) or positive; the "
@@ -99,6 +101,7 @@ class AveragedASGD(ASGD):
         **others: those of `ASGD`.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range.
 
     Source: paper 002, sections 2.3 and 2.4.
@@ -142,6 +145,7 @@ class RunningThenMean:
         rate: r, 0 < r ≤ 1.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: r outside (0, 1].
 
     Source: paper 002, section 2.3.
@@ -155,6 +159,7 @@ class RunningThenMean:
     rate: float = 0.01
 
     def __post_init__(self) -> None:
+        check_number("running_rate", self.rate, "0.01")
         if not 0.0 < self.rate <= 1.0:
             raise ValueError(f"running_rate={self.rate!r} is outside (0, 1]. The paper's is 0.01.")
 
@@ -202,6 +207,7 @@ class Downpour:
             their pushes moves the model by the mean of their blocks, as model averaging does.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range.
 
     Source: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 and algorithm
@@ -224,6 +230,7 @@ class Downpour:
 
     def __post_init__(self) -> None:
         _check_bound(self.max_staleness)
+        check_number("block_learning_rate", self.block_learning_rate, "1")
         if not 0.0 < self.block_learning_rate < float("inf"):
             raise ValueError(
                 f"block_learning_rate={self.block_learning_rate!r} must be positive. 1 adds what a "
@@ -255,6 +262,7 @@ class AsyncEASGD:
             independent and the server's model as it was.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range.
 
     Source: paper 003, eq. 9; Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD"
@@ -272,7 +280,10 @@ class AsyncEASGD:
     keeps_state: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.elasticity is not None and not 0.0 <= self.elasticity <= 1.0:
+        if self.elasticity is None:
+            return
+        check_number("elasticity", self.elasticity, "0.9/N, which is the default")
+        if not 0.0 <= self.elasticity <= 1.0:
             raise ValueError(
                 f"elasticity={self.elasticity!r} is outside [0, 1]: a worker would move past the "
                 "server's model. The usual value is 0.9/N; None chooses it."
@@ -339,6 +350,7 @@ class AsyncBMUF:
         workers: N; None: those of the strategy.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range.
 
     Source: Liu et al., "Asynchronous local-SGD training for language modeling" (2024), the delayed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from tfpara.algorithms.arithmetic import minimum
+from tfpara.algorithms.arithmetic import check_number, minimum
 from tfpara.algorithms.rule import Average
 from tfpara.typing import Array, Scalar
 
@@ -44,6 +44,7 @@ class EMA(Average):
             have in it, instead of starting from W_0.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: β outside (0, 1).
 
     Source: "Exponential moving average model in parallel speech recognition training" (paper 000
@@ -60,6 +61,7 @@ class EMA(Average):
     zero_debias: bool = False
 
     def __post_init__(self) -> None:
+        check_number("decay", self.decay, "0.99")
         if not 0.0 < self.decay < 1.0:
             raise ValueError(
                 f"decay={self.decay!r} is outside (0, 1). Typical values are 0.9 to 0.999 per sync."

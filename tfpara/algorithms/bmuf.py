@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
-from tfpara.algorithms.arithmetic import minimum
+from tfpara.algorithms.arithmetic import check_number, minimum
 from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar
 
@@ -90,6 +91,7 @@ class BMUF(Rule):
             `block_momentum` is no number and `compat` is None, else False.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range, or `warmup` with `compat`.
 
     Source: Li et al. (2017), eqs. 3-6; Chen & Huo, "Scalable training of deep learning machines
@@ -123,11 +125,16 @@ class BMUF(Rule):
                 raise ValueError(
                     f"block_momentum={eta!r} is no number and none of {', '.join(_SCALINGS)}."
                 )
-        elif eta is not None and not 0.0 <= eta < 1.0:
+        elif eta is not None:
+            check_number("block_momentum", eta, "1 - 1/N, which is the default")
+        if isinstance(eta, numbers.Real) and not 0.0 <= eta < 1.0:
             raise ValueError(
                 f"block_momentum={eta!r} is outside [0, 1): at 1 or more the model update grows "
                 "without bound. Give 0 ≤ block_momentum < 1, or None for 1 - 1/N."
             )
+        if self.warmup is not None:
+            check_number("warmup", self.warmup, "1")
+        check_number("block_learning_rate", zeta, "1")
         if not (self.warmup is None or self.warmup is False or 0.0 < self.warmup < math.inf):
             raise ValueError(
                 f"warmup={self.warmup!r} is no positive number of blocks in which the gain rises "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from tfpara.algorithms.arithmetic import positive_part
+from tfpara.algorithms.arithmetic import check_number, positive_part
 from tfpara.algorithms.bmuf import BMUF
 from tfpara.typing import Array, Scalar
 
@@ -64,6 +64,7 @@ class BMUFAdam(BMUF):
         beta_2: β₂ of the local optimizer.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range.
 
     Source: Chen, Ding & Huo, "Parallelizing Adam optimizer with blockwise model-update filtering"
@@ -92,6 +93,7 @@ class BMUFAdam(BMUF):
                 "tfpara.BMUF."
             )
         for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
+            check_number(name, beta, "Keras' default, 0.9 or 0.999")
             if not 0.0 < beta < 1.0:
                 raise ValueError(
                     f"{name}={beta!r} is outside (0, 1). Give the local optimizer's; 0.9 and 0.999 "

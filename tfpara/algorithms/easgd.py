@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from tfpara.algorithms.arithmetic import check_number
 from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar
 
@@ -31,6 +32,7 @@ class EASGD(Rule):
         elasticity: α, 0 ≤ α < 2/(N+1). None: 0.9/N. 0 leaves the replicas independent.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: at construction if α is negative or not below 1 (the bound for one replica), at
             `resolve` if it is unstable for the number of replicas.
 
@@ -48,7 +50,10 @@ class EASGD(Rule):
     elasticity: float | None = None
 
     def __post_init__(self) -> None:
-        if self.elasticity is not None and not 0.0 <= self.elasticity < 1.0:
+        if self.elasticity is None:
+            return
+        check_number("elasticity", self.elasticity, "0.9/N, which is the default")
+        if not 0.0 <= self.elasticity < 1.0:
             raise ValueError(
                 f"elasticity={self.elasticity!r} is outside [0, 1), the stable range of a single "
                 "replica. The usual value is 0.9/N; None chooses it."

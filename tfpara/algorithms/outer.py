@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from tfpara.algorithms.arithmetic import check_number
 from tfpara.algorithms.keras_step import KerasStep, shortest
 from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar, State
@@ -190,6 +191,7 @@ def DiLoCo(learning_rate: float = 0.7, momentum: float = 0.9) -> Outer:
         momentum: μ, 0 ≤ μ < 1.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range.
 
     Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models"
@@ -221,6 +223,7 @@ def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer
         slow_momentum: β, 0 ≤ β < 1. The paper uses 0.4 to 0.8.
 
     Raises:
+        TypeError: a value that must be a number is none.
         ValueError: a value outside its range.
 
     Source: Wang, Tantia, Ballas & Rabbat, "SlowMo: Improving communication-efficient distributed
@@ -238,11 +241,13 @@ def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer
 
 
 def _check_rate(name: str, value: float) -> None:
+    check_number(name, value, "0.7")
     if not 0.0 < value < float("inf"):
         raise ValueError(f"{name}={value!r} must be a positive number. 0.7 to 1 is usual.")
 
 
 def _check_momentum(name: str, value: float) -> None:
+    check_number(name, value, "0.9")
     if not 0.0 <= value < 1.0:
         raise ValueError(
             f"{name}={value!r} is outside [0, 1): at 1 or more the model update grows without "

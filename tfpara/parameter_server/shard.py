@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfpara.algorithms.asgd import ASGD, AsyncAverage, AsyncBMUF, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
+from tfpara.keras_model import constrained
 from tfpara.parameter_server.books import Change, Progress
 from tfpara.typing import Array, State
 
@@ -77,6 +78,7 @@ class Shard:
         self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
         self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]
+        self._constraints = [weights[k].constraint for k in self.indices]
         own = [weights[k] for k in self.indices]
         with tf.device(self.device):
             self.weights = [variable(v.value) for v in own]
@@ -156,6 +158,8 @@ class Shard:
             tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
             for w, name in zip(after, self.names, strict=True)
         ]
+        if self._rule.local_steps:  # else the optimizer's step has done so
+            after = constrained(after, self._constraints)
         changes: list[Change] = list(zip(self.weights, after, strict=True))
         changes += zip(self.optimizer, optimizer, strict=True)
         for former, state in zip(self.kept, kept, strict=True):
@@ -189,9 +193,10 @@ class Shard:
         return after, state
 
     def average(self, name: str) -> list[tf.Tensor]:
-        """Returns the weights of an average."""
+        """Returns the weights of an average, by their constraints."""
         found = [self._averages[name].value(_read(state)) for state in self.averages[name]]
-        return [tf.cast(v, w.dtype) for v, w in zip(found, self.weights, strict=True)]
+        found = [tf.cast(v, w.dtype) for v, w in zip(found, self.weights, strict=True)]
+        return constrained(found, self._constraints)
 
     def start_mean(self, name: str) -> None:
         """Makes the running average `name` continue as a mean."""

@@ -280,6 +280,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         with copy.showing(which):
             yield
 
+    def has_fitted(self, model: keras.Model) -> bool:
+        """Returns whether `fit` was called with this model."""
+        return model in self._copies
+
     def read(self, model: keras.Model) -> None:
         """Copies weights and moving statistics from the servers into the chief's model.
 

@@ -19,6 +19,7 @@ from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.algorithms.local_momentum import in_a_block
 from tfpara.keras_model import (
     carried_states,
+    constrained,
     memory_can_change,
     memory_of,
     momentum_of,
@@ -360,12 +361,16 @@ class Work:
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns the local weights (empty if there are none) and optimizer for the next block.
 
+        The weights are by their constraints.
+
         Args:
             block: the block that was pushed.
             moves: `Answer.moves` of the push.
         """
-        between = zip(block.weights, moves, strict=True) if self.local_models else ()
-        return [w - m for w, m in between], block.optimizer
+        if not self.local_models:
+            return [], block.optimizer
+        moved = [w - m for w, m in zip(block.weights, moves, strict=True)]
+        return constrained(moved, [v.constraint for v in self.weights]), block.optimizer
 
 
 def _loss(

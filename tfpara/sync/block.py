@@ -54,6 +54,11 @@ class Block:
         """Minibatches of each replica since the last sync, of a block of the whole model."""
         return int(self.part_steps[0])
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the model was trained since its last sync."""
+        return bool(tf.reduce_max(self.part_steps) > 0.0)
+
     def count(self, weights: tf.Tensor) -> tf.Tensor:
         """Counts a minibatch of each local replica by its weight; returns `steps`."""
         for replica, pending in enumerate(self.samples):

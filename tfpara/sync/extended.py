@@ -1200,6 +1200,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             write()
         self.control.together(call(name))
 
+    @contextlib.contextmanager
+    def writing(self, model: keras.Model) -> Iterator[None]:
+        """Has a model, or what has weights of trained ones, hold the global model for a file."""
+        weights = self._components(getattr(model, "weights", []))
+        with contextlib.ExitStack() as stack:
+            for trained in self._trained:
+                if weights.keys() & trained.weights.keys():
+                    stack.enter_context(trained.synchronizer.writing(self.note))
+            yield
+
     def broadcast_replica(self, model: keras.Model, replica: int) -> None:
         if not 0 <= replica < self._num_replicas_in_sync:
             raise ValueError(

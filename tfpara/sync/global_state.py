@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms.rule import Rule
@@ -365,6 +366,13 @@ class GlobalState:
     def is_sharded(self) -> bool:
         """Whether each replica keeps its own part, rather than every worker the whole."""
         return isinstance(self.aggregation, Sharded)
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether all replicas go on from the global model itself."""
+        rule = self.rule.last()
+        state = rule.init(np.zeros(1, np.float32))
+        return rule.overwrites and rule.broadcast(state, state) is state.global_model
 
     @property
     def nbytes(self) -> list[int]:

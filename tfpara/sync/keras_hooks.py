@@ -3,7 +3,8 @@
 Keras 3 does not know it, so that each worker would write to the same path at once. The functions
 below are replaced for models of a `PeriodicSyncStrategy`:
 
-- functions that save a model write on the chief, and do nothing on the other workers;
+- functions that save a model write the global model on the chief, and do nothing on the other
+  workers;
 - callbacks run on all workers; those that write get a temporary folder on the other workers, as in
   Keras 2;
 - `fit` and `train_on_batch` first check that the model was made in a strategy's scope;
@@ -50,6 +51,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils as _adapter_util
 
 from tfpara import files, fit_call, program
 from tfpara.cluster.place import EVALUATE, FIT_END, Place
+from tfpara.graph_files import without_tasks
 from tfpara.keras_model import (
     build_optimizer,
     check_optimizers_built,
@@ -92,7 +94,8 @@ def install() -> None:
     _replace(_saving_lib, "save_model", _by_the_chief)
     _replace(_saving_lib, "save_weights_only", _by_the_chief)
     _replace(_legacy_h5_format, "save_model_to_hdf5", _by_the_chief)
-    _replace(keras.Model, "export", _by_the_chief)
+    _replace(keras.Model, "export", _for_any_task)
+    _replace(keras.Model, "export", _by_the_chief)  # outside of the line above
     for method in ("fit", "evaluate", "predict"):
         _replace(keras.Model, method, _shown_by_the_chief)
     watch_fit()
@@ -139,7 +142,10 @@ def _strategy(model: keras.Model) -> Any:
 
 
 def _by_the_chief(write: Method) -> Method:
-    """Replaces a function that saves a model: it writes on the chief alone, all or nothing."""
+    """Replaces a function that saves a model: it writes on the chief alone, all or nothing.
+
+    It writes the global model, unless the model shows other weights (`strategy.weights`).
+    """
 
     @functools.wraps(write)
     def saving(
@@ -151,13 +157,29 @@ def _by_the_chief(write: Method) -> Method:
         # Keras creates optimizers and layers, with variables, to compare the model's with.
         with strategy.extended.creating_alone():
             if not isinstance(filepath, (str, os.PathLike)):
-                return write(model, filepath, *args, **kwargs)
+                with strategy.extended.writing(model):
+                    return write(model, filepath, *args, **kwargs)
             if not strategy.is_chief:
                 return None
-            with _scratch(os.fspath(filepath)) as scratch:
+            with _scratch(os.fspath(filepath)) as scratch, strategy.extended.writing(model):
                 return write(model, scratch, *args, **kwargs)
 
     return saving
+
+
+def _for_any_task(export: Method) -> Method:
+    """Replaces a function that writes a SavedModel: no operation in it is bound to a task."""
+
+    @functools.wraps(export)
+    def exporting(
+        model: keras.Model, filepath: str | os.PathLike[str], *args: object, **kwargs: object
+    ) -> object:
+        result = export(model, filepath, *args, **kwargs)
+        if _strategy(model) is not None:
+            without_tasks(filepath)
+        return result
+
+    return exporting
 
 
 @contextlib.contextmanager

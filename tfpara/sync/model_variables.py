@@ -58,6 +58,7 @@ def replica_variables(
     return ReplicaVariables(
         weights=components(weights),
         weight_names=[v.path for v in weights],
+        constraints=[v.constraint for v in weights],
         state=components(state),
         state_names=[v.path for v in state],
         slots=components([v for v, _ in slots]),

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfpara.cluster.place import Place
 from tfpara.collectives import Collectives, broadcast_to_devices
 from tfpara.collectives.members import Members
+from tfpara.keras_model import constrained
 from tfpara.sync.buffers import Layout
 from tfpara.sync.settings import Settings
 from tfpara.typing import Array
@@ -64,6 +65,7 @@ class ReplicaVariables:
     """The variables that a sync reads and writes: for each, its component on each local device.
 
     weights: trainable variables, to which the rule is applied.
+    constraints: for each of these its Keras constraint, or None; empty if none has one.
     state: other float variables, such as batch-norm statistics, which are averaged without a rule.
     slots: the optimizers' slots that a sync resets or averages.
     slot_resets: values of the slots after a reset.
@@ -88,6 +90,7 @@ class ReplicaVariables:
     counts: Sequence[Sequence[tf.Variable]] = ()
     cycles: Sequence[int] = ()
     rates: Sequence[Sequence[tf.Variable]] = ()
+    constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None] = ()
 
 
 class Replicas:
@@ -181,12 +184,33 @@ class Replicas:
         return [_difference(s, a) for s, a in zip(state, anchors, strict=True)]
 
     def write_weights(self, per_device: Sequence[Buckets], fragment: int | None = None) -> None:
-        """Writes the weights from the buckets of each device."""
+        """Writes the weights from the buckets of each device, by their constraints."""
+        run = slice(None) if fragment is None else self.layout.variables[fragment]
         tensors = []
         for device, buckets in zip(self.devices, per_device, strict=True):
             with tf.device(device):
-                tensors.append(self.layout.unpack(buckets, fragment))
+                tensors.append(self.constrained(self.layout.unpack(buckets, fragment), run))
         assign(self._of(fragment), tensors)
+
+    def constrained(
+        self, weights: Sequence[tf.Tensor], run: slice = slice(None)
+    ) -> list[tf.Tensor]:
+        """Returns weights as their Keras constraints make them.
+
+        So are all weights that replicas go on from, or that are shown. A part of a flat vector has
+        no whole weight, so the state of the rule and the averages is without constraints.
+
+        Args:
+            weights: one tensor for each weight.
+            run: the slice of the list of weights that these are.
+        """
+        constraints = self.variables.constraints[run]
+        if not any(constraints):
+            return list(weights)
+        dtypes = [of_devices[0].dtype for of_devices in self.variables.weights[run]]
+        return constrained(
+            [tf.cast(w, dtype) for w, dtype in zip(weights, dtypes, strict=True)], constraints
+        )
 
     def write_moments(self, field: str, spread: Sequence[Buckets]) -> None:
         """Writes the field "momentum" or "velocity" of the moments, from each device's buckets."""
@@ -221,7 +245,7 @@ class Replicas:
     def average_devices(self, samples: tf.Tensor) -> None:
         """Sets the weights and state of all local replicas to their mean.
 
-            w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0)
+            w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0),  then the weight's constraint
 
         Args:
             samples: n, the samples that each replica has processed since they were last equal. If
@@ -229,19 +253,23 @@ class Replicas:
         """
         total = tf.reduce_sum(samples)
         shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))
-        kinds = [(v, tf.subtract) for v in self.variables.weights]
-        kinds += [(v, _difference) for v in self.variables.state]
-        for variable, minus in kinds:
+        weights, state = self.variables.weights, self.variables.state
+        constraints = self.variables.constraints or [None] * len(weights)
+        kinds = [(v, tf.subtract, c) for v, c in zip(weights, constraints, strict=True)]
+        kinds += [(v, _difference, None) for v in state]
+        for variable, minus, constraint in kinds:
             with tf.device(self.devices[0]):
                 values = [tf.cast(component, tf.float32) for component in variable]
                 # Differences from the first replica are averaged, so that equal values stay exact.
                 moved = [
                     s * minus(v, values[0]) for s, v in zip(shares[1:], values[1:], strict=True)
                 ]
-                mean = tf.add_n([values[0], *moved])
+                mean = tf.cast(tf.add_n([values[0], *moved]), variable[0].dtype)
+                (mean,) = constrained([mean], [constraint])
             for component, own in zip(variable, values, strict=True):
                 with tf.device(component.device):
-                    component.assign(tf.cast(tf.where(total > 0.0, mean, own), component.dtype))
+                    own = tf.cast(own, component.dtype)
+                    component.assign(tf.where(total > 0.0, mean, own))
 
     def _of(self, fragment: int | None) -> Sequence[Sequence[tf.Variable]]:
         weights = self.variables.weights

@@ -89,6 +89,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     sync. The metrics of the epoch's log, validation and callbacks come after that sync. Metrics are
     reduced over all replicas of all workers.
 
+    A weight's Keras constraint holds in what replicas go on from, and in the global model and the
+    averages as they are shown and written; the state of the rule is without it (docs/rules.md).
+
     Args:
         rule: `tfpara.BSP()`, `BMUF(...)`, `EASGD(...)`, `BMUFAdam(...)`, `DiLoCo(...)`,
             `SlowMo(...)` or, around a Keras optimizer, `Outer(...)`.
@@ -621,11 +624,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """Puts the "global" model, the "local" ones or a named average into `model` for a while.
 
         Every worker must enter, since the open block is closed first. Leaving the context puts the
-        former weights back, bit for bit, on every device. Statistics such as those of batch
-        normalisation are those of the last sync in each case. A model that has not been trained yet
-        has the same weights under every name. Models that are tracked together all get these
-        weights, and so does the whole of which a part is given. Contexts may be nested: the inner
-        one holds.
+        former weights back, bit for bit, on every device. Weights with a Keras constraint are shown
+        within it. Statistics such as those of batch normalisation are those of the last sync in
+        each case. A model that has not been trained yet has the same weights under every name.
+        Models that are tracked together all get these weights, and so does the whole of which a
+        part is given. Contexts may be nested: the inner one holds.
 
         Args:
             model: a model that was made in the scope, or a part of one that was trained, such as

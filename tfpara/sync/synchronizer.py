@@ -37,6 +37,10 @@ class Synchronizer:
         self._site = site
         # The replicas' own weights, by device, while the model's variables hold other weights.
         self._own: list[list[tf.Tensor]] | None = None
+        self._shown: str | None = None  # the name given to `showing`, inside its context
+        # On the chief, where each worker has a part of it: the global model of this many syncs.
+        self._gathered: list[tf.Tensor] | None = None
+        self._gathered_at = -1
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
         self._index |= {id(v[0]): ("frozen", i) for i, v in enumerate(variables.frozen)}
@@ -90,6 +94,7 @@ class Synchronizer:
                 self._overlap.merge()
             while not bool(self.graph.sync(tf.constant(False))):
                 pass
+            self._gather()
 
     def meet(self, number: float) -> list[float]:
         """Exchanges a number between all workers; returns the numbers by rank.
@@ -114,6 +119,7 @@ class Synchronizer:
         self.graph.block.give_up()
         self._device_steps.assign(0)
         self._device_samples.assign(tf.zeros_like(self._device_samples))
+        self._gathered_at = -1
 
     def land(self) -> Agreement:
         """Waits for a sync in flight, if there is one; returns the agreement of all workers.
@@ -204,6 +210,8 @@ class Synchronizer:
             if self._overlap is not None:
                 self.land()
                 keepers.append(self._overlap.flight)
+            if self._gathered is not None:
+                self._gathered[index] = tf.identity(component)
             for bucket, at, piece in graph.replicas.layout.places(index):
                 for keeper in keepers:
                     keeper.set_part(bucket, at, value[piece.start : piece.stop])
@@ -215,9 +223,10 @@ class Synchronizer:
     def global_weights(self, which: str) -> list[tf.Tensor]:
         """Returns the "global" model or a named average, one tensor for each weight.
 
-        Every worker must call it.
+        Weights that have constraints are as these make them. Every worker must call it.
         """
-        return self.graph.replicas.layout.unpack(self.graph.global_state.value(which))
+        buckets = self.graph.global_state.value(which)
+        return self.graph.replicas.constrained(self.graph.replicas.layout.unpack(buckets))
 
     @property
     def shows_others(self) -> bool:
@@ -231,19 +240,102 @@ class Synchronizer:
         On exit the variables get their former values. Every worker must enter, while the block is
         closed.
         """
-        if which == "local" and self._own is None:
-            yield
-            return
-        shown, outer = self.local_weights(), self._own
-        own = shown if outer is None else outer
+        former, self._shown = self._shown, which
         try:
-            self._own = own
-            of_all = own if which == "local" else [self.global_weights(which)] * len(own)
-            self.set_weights(of_all)
+            if which == "local" and self._own is None:
+                yield
+                return
+            count = len(self._site.devices)
+            of_all = self._own if which == "local" else [self.global_weights(which)] * count
+            assert of_all is not None
+            with self._holding(of_all):
+                yield
+        finally:
+            self._shown = former
+
+    @contextlib.contextmanager
+    def _holding(self, per_device: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
+        """Puts weights into the variables for a while, from one list for each device."""
+        held, outer = self.local_weights(), self._own
+        try:
+            self._own = held if outer is None else outer
+            self.set_weights(per_device)
             yield
         finally:
-            self.set_weights(shown)
+            self.set_weights(held)
             self._own = outer
+
+    # -- the global model in files -----------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self, note: Callable[[str], None]) -> Iterator[None]:
+        """Puts the global model into the variables while a file is written.
+
+        Nothing is exchanged, since the chief may write alone. The variables stay as they are where
+        `showing` says what they hold, and where there are no syncs. Within a block the global model
+        is that of the last sync. Where workers have parts of it, the chief has the whole only as of
+        the last block that was closed; if there was a sync since, the variables stay, too.
+
+        Args:
+            note: tells the user of a file that is written within a block.
+        """
+        if self._shown is not None or self.sync_period is None:
+            yield
+            return
+        closed = not self.graph.block.is_open and not self.in_flight
+        if closed and self._replicas_have_it:
+            yield
+            return
+        weights, has = None, "the weights of the chief's first replica"
+        if not self._is_in_parts:
+            weights, has = self.global_weights("global"), "the global model of the last sync"
+        elif closed and self._is_gathered:
+            weights = self._gathered
+        if weights is None or not closed:
+            note(
+                f"a model is saved within a block: the file has {has}. Save where an epoch ends, "
+                "or call strategy.synchronize() on every worker before: docs/saving.md"
+            )
+        if weights is None:
+            yield
+            return
+        with self._holding([weights] * len(self._site.devices)):
+            yield
+
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether the global model is in parts on several workers."""
+        return self.graph.global_state.is_sharded and self._site.collectives.size > 1
+
+    @property
+    def _replicas_have_it(self) -> bool:
+        """Whether a sync leaves the global model itself, to the bit, in all replicas."""
+        return self.graph.compressed is None and self.graph.global_state.is_broadcast
+
+    @property
+    def _is_gathered(self) -> bool:
+        return self._gathered_at == self.graph.statistics().syncs
+
+    def _gather(self) -> None:
+        """Gathers the global model for the chief, if it is in parts and has changed.
+
+        Every worker must call it, while the block is closed.
+        """
+        if not self._is_in_parts or self._replicas_have_it or self._is_gathered:
+            return
+        weights = self.global_weights("global")
+        self._gathered_at = self.graph.statistics().syncs
+        if self._site.collectives.rank == 0:
+            with tf.device("CPU:0"):
+                self._gathered = [tf.identity(weight) for weight in weights]
+
+    def was_put_back(self) -> None:
+        """Notes that the state of an earlier point of the run was put back.
+
+        Every worker must call it, while the block is closed.
+        """
+        self._gathered_at = -1
+        self._gather()
 
     def local_weights(self) -> list[list[tf.Tensor]]:
         """Returns copies of the weights in the model's variables, one list for each device."""
@@ -275,7 +367,8 @@ class Synchronizer:
             self.graph.replicas.write_counts(tf.reduce_max(table, [0, 1]))
 
     def set_replica(self, replica: int, weights: Sequence[tf.Tensor]) -> None:
-        """Writes weights to a local replica's variables."""
+        """Writes weights to a local replica's variables, by their constraints."""
+        weights = self.graph.replicas.constrained(weights)
         for of_replicas, value in zip(self._variables.weights, weights, strict=True):
             of_replicas[replica].assign(value)
 
@@ -295,7 +388,7 @@ class Synchronizer:
     def broadcast_point(self) -> list[tf.Tensor]:
         """Returns the weights from which a replica continues that took no part in the last sync.
 
-        Every worker must call it.
+        They are without their constraints. Every worker must call it.
         """
         return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
 
@@ -303,12 +396,14 @@ class Synchronizer:
         """Has all replicas begin the block anew at these weights, with the moments of that point.
 
         So begin replicas that took no part in the last sync, and those of a run that is resumed on
-        another number of them.
+        another number of them. Every worker must call it.
         """
-        self.set_weights([weights] * len(self._site.devices))
-        self.graph.averaging.start_moments(range(len(self._site.devices)))
-        if self.graph.compressed is not None:
-            self.graph.compressed.set_points(self.graph.replicas.layout.pack(weights))
+        graph, count = self.graph, len(self._site.devices)
+        self.set_weights([graph.replicas.constrained(weights)] * count)
+        graph.averaging.start_moments(range(count))
+        if graph.compressed is not None:
+            # What the weights are beyond that point is part of what the next sync sends.
+            graph.compressed.set_points(graph.global_state.broadcast_point())
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
         """Returns for each weight whether its fragment was trained since its last sync.

@@ -32,7 +32,9 @@ class TrainingState:
     """
 
     def __init__(self, model: keras.Model, shared: bool = True) -> None:
-        strategy: Any = model.distribute_strategy
+        self._strategy: Any = model.distribute_strategy
+        self._shared = shared
+        strategy = self._strategy
         self._go_back = lambda: None
         if shared and hasattr(strategy, "snapshot"):
             self._go_back = strategy.snapshot(model)  # the parameter servers' state
@@ -49,6 +51,9 @@ class TrainingState:
         for variable, value in self._kept:
             variable.assign(value)
         self._go_back()
+        if self._shared:
+            for synchronizer in getattr(self._strategy.extended, "synchronizers", ()):
+                synchronizer.was_put_back()
 
     def by_variable(self) -> dict[int, tf.Tensor]:
         """Returns what is kept, by the id of its variable."""

@@ -4,7 +4,8 @@ Options (JSON), or a list of them for one training after the other: rule (Python
 sync_period, local_devices, optimizer (expression), epochs, minibatches (a list for each replica of
 minibatch sizes), local_state, averages, aggregation, overlap, fragments, compression,
 device_sync_period, steps_per_execution, loss (expression), scales (of the inputs), evaluated
-(whether on the same data afterwards), out (npz path).
+(whether on the same data afterwards), constrained (whether weights have constraints), out (npz
+path, beside which the chief saves the model).
 Weights are initialised differently on each worker on purpose.
 """
 
@@ -17,6 +18,13 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.sync.simulation import make_devices
+
+# Those of `simulation.within`.
+HIDDEN = {
+    "kernel_constraint": keras.constraints.UnitNorm(axis=0),
+    "bias_constraint": keras.constraints.NonNeg(),
+}
+OUTPUT = {"kernel_constraint": lambda weight: keras.ops.clip(weight, -0.3, 0.3)}
 
 
 def batch(replica, step, size):
@@ -50,13 +58,14 @@ def train(options):
         startup_timeout_seconds=options.get("startup_timeout_seconds", 60),
     )
     keras.utils.set_random_seed(strategy.worker_index)
+    hidden, output = (HIDDEN, OUTPUT) if options.get("constrained") else ({}, {})
     with strategy.scope():
         # It has a name, so that the names of variables do not depend on what was trained before.
         model = keras.Sequential(
             [
                 keras.Input((6,)),
-                keras.layers.Dense(7, activation="tanh", name="hidden"),
-                keras.layers.Dense(5, name="output"),
+                keras.layers.Dense(7, activation="tanh", name="hidden", **hidden),
+                keras.layers.Dense(5, name="output", **output),
             ],
             name="model",
         )
@@ -84,6 +93,13 @@ def train(options):
     )
     history = model.fit(data, epochs=options.get("epochs", 1), verbose=0).history
     results = {f"initial_{i}": w for i, w in enumerate(initial)}
+    if strategy.is_chief:  # as in a script that knows of workers: the others are not asked
+        path = options["out"] + ".weights.h5"
+        model.save_weights(path)
+        layers = [keras.layers.Dense(7, name="hidden"), keras.layers.Dense(5, name="output")]
+        saved = keras.Sequential([keras.Input((6,)), *layers])
+        saved.load_weights(path)
+        results |= {f"saved_{i}": w for i, w in enumerate(saved.get_weights())}
     for which in ["global", *strategy.averages]:
         with strategy.weights(model, which):
             results |= {f"{which}_{i}": w for i, w in enumerate(model.get_weights())}

@@ -1,0 +1,37 @@
+"""SavedModels as files that any process can load."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import tensorflow as tf
+
+# The format of a SavedModel. TensorFlow has no public name for it.
+from tensorflow.core.protobuf import saved_model_pb2
+
+_TASK = re.compile(r"^/job:[^/]+/replica:\d+/task:\d+")
+
+
+def without_tasks(folder: str | os.PathLike[str]) -> None:
+    """Removes from a SavedModel's operations the task of the cluster that they were made on.
+
+    TensorFlow writes it for tables, such as that of an adapted StringLookup. Another task of the
+    cluster would look for the operation there when it loads the file.
+    """
+    path = os.path.join(folder, "saved_model.pb")
+    if not tf.io.gfile.exists(path):
+        return  # another format
+    with tf.io.gfile.GFile(path, "rb") as file:
+        saved = saved_model_pb2.SavedModel.FromString(file.read())
+    changed = False
+    for meta in saved.meta_graphs:
+        graph = meta.graph_def
+        of_functions = (node for function in graph.library.function for node in function.node_def)
+        for node in (*graph.node, *of_functions):
+            device = _TASK.sub("", node.device)
+            changed |= device != node.device
+            node.device = device
+    if changed:
+        with tf.io.gfile.GFile(path, "wb") as file:
+            file.write(saved.SerializeToString(deterministic=True))
