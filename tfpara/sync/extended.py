@@ -626,10 +626,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if self._num_workers == 1 and members is None:
             return Loopback()
         group += self._earlier * _BETWEEN_STRATEGIES
-        place = (self._num_workers, self._id_in_cluster, device, timeout_seconds)
+        place = (self._id_in_cluster, device, timeout_seconds)
         if self.settings.collectives == "horovod":
-            return HorovodCollectives(*place, group)
-        return TensorFlowCollectives(*place, communication, group, members, waiting)
+            return HorovodCollectives(self._num_workers, *place, group)
+        tasks = self._found.tasks
+        return TensorFlowCollectives(tasks, *place, communication, group, members, waiting)
 
     def start(self) -> None:
         """Compares the workers' settings, and gives all workers the chief's random states."""
