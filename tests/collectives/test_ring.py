@@ -50,3 +50,23 @@ def test_tensorflow_orders_tasks_by_their_names():
     assert order_of(without) == [0, 1, 10, 11, 12, 2, 3, 4, 5, 6, 7, 8, 9]
     # Of an elastic run, whose tasks have numbers of their own.
     assert order_of([f"/job:worker/task:{number}" for number in (8, 9, 10, 13)]) == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("communication", ["RING", "NCCL"])
+def test_gpus_without_nccl_have_the_operations_of_cpus(communication):
+    """TensorFlow has a reduce-scatter for NCCL alone, and NCCL alone needs an order."""
+    gpu = "/job:worker/task:0/device:GPU:0"
+    with tf.Graph().as_default() as graph:
+        collectives = TensorFlowCollectives(TASKS, 0, gpu, 0.0, communication)
+        collectives.reduce_scatter([tf.zeros([4]), tf.zeros([6])], "cut")
+        collectives.all_reduce([tf.zeros([4]), tf.zeros([6])], "sum")
+    made = [op for op in graph.get_operations() if op.type.startswith("Collective")]
+    tokens = {op.inputs[-1].name for op in made}
+    assert {op.get_attr("communication_hint").decode() for op in made} == {communication.lower()}
+    kinds = sorted({op.type for op in made})
+    if communication == "NCCL":
+        assert kinds == ["CollectiveReduceScatterV2", "CollectiveReduceV2"]
+        assert len(tokens) == 1
+    else:
+        assert kinds == ["CollectiveAllToAllV2", "CollectiveReduceV2"]
+        assert len(tokens) == len(made) == 4

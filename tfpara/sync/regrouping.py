@@ -571,6 +571,7 @@ class Regrouping:
             "TensorFlow": tf.__version__,
             **self._extended.settings.fingerprint(),
             "devices per worker": len(self._extended.worker_devices),
+            "kind of devices": self._extended._local_device_type,
             "weights": "; ".join(weights),
             "state": f"{len(slots)} variables, {zlib.crc32(' '.join(slots).encode()):08x}",
             **hyperparameters(self._model),

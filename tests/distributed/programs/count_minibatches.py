@@ -1,9 +1,9 @@
 """A worker that counts minibatches in the weights; see `counting`.
 
 Options (JSON): minibatches (of an epoch), epochs, period, uneven (whether minibatches differ in
-their rows), options (of the strategy), elastic (settings of a run whose members change), checkpoints (a
-directory), killed (its rank, and the syncs after which this worker kills itself), out (npz path;
-`{rank}` is replaced).
+their rows), options (of the strategy), elastic (settings of a run whose members change),
+checkpoints (a directory), killed (for each rank that kills itself, the syncs after which it does),
+out (npz path; `{rank}` is replaced).
 """
 
 import json
