@@ -15,7 +15,7 @@ import warm
 import tfpara
 from tfpara.cluster.meeting import ADDRESS, Line, Meeting
 
-PROGRAMS = pathlib.Path(__file__).with_name("programs")
+PROGRAM = pathlib.Path(__file__).with_name("programs") / "train_elastic.py"
 DEADLINE = 180.0  # seconds; reached only by a hang
 SECRET = "a secret of the tests"
 
@@ -42,12 +42,12 @@ class Run:
         before=0,
         environment=(),
         lost=False,
-        program="train_elastic.py",
+        program=PROGRAM.name,
         **options,
     ):
         self.directory, self.founders, self.options = directory, founders, options
         self.before, self.environment, self.lost = before, dict(environment), lost
-        self.program = str(PROGRAMS / program)
+        self.program = str(PROGRAM.with_name(program))
         self.faults = {str(rank): fault for rank, fault in (faults or {}).items()}
         self.processes = []
 
