@@ -11,6 +11,7 @@ import tensorflow as tf
 import tfpara
 from tfpara import cluster
 from tfpara.collectives import choice, horovod
+from tfpara.sync.extended import PeriodicSyncExtended
 
 TWO = {"cluster": {"worker": ["127.0.0.1:4000", "127.0.0.1:4001"]}}
 WITH_TF_CONFIG = {"TF_CONFIG": json.dumps({**TWO, "task": {"type": "worker", "index": 1}})}
@@ -157,3 +158,48 @@ def test_dtypes_that_horovod_cannot_add(monkeypatch):
     for operation in (made.all_reduce, made.reduce_scatter):
         with pytest.raises(ValueError, match="cannot add up bfloat16 .'w'.*collectives='tensorfl"):
             operation([tf.zeros([2], tf.bfloat16)], "w")
+
+
+SHARED, UNKNOWN = "workers 1 and 2 share a card", "CUDA does not tell"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "cards", "chosen", "why"),
+    [
+        ("AUTO", "CPU", [None, None], "RING", "no GPUs"),
+        ("AUTO", "GPU", ["a", "b", "c"], "NCCL", "a GPU of its own"),
+        ("AUTO", "GPU", ["a", "b", "b"], "RING", SHARED),
+        ("AUTO", "GPU", ["a", None, "c"], "RING", UNKNOWN),
+        ("AUTO", "GPU", [None, None], "RING", UNKNOWN),
+        ("RING", "GPU", ["a", "b"], "RING", "asked for"),
+        ("NCCL", "GPU", ["a", None, "b"], "NCCL", "asked for"),
+        ("NCCL", "GPU", ["a", "b", "b"], None, "workers 1 and 2 have the same card"),
+        ("NCCL", "CPU", [None, None], None, "connects GPUs, and the workers train on CPU devices"),
+    ],
+)
+def test_nccl_is_taken_where_each_worker_has_a_card_of_its_own(asked, kind, cards, chosen, why):
+    if chosen is None:
+        with pytest.raises(ValueError, match=f"communication='NCCL' .*{why}"):
+            choice.choose_communication(asked, kind, cards)
+        return
+    found, reason = choice.choose_communication(asked, kind, cards)
+    assert found == chosen and why in reason
+    if asked == "AUTO":
+        assert choice.choose_communication(asked, kind, cards, members_change=True)[0] == "RING"
+
+
+def test_a_strategy_connects_its_workers_by_what_is_chosen():
+    made = []
+    extended = types.SimpleNamespace(
+        settings=types.SimpleNamespace(communication="AUTO"),
+        elastic=None,
+        worker_devices=["/job:worker/task:0/device:GPU:0"],
+        _local_device_type="GPU",
+        _collectives=lambda group, device, communication: made.append((group, communication)),
+    )
+    PeriodicSyncExtended._connect_by(extended, ("a", "a"))
+    assert made == []
+    assert extended.connected_by.endswith("a ring over gRPC: workers 0 and 1 share a card")
+    PeriodicSyncExtended._connect_by(extended, ("a", "b"))
+    assert made == [(0, "NCCL")]
+    assert extended.connected_by.endswith("by NCCL: each worker has a GPU of its own")

@@ -26,18 +26,28 @@ class Run:
     Args:
         directory: of the workers' logs.
         founders: number of workers with which it begins.
-        options: of all workers, for `train_elastic.py`.
+        options: of all workers, for the program.
         faults: of founders by rank, as `train_elastic.py` has them.
         before: how many workers come, and are lost, before the run has begun.
         environment: variables of founders, by number.
         lost: whether there is one more, of rank 0, which is lost before it has connected itself.
+        program: which the workers run, of `programs`.
     """
 
     def __init__(
-        self, directory, founders, faults=None, before=0, environment=(), lost=False, **options
+        self,
+        directory,
+        founders,
+        faults=None,
+        before=0,
+        environment=(),
+        lost=False,
+        program=PROGRAM.name,
+        **options,
     ):
         self.directory, self.founders, self.options = directory, founders, options
         self.before, self.environment, self.lost = before, dict(environment), lost
+        self.program = str(PROGRAM.with_name(program))
         self.faults = {str(rank): fault for rank, fault in (faults or {}).items()}
         self.processes = []
 
@@ -91,7 +101,7 @@ class Run:
         }
         self.processes.append(
             warm.Popen(
-                [str(PROGRAM), json.dumps(options)],
+                [self.program, json.dumps(options)],
                 environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

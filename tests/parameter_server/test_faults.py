@@ -1,4 +1,4 @@
-"""Processes that die while they train. The weight counts the minibatches that are in the model."""
+"""Processes that die while they train. The weights count the minibatches that are in the model."""
 
 import re
 import signal
@@ -20,9 +20,9 @@ def pushes_of_worker_0(line):
 
 
 def counts(output):
-    """(weight, pushes, staleness) after each epoch."""
-    found = re.findall(r"epoch \d+ count (\d+) pushes (\d+) staleness (\d+)", output)
-    return [tuple(map(int, line)) for line in found]
+    """(count of all minibatches, least and most of one, pushes, staleness) after each epoch."""
+    line = r"epoch \d+ count (\d+) each (\d+) to (\d+) pushes (\d+) staleness (\d+)"
+    return [tuple(map(int, found)) for found in re.findall(line, output)]
 
 
 def test_a_worker_that_dies_loses_no_minibatch_and_may_come_back(tmp_path):
@@ -40,7 +40,8 @@ def test_a_worker_that_dies_loses_no_minibatch_and_may_come_back(tmp_path):
     for name, (code, _) in ends.items():
         assert code == 0, (name, output)
     epochs = len(counts(output))
-    assert counts(output) == [((n + 1) * MINIBATCHES,) * 3 for n in range(epochs)], output
+    each = [((n + 1) * MINIBATCHES, n + 1) for n in range(epochs)]
+    assert counts(output) == [(all_, own, own, all_, all_) for all_, own in each], output
     assert f"weight {epochs * MINIBATCHES}" in output
 
 

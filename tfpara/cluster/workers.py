@@ -98,6 +98,15 @@ class Cluster(NamedTuple):
         address = f" ({self.addresses[rank]})" if self.addresses else ""
         return label(rank) + address
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """TensorFlow's names of the processes in `addresses`, by rank."""
+        chief = int(self.has_chief_job)
+        return tuple(
+            f"/job:worker/task:{rank - chief}" if rank >= chief else "/job:chief/task:0"
+            for rank in range(len(self.addresses))
+        )
+
     def tf_config(self) -> str:
         """Returns a TF_CONFIG from which `read` makes this cluster, if it has addresses."""
         first = int(self.has_chief_job)

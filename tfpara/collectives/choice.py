@@ -1,12 +1,15 @@
-"""The choice of the backend that connects the workers."""
+"""The choice of the backend that connects the workers, and of TensorFlow's way to do it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from tfpara.cluster import RANK_VARIABLES, Cluster
 from tfpara.collectives import horovod
 
 _HOROVOD = RANK_VARIABLES[0][0]
 COLLECTIVES = ("auto", "tensorflow", "horovod")
+COMMUNICATIONS = ("AUTO", "RING", "NCCL")
 
 
 def choose(collectives: str, found: Cluster) -> tuple[str, str]:
@@ -47,6 +50,62 @@ def choose(collectives: str, found: Cluster) -> tuple[str, str]:
             "alone. Use collectives='horovod', or start by tfpara-launch."
         )
     return collectives, "asked for"
+
+
+def choose_communication(
+    asked: str, kind: str, cards: Sequence[str | None], *, members_change: bool = False
+) -> tuple[str, str]:
+    """Returns how TensorFlow's collectives connect the workers' lead devices, and the reason.
+
+    "AUTO" is NCCL if each worker is known to have a GPU of its own, since NCCL refuses two workers
+    on one card. Otherwise, and where members change, it is TensorFlow's ring over gRPC.
+
+    Args:
+        asked: one of `COMMUNICATIONS`.
+        kind: of the lead devices, "CPU" or "GPU", the same on all workers.
+        cards: an identifier of the card of each worker's lead device, by rank; None if unknown.
+        members_change: whether workers may come and go; `cards` are then those of some workers.
+
+    Returns:
+        "RING" or "NCCL", and the reason in a few words.
+
+    Raises:
+        ValueError: NCCL is asked for, and the lead devices are CPUs, or two are on one card.
+    """
+    shared = _of_one_card(cards)
+    if asked == "NCCL":
+        if kind != "GPU":
+            raise ValueError(
+                f"communication='NCCL' connects GPUs, and the workers train on {kind} devices. "
+                "Leave communication out, or give each worker a GPU."
+            )
+        if shared:
+            raise ValueError(
+                f"communication='NCCL' needs a GPU of its own for each worker, and workers "
+                f"{shared[0]} and {shared[1]} have the same card. Leave communication out, or set "
+                "another CUDA_VISIBLE_DEVICES for each worker of a machine."
+            )
+        return "NCCL", "asked for"
+    if asked == "RING":
+        return "RING", "asked for"
+    if kind != "GPU":
+        return "RING", "the devices are no GPUs"
+    if members_change:
+        return "RING", "workers may come and go"
+    if shared:
+        return "RING", f"workers {shared[0]} and {shared[1]} share a card"
+    if None in cards:
+        return "RING", "CUDA does not tell which card a worker has"
+    return "NCCL", "each worker has a GPU of its own"
+
+
+def _of_one_card(cards: Sequence[str | None]) -> tuple[int, int] | None:
+    """Returns the ranks of the first two workers that are known to have the same card."""
+    first: dict[str, int] = {}
+    for rank, card in enumerate(cards):
+        if card is not None and first.setdefault(card, rank) != rank:
+            return first[card], rank
+    return None
 
 
 def of_horovod(found: Cluster) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 # Far enough apart that the keys of one generation are not those of the next.
@@ -10,31 +12,50 @@ _BETWEEN_INSTANCE_KEYS = 1_000_003
 _LARGEST_KEY = 0x7FFFFFFF
 
 
+def order_of(tasks: Sequence[str]) -> list[int]:
+    """Returns the ranks of all workers, in the order that TensorFlow gives a group of workers.
+
+    TensorFlow orders the members of a group by the text of their tasks' names, so task 10 comes
+    before task 2. The rows of its all-gathers and all-to-alls have this order.
+
+    Args:
+        tasks: names of the workers' tasks, such as "/job:worker/task:10", by rank.
+    """
+    return sorted(range(len(tasks)), key=tasks.__getitem__)
+
+
 class Members:
-    """How many workers there are, which one this is, and the generation of the group.
+    """The workers of a group, which one this is, and the generation of the group.
 
     TensorFlow's collectives take sizes and keys as tensors, so graphs read them from a variable.
     The generation is in all keys: what a worker of an earlier one sends meets nobody.
 
     Args:
-        device: the host's, on which the variable is kept.
-        size: number of workers.
+        device: the host's, on which the variables are kept.
+        tasks: names of the workers' tasks, by rank.
         rank: this worker's, 0 … size − 1.
         generation: the number of the generation.
     """
 
-    def __init__(self, device: str, size: int, rank: int, generation: int) -> None:
-        self.size, self.rank, self.generation = size, rank, generation
+    def __init__(self, device: str, tasks: Sequence[str], rank: int, generation: int) -> None:
+        self.size, self.rank, self.generation = len(tasks), rank, generation
         self._device = device
         with tf.device(device), tf.init_scope():
-            self._values = tf.Variable(
-                [size, rank, generation], trainable=False, dtype=tf.int32, name="tfpara/members"
-            )
+            values = tf.constant([len(tasks), rank, generation])
+            self._values = tf.Variable(values, trainable=False, name="tfpara/members")
+            order = tf.constant(order_of(tasks))
+            self._order = tf.Variable(order, shape=[None], trainable=False, name="tfpara/order")
 
-    def change(self, size: int, rank: int, generation: int) -> None:
+    def change(self, tasks: Sequence[str], rank: int, generation: int) -> None:
         """Another generation begins; no operation of the former may run."""
-        self.size, self.rank, self.generation = size, rank, generation
-        self._values.assign([size, rank, generation])
+        self.size, self.rank, self.generation = len(tasks), rank, generation
+        self._values.assign([len(tasks), rank, generation])
+        self._order.assign(order_of(tasks))
+
+    def order(self) -> tf.Tensor:
+        """The ranks in TensorFlow's order (`order_of`), as graphs read them: int32, [size]."""
+        with tf.device(self._device):
+            return self._order.read_value()
 
     def size_and_rank(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The size, and this worker's rank, as graphs read them: int32 scalars."""

@@ -1,4 +1,4 @@
-"""TensorFlow's own collectives: ring over gRPC on CPU, NCCL on GPU."""
+"""TensorFlow's own collectives: a ring over gRPC on any device, or NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
-from tfpara.collectives.members import Members
+from tfpara.collectives.members import Members, order_of
 
 # TensorFlow's own strategies use group keys too, counted up from small numbers. This one is larger.
 _GROUP_KEY = 0x74660000
@@ -29,7 +29,7 @@ class TensorFlowCollectives:
     any graph or loop, as long as every worker runs the same operations in the same order.
 
     Args:
-        size: number of workers.
+        tasks: names of the workers' tasks, such as "/job:worker/task:3", by rank.
         rank: this worker, 0 … size − 1.
         device: full name of this worker's lead device.
         timeout_seconds: longest wait for the other workers inside one operation; 0 waits for ever.
@@ -37,25 +37,28 @@ class TensorFlowCollectives:
             operation with a timeout, until the timeout is over.
         waiting: context manager in which operations run that are called eagerly. They then have no
             timeout of TensorFlow's; who gives it ends a wait that lasts too long.
-        communication: "AUTO", "RING" or "NCCL".
+        communication: "RING" or "NCCL", the same on all workers. NCCL needs GPUs.
         group: number of the group; groups on different devices need different numbers.
-        members: of a group that changes, in place of `size` and `rank`.
+        members: of a group that changes, in place of `tasks` and `rank`.
     """
 
     full_duplex = True
 
     def __init__(
         self,
-        size: int,
+        tasks: Sequence[str],
         rank: int,
         device: str,
         timeout_seconds: float,
-        communication: str = "AUTO",
+        communication: str = "RING",
         group: int = 0,
         members: Members | None = None,
         waiting: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._size, self._rank, self._members = size, rank, members
+        self._size, self._rank, self._members = len(tasks), rank, members
+        order = order_of(tasks)
+        # None where TensorFlow has the order of ranks, so that nothing is sorted.
+        self._order = None if order == list(range(len(tasks))) else order
         self._waiting = waiting
         self._device = device
         self._timeout = float(timeout_seconds)
@@ -65,8 +68,9 @@ class TensorFlowCollectives:
         # TensorFlow runs operations that have the same ordering token, or none, one after the
         # other. NCCL needs the same order on every worker, so its operations share a token. On the
         # ring each operation has its own, so that buckets are sent in parallel.
+        self._by_nccl = communication == "NCCL"
         self._shared_token = None
-        if "GPU" in device.upper():
+        if self._by_nccl:
             with tf.device(device), tf.init_scope():
                 self._shared_token = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[])
 
@@ -110,8 +114,8 @@ class TensorFlowCollectives:
             ]
 
     def _reduce_scatter(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        rows = tf.reshape(buffer, [self.size, -1])
-        if self._shared_token is not None:
+        rows = self._ordered(tf.reshape(buffer, [self.size, -1]))
+        if self._by_nccl:
             part = tf.raw_ops.CollectiveReduceScatterV2(
                 input=rows,
                 merge_op="Add",
@@ -119,16 +123,21 @@ class TensorFlowCollectives:
                 **self._attributes(name, rows),
             )
             return tf.reshape(part, [-1])
-        # TensorFlow has no reduce-scatter on CPUs. An all-to-all and a sum here send as many bytes.
-        return tf.add_n(tf.unstack(self.all_to_all(rows, name), num=self.size))
+        # TensorFlow has a reduce-scatter for NCCL alone. An all-to-all and a sum here send as many
+        # bytes.
+        return tf.add_n(tf.unstack(self._all_to_all(rows, name), num=self.size))
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         """Sends row r of this worker's rows to rank r; returns the received rows, by sender."""
         with self._place():
-            return tf.raw_ops.CollectiveAllToAllV2(
-                input=rows,
-                **self._attributes(f"all to all/{name}", rows),
-            )
+            return self._by_rank(self._all_to_all(self._ordered(rows), name))
+
+    def _all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        """Sends and returns rows that are in TensorFlow's order of the workers."""
+        return tf.raw_ops.CollectiveAllToAllV2(
+            input=rows,
+            **self._attributes(f"all to all/{name}", rows),
+        )
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """Returns the workers' buffers, of equal shape, stacked by rank: shape [size, ...]."""
@@ -138,7 +147,7 @@ class TensorFlowCollectives:
                 **self._attributes(f"gather/{name}", buffer),
             )
             gathered.set_shape([None if self._members else self.size, *buffer.shape])
-            return gathered
+            return self._by_rank(gathered)
 
     def broadcast(self, buffer: tf.Tensor, name: str, source: int = 0) -> tf.Tensor:
         """Returns the buffer of rank `source`. Where members change, call it eagerly alone."""
@@ -156,6 +165,16 @@ class TensorFlowCollectives:
     def barrier(self, name: str) -> None:
         """Waits until every worker has called it."""
         self.all_gather(tf.zeros([1]), f"barrier/{name}")
+
+    def _ordered(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns rows that are by rank in TensorFlow's order of the workers."""
+        order = self._members.order() if self._members else self._order
+        return rows if order is None else tf.gather(rows, order)
+
+    def _by_rank(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns rows that are in TensorFlow's order of the workers by rank."""
+        order = self._members.order() if self._members else self._order
+        return rows if order is None else tf.gather(rows, tf.math.invert_permutation(order))
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:

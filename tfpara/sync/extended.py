@@ -34,6 +34,7 @@ from tfpara.cluster import failures, quiet, whereabouts
 from tfpara.cluster.place import COMPILED_ANEW, END, VARIABLE, Place, Purpose, call
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
+from tfpara.collectives.choice import choose_communication
 from tfpara.group import Group
 from tfpara.keras_model import (
     build_optimizer,
@@ -55,6 +56,7 @@ from tfpara.steps import (
 )
 from tfpara.strategy import StateHolder
 from tfpara.sync.control import Control, MismatchError
+from tfpara.sync.devices import card_of, checked_devices
 from tfpara.sync.division import batch_size as batch_size_of
 from tfpara.sync.division import difference, divided_between_workers
 from tfpara.sync.epochs import Position
@@ -453,7 +455,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self,
         strategy: tf.distribute.Strategy,
         settings: Settings,
-        devices: Sequence[str] | None,
+        devices: Sequence[str],
         found: cluster.Cluster,
         elastic: Regrouping | None = None,
     ) -> None:
@@ -538,13 +540,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             with tf.device(device):
                 steps = tf.constant(self._steps_of_a_block(settings.sync_period))
                 self._blocks.append(_plain_variable(steps, "steps_of_a_block"))
-        self.collectives = self._collectives(0, self.worker_devices[0], settings.communication)
-        self.reports = self._collectives(1, host, "RING")
+        self.collectives = self._collectives(0, self.worker_devices[0])  # or NCCL's: see `start`
+        self.connected_by = ""  # how the workers are connected, for the user
+        self.reports = self._collectives(1, host)
         self.control = Control(
             # The watchdog, or the meeting point's line, ends a wait that Python code is in, and
             # earlier than this timeout, and names the silent worker. In graphs the timeout does.
             self._collectives(
-                2, host, "RING", settings.timeout_seconds + _LATER_SECONDS, self.place.waiting
+                2, host, settings.timeout_seconds + _LATER_SECONDS, self.place.waiting
             ),
             self.place,
             self._in_turn,
@@ -659,18 +662,19 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self,
         group: int,
         device: str,
-        communication: str,
         timeout_seconds: float = 0.0,
         waiting: Callable[[], AbstractContextManager[None]] | None = None,
+        communication: str = "RING",
     ) -> Collectives:
         members = self.elastic.members if self.elastic else None
         if self._num_workers == 1 and members is None:
             return Loopback()
         group += self._earlier * _BETWEEN_STRATEGIES
-        place = (self._num_workers, self._id_in_cluster, device, timeout_seconds)
+        place = (self._id_in_cluster, device, timeout_seconds)
         if self.settings.collectives == "horovod":
-            return HorovodCollectives(*place, group)
-        return TensorFlowCollectives(*place, communication, group, members, waiting)
+            return HorovodCollectives(self._num_workers, *place, group)
+        tasks = self._found.tasks
+        return TensorFlowCollectives(tasks, *place, communication, group, members, waiting)
 
     def start(self) -> None:
         """Compares the workers' settings, and gives all workers the chief's random states."""
@@ -678,12 +682,26 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             {
                 **self.settings.fingerprint(),
                 "devices per worker": len(self.worker_devices),
+                "kind of devices": self._local_device_type,
                 "full-duplex transport": self.collectives.full_duplex,
             },
             self.control,
             _START,
         )
         if self._num_workers > 1:
+            lead = self.worker_devices[0]
+            card = card_of(lead) if self._local_device_type == "GPU" else None
+            mine = [self._id_in_cluster, card, random_states()]
+            ranks, cards, states = zip(*everyones(mine, self.control, _START), strict=True)
+            if self.elastic is None and ranks != tuple(range(self._num_workers)):
+                raise RuntimeError(
+                    f"tables of the workers have the order {ranks}, and not that of ranks, so "
+                    "weights would go to other workers than they are meant for. This TensorFlow, "
+                    f"{tf.__version__}, orders workers in a way that tfpara does not know; install "
+                    "the version that tfpara's requirements name."
+                )
+            if self.settings.collectives == "tensorflow":
+                self._connect_by(cards)
             # Every worker shuffles data for itself. With different seeds the orders would differ,
             # and the workers' parts would overlap. `shuffle(1000, seed=1)` depends on the program's
             # seed, too, so a run that is resumed, or a worker that joins one, has to find the same
@@ -691,7 +709,22 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             if _context.global_seed() is None:
                 tf.random.set_seed(_SEED)
             # Python's and NumPy's states too, for what scripts draw or a PyDataset shuffles.
-            set_random_states(everyones(random_states(), self.control, _START)[0])
+            set_random_states(states[0])
+
+    def _connect_by(self, cards: Sequence[str | None]) -> None:
+        """Chooses how the weights travel, from the cards of the workers' lead devices."""
+        chosen, why = choose_communication(
+            self.settings.communication,
+            self._local_device_type,
+            cards,
+            members_change=self.elastic is not None,
+        )
+        if chosen == "NCCL":
+            lead = self.worker_devices[0]
+            self.collectives = self._collectives(0, lead, communication=chosen)
+        if self._local_device_type == "GPU":
+            way = "NCCL" if chosen == "NCCL" else "a ring over gRPC"
+            self.connected_by = f"the workers' GPUs are connected by {way}: {why}"
 
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
@@ -1586,19 +1619,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
         # The parent's method takes one CPU device at most.
-        wanted = self._wanted_devices
-        if wanted is None:
-            gpus = tf.config.list_logical_devices("GPU")
-            wanted = [f"GPU:{index}" for index in range(len(gpus))] or ["CPU:0"]
-        available = [d.name.split("device:")[-1] for d in tf.config.list_logical_devices()]
-        missing = [d for d in wanted if d.upper() not in available]
-        if missing or not wanted:
-            raise ValueError(
-                f"devices={list(wanted)!r}: this process has {available}. Logical "
-                "CPU devices are made by tf.config.set_logical_device_configuration."
-            )
-        kind = wanted[0].upper().split(":")[0]
-        return tuple(f"{worker_device}/device:{d.upper()}" for d in wanted), kind
+        listed = [device.name for device in tf.config.list_logical_devices()]
+        devices = checked_devices(self._wanted_devices, listed, worker_device)
+        return tuple(devices), self._wanted_devices[0].upper().split(":")[0]
 
 
 def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -194,14 +194,14 @@ class Regrouping:
 
     def leader(self) -> str:
         """The device name of rank 0, which coordinates TensorFlow's collectives."""
-        return f"/job:worker/replica:0/task:{self.form.tasks[0]}"
+        return _names(self.form)[0]
 
     def attach(self, extended: PeriodicSyncExtended) -> None:
         """Takes the strategy, whose server runs, for this worker's."""
         self._extended = extended
         size, rank = len(self.form.tasks), self.rank
         host = f"{extended._worker_device}/device:CPU:0"
-        self.members = Members(host, size, rank, self.form.number)
+        self.members = Members(host, _names(self.form), rank, self.form.number)
         self._listen()
         if self.joining:
             self._take_place_of_joiner()
@@ -232,7 +232,7 @@ class Regrouping:
             self.form = form
             addresses = dict(zip(form.tasks, form.addresses, strict=True))
             self._extended.serve(addresses, self.leader(), self.rank)
-            self.members.change(len(form.tasks), self.rank, form.number)
+            self.members.change(_names(form), self.rank, form.number)
         for synchronizer in self._extended.synchronizers:
             replicas = len(form.tasks) * len(self._extended.worker_devices)
             synchronizer.graph.global_state.rule.change(replicas)
@@ -571,6 +571,7 @@ class Regrouping:
             "TensorFlow": tf.__version__,
             **self._extended.settings.fingerprint(),
             "devices per worker": len(self._extended.worker_devices),
+            "kind of devices": self._extended._local_device_type,
             "weights": "; ".join(weights),
             "state": f"{len(slots)} variables, {zlib.crc32(' '.join(slots).encode()):08x}",
             **hyperparameters(self._model),
@@ -955,6 +956,11 @@ class Regrouping:
             )
         self.plan = Plan(epoch, tasks, ((),) * len(tasks), tuple(owed), first, self._fit)
         self._iterator = self._of_plan()
+
+
+def _names(form: Form) -> list[str]:
+    """Returns TensorFlow's names of the tasks of a generation, by rank."""
+    return [f"/job:worker/replica:0/task:{task}" for task in form.tasks]
 
 
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import keras
 from tfpara import algorithms
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import checked_averages, checked_period, checked_seconds, versions
-from tfpara.collectives.choice import COLLECTIVES
+from tfpara.collectives.choice import COLLECTIVES, COMMUNICATIONS
 from tfpara.keras_model import inner, is_normalised, memory_can_change, memory_of, momentum_of
 from tfpara.typing import Json
 from tfpara.whole_number import checked_whole
@@ -52,7 +52,7 @@ class Settings:
     local_state: str = dataclasses.field(metadata=_RUN)
     aggregation: str = dataclasses.field(metadata=_WORKERS)
     timeout_seconds: float
-    communication: str
+    communication: str = dataclasses.field(metadata=_WORKERS)
     collectives: str = dataclasses.field(metadata=_WORKERS)
     data_plan: Mapping[str, Json]
     overlap: bool | int = dataclasses.field(default=False, metadata=_RUN)
@@ -74,7 +74,7 @@ class Settings:
         self._check_local_state()
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         checked_seconds("timeout_seconds", self.timeout_seconds)
-        _check_choice("communication", self.communication, ("AUTO", "RING", "NCCL"))
+        _check_choice("communication", self.communication, COMMUNICATIONS)
         _check_choice("collectives", self.collectives, COLLECTIVES)
         self._check_overlap()
         self._check_fragments()

@@ -25,6 +25,7 @@ from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
 from tfpara.sync.dealing import by_epoch
+from tfpara.sync.devices import default_devices
 from tfpara.sync.exchange import everyones
 from tfpara.sync.extended import PeriodicSyncExtended, in_replica
 from tfpara.sync.regrouping import Regrouping
@@ -107,7 +108,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             with `compression`, or if there are several replicas and the model has 16 MB or more.
             Without compression "auto" does not shard between two workers of Horovod over Gloo,
             where a sharded sync takes up to twice as long on a slow link.
-        devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`. None: all GPUs, or CPU:0.
+        devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`; as many on every worker, and of
+            the same kind. None: all GPUs that this process sees, or CPU:0.
         overlap: False: training stops for a sync. True: a sync runs while the next block trains,
             and is merged at that block's end. A number d ≤ τ: it is merged d minibatches after its
             start. See docs/syncs.md.
@@ -122,7 +124,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         timeout_seconds: longest wait for other workers inside a sync. It must exceed the time by
             which the slowest worker can be late, first-step compilation included.
         startup_timeout_seconds: longest wait for all workers to appear.
-        communication: "AUTO", "RING" or "NCCL": how TensorFlow's collectives connect workers.
+        communication: how TensorFlow's collectives carry the weights between workers; the same on
+            all of them. "RING": a ring over gRPC. "NCCL": NVIDIA's library, where each worker's
+            first device is a GPU of its own. "AUTO": NCCL if CUDA's driver tells that it is, and
+            `elastic` is None; else the ring.
         collectives: the backend that connects the workers: "tensorflow", "horovod", or "auto":
             Horovod if horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started the
             process, else TensorFlow. See docs/horovod.md.
@@ -131,7 +136,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
-        ValueError: a value is outside its range; or TFPARA_MEETING is set, and `elastic` is not.
+        ValueError: a value is outside its range; or TFPARA_MEETING is set, and `elastic` is not;
+            or `communication="NCCL"` connects CPUs, or two workers on one card.
         tfpara.FingerprintError: the workers were started with different settings.
         tfpara.cluster.ClusterError: TF_CONFIG, or an engine's variables, are wrong.
         tfpara.StartupError: some workers did not come, or have another cluster.
@@ -178,8 +184,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             device_sync_period=device_sync_period,
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
-        gpus = tf.config.list_physical_devices("GPU") if devices is None else []
-        check_threads(len(gpus or devices or []))
+        # Before the processes know of each other: then TensorFlow lists the devices of all.
+        devices = default_devices() if devices is None else devices
+        check_threads(len(devices))
         if elastic is not None:
             settings = _checked_elastic(settings, elastic)
             if meeting_point():
@@ -236,13 +243,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def _start_elastic(
         self,
         settings: Settings,
-        devices: Sequence[str] | None,
+        devices: Sequence[str],
         elastic: Elastic,
         startup_timeout_seconds: float,
     ) -> None:
         if elastic.rule_follows:
-            count = len(devices or tf.config.list_physical_devices("GPU")) or 1
-            largest = check_sizes(settings.rule, elastic.max_workers, count)
+            largest = check_sizes(settings.rule, elastic.max_workers, len(devices))
             settings = dataclasses.replace(
                 settings, following_rule=settings.rule, largest_rule=largest
             )
@@ -273,7 +279,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             extended.collectives.way,
             divided=extended.elastic is None,
         )
-        print(f"tfpara: {line}", file=sys.stderr, flush=True)
+        for text in filter(None, (line, extended.connected_by)):
+            print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
         def counted(number: int, what: str) -> str:

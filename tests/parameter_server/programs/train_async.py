@@ -1,10 +1,11 @@
 """Trains with parameter servers: train_async.py STARTUP TIMEOUT CHECKPOINTS EPOCHS WORK.
 
-STARTUP and TIMEOUT are seconds. Each minibatch takes WORK multiplications of matrices. The gradient
-of every minibatch is -1, so the weight counts the minibatches that are in the model.
+STARTUP and TIMEOUT are seconds. Each minibatch takes WORK multiplications of matrices. The model
+has a weight for each minibatch, which counts how often it is in the model.
 """
 
 import os
+import pathlib
 import sys
 
 import keras
@@ -12,6 +13,10 @@ import tensorflow as tf
 
 import tfpara
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "distributed"))
+from counting import counting_model  # noqa: E402
+
+MINIBATCHES, CHUNKS = 200, 8
 directory, epochs, work = sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 strategy = tfpara.AsyncStrategy(
     tfpara.ASGD(),
@@ -21,17 +26,8 @@ strategy = tfpara.AsyncStrategy(
 print("gathered", os.getpid(), flush=True)
 
 
-class Counter(keras.layers.Layer):
-    def build(self, shape):
-        self.count = self.add_weight(shape=(), initializer="zeros", name="count")
-
-    def call(self, x):
-        return self.count + 0.0 * x
-
-
 with strategy.scope():
-    model = keras.Sequential([keras.Input((1,)), Counter()])
-    model.compile(keras.optimizers.SGD(1.0), loss=lambda y, out: -out)
+    model = counting_model(MINIBATCHES)
 
 
 def minibatch(number):
@@ -39,12 +35,13 @@ def minibatch(number):
     idle = tf.while_loop(
         lambda i, m: i < work, lambda i, m: (i + 1, tf.tanh(m @ m)), (0, tf.eye(200))
     )[1]
-    x = tf.fill([1, 1], tf.cast(number, tf.float32) + 0.0 * idle[0, 0])
-    return x, x
+    nothing = 0.0 * idle[0, 0]
+    return number[tf.newaxis] + tf.cast(nothing, tf.int64), nothing[tf.newaxis]
 
 
 def read(epoch, chunk):
-    return tf.data.Dataset.range(chunk * 25, (chunk + 1) * 25).map(minibatch)
+    each = MINIBATCHES // CHUNKS
+    return tf.data.Dataset.range(chunk * each, (chunk + 1) * each).map(minibatch)
 
 
 class Tell(keras.callbacks.Callback):
@@ -52,9 +49,10 @@ class Tell(keras.callbacks.Callback):
         print("minibatch", batch + 1, flush=True)
 
     def on_epoch_end(self, epoch, logs=None):
-        counted = strategy.statistics(model)
+        counted, counts = strategy.statistics(model), model.get_weights()[0]
         print(
-            f"epoch {epoch} count {int(model.get_weights()[0])} pushes {counted.pushes} "
+            f"epoch {epoch} count {int(counts.sum())} each {counts.min():g} to {counts.max():g} "
+            f"pushes {counted.pushes} "
             f"staleness {counted.staleness.sum()} workers {counted.by_worker.tolist()}",
             flush=True,
         )
@@ -63,9 +61,9 @@ class Tell(keras.callbacks.Callback):
 
 strategy.fit(
     model,
-    tfpara.Chunks(8, read, num_minibatches=200),
+    tfpara.Chunks(CHUNKS, read, num_minibatches=MINIBATCHES),
     epochs=epochs,
     verbose=0,
     callbacks=[Tell(), tfpara.AsyncCheckpoint(directory)],
 )
-print("weight", int(model.get_weights()[0]), flush=True)
+print("weight", int(model.get_weights()[0].sum()), flush=True)

@@ -1,0 +1,65 @@
+"""A worker that counts minibatches in the weights; see `counting`.
+
+Options (JSON): minibatches (of an epoch), epochs, period, uneven (whether minibatches differ in
+their rows), options (of the strategy), elastic (settings of a run whose members change),
+checkpoints (a directory), killed (for each rank that kills itself, the syncs after which it does),
+out (npz path; `{rank}` is replaced).
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import keras
+import numpy as np
+
+import tfpara
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from counting import counting_model, minibatches  # noqa: E402
+
+
+class Kill(keras.callbacks.Callback):
+    """Kills this process once there were so many syncs."""
+
+    def __init__(self, syncs):
+        super().__init__()
+        self.syncs = syncs
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.distribute_strategy.statistics().syncs >= self.syncs:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main():
+    options = json.loads(sys.argv[1])
+    count, epochs = options["minibatches"], options.get("epochs", 1)
+    uneven = options.get("uneven", False)
+    strategy = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(),
+        sync_period=options["period"],
+        timeout_seconds=60,
+        elastic=tfpara.Elastic(**options["elastic"]) if "elastic" in options else None,
+        **options.get("options", {}),
+    )
+    with strategy.scope():
+        model = counting_model(count * epochs)
+    rank, callbacks = strategy.worker_index, []
+    if "checkpoints" in options:
+        callbacks.append(tfpara.callbacks.Checkpoint(options["checkpoints"], every_syncs=1))
+    if str(rank) in options.get("killed", {}):
+        callbacks.append(Kill(options["killed"][str(rank)]))
+    data = strategy.minibatches_by_epoch(lambda epoch: minibatches(epoch * count, count, uneven))
+    model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+    found = {}
+    for which in ("local", "global"):
+        with strategy.weights(model, which):
+            found[which] = model.get_weights()[0]
+    found["syncs"] = strategy.statistics().syncs
+    np.savez(options["out"].replace("{rank}", str(rank)), **found)
+
+
+if __name__ == "__main__":
+    main()

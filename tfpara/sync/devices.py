@@ -1,0 +1,77 @@
+"""The devices of this process, also where TensorFlow lists those of other processes."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+_TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
+
+
+def default_devices() -> list[str]:
+    """Returns all logical GPUs of this process, else its first CPU device.
+
+    TensorFlow need not have started, and what it knows of other processes does not matter.
+    """
+    return [f"GPU:{number}" for number in range(len(cards_of_gpus()))] or ["CPU:0"]
+
+
+def cards_of_gpus() -> list[int]:
+    """Returns for each logical GPU of this process the number of its card, as CUDA counts them."""
+    found = []
+    for card in tf.config.get_visible_devices("GPU"):
+        logical = tf.config.get_logical_device_configuration(card) or [None]
+        found += [int(card.name.rpartition(":")[2])] * len(logical)
+    return found
+
+
+def checked_devices(wanted: Sequence[str], listed: Sequence[str], worker: str) -> list[str]:
+    """Returns the full names of a worker's devices.
+
+    Args:
+        wanted: the devices, such as "GPU:0".
+        listed: all logical devices that TensorFlow lists. Once it knows other processes, it lists
+            those of all processes.
+        worker: this worker's device name, such as "/job:worker/task:1"; "" if it is alone.
+
+    Raises:
+        ValueError: `wanted` is empty, or this process lacks one of them.
+    """
+    own = [name for name in listed if not worker or _task(name) == _task(worker)]
+    available = [name.split("device:")[-1] for name in own]
+    if not wanted or any(device.upper() not in available for device in wanted):
+        raise ValueError(
+            f"devices={list(wanted)!r}: this process has {available}. Logical "
+            "CPU devices are made by tf.config.set_logical_device_configuration."
+        )
+    return [f"{worker}/device:{device.upper()}" for device in wanted]
+
+
+def _task(device: str) -> tuple[str, ...]:
+    found = _TASK.match(device)
+    return found.groups() if found else ()
+
+
+def card_of(gpu: str) -> str | None:
+    """Returns an identifier of the card of a logical GPU, which no other card has on any machine.
+
+    None where CUDA's driver does not tell it.
+
+    Args:
+        gpu: the name of a device of this process, which ends with "GPU:" and its number.
+    """
+    number = cards_of_gpus()[int(gpu.rpartition(":")[2])]
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = (
+            driver.cuInit(0)
+            or driver.cuDeviceGet(ctypes.byref(device), number)
+            or driver.cuDeviceGetUuid(ctypes.byref(uuid), device)
+        )
+    except (OSError, AttributeError):
+        return None
+    return None if failed else bytes(uuid).hex()
