@@ -1,5 +1,6 @@
 """The codes with which programs end, and what asks them to end."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -79,6 +80,66 @@ raise Lost("a sync failed because worker 1 is gone.")
         env = os.environ | {"TFPARA_LOST_WORKER_EXIT_CODE": value}
         done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True)
         assert done.returncode == code and b"worker 1 is gone." in done.stderr
+
+
+def shown(make, capsys, monkeypatch):
+    """What a script prints that ends with the error of a call."""
+    monkeypatch.setattr(program, "_explains", False)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(Exception) as caught:
+        make()
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    return capsys.readouterr().err
+
+
+MISTAKES = ["{", "[]", '{"cluster": {"worker": ["a"], "ps": ["b:1"]}, "task": {}}']
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+@pytest.mark.parametrize("name", ["PeriodicSyncStrategy", "AsyncStrategy"])
+def test_a_wrong_cluster_is_one_line_for_both_strategies(name, text, capsys, monkeypatch):
+    import tfpara
+
+    monkeypatch.setenv("TF_CONFIG", text)
+    rule = {"PeriodicSyncStrategy": tfpara.BMUF(), "AsyncStrategy": tfpara.ASGD()}[name]
+    arguments = {"sync_period": 2} if name == "PeriodicSyncStrategy" else {}
+    said = shown(lambda: getattr(tfpara, name)(rule, **arguments), capsys, monkeypatch)
+    assert said.startswith("ClusterError: ") and said.count("\n") == 1
+    monkeypatch.setenv("TFPARA_TRACEBACK", "1")
+    said = shown(lambda: getattr(tfpara, name)(rule, **arguments), capsys, monkeypatch)
+    assert said.count("Traceback") == 1 and "ClusterError: " in said.splitlines()[-1]
+
+
+def test_a_wrong_argument_is_a_sentence_with_the_line_of_the_script(capsys, monkeypatch):
+    import tensorflow as tf
+
+    import tfpara
+    from tfpara.checks import checked_seconds
+
+    line = inspect.currentframe().f_lineno + 1
+    wrong = [lambda: tfpara.simulate(0, tfpara.BSP(), sync_period=2)]
+    wrong += [lambda: tfpara.simulate_async(0, tfpara.ASGD())]
+    wrong += [lambda: tfpara.simulate(1, None, sync_period=0)]
+    for number, call in enumerate(wrong):
+        said = shown(call, capsys, monkeypatch)
+        where = f"[test_exit_codes.py, line {line + number}; TFPARA_TRACEBACK=1 shows the "
+        assert where in said and said.count("\n") == 1, said
+    # AutoGraph raises the error of a function anew.
+    traced = tf.function(lambda: checked_seconds("x", -1))
+    said = shown(lambda: (program.explain_errors(), traced()), capsys, monkeypatch)
+    assert said.startswith("ValueError: x=-1 must be a positive number of seconds. [")
+
+
+def test_what_is_no_message_of_ours_has_its_traceback(capsys, monkeypatch):
+    from tfpara.cluster import ports
+
+    def of_the_script():
+        raise ValueError("the user's")
+
+    # The second is raised by Python in our code: our mistake.
+    for call in (of_the_script, lambda: ports.own_host(3)):
+        said = shown(lambda call=call: (program.explain_errors(), call()), capsys, monkeypatch)
+        assert said.startswith("Traceback"), said
 
 
 def in_a_thread(function):

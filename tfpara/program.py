@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dis
 import os
 import sys
 import threading
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from tfpara import cluster
-from tfpara.cluster import Cluster, exit_codes, failures
+from tfpara.cluster import Cluster, exit_codes, failures, whereabouts
 from tfpara.cluster import asynchronous as async_cluster
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ FRAMES_VARIABLE = "TFPARA_TRACEBACK"
 # A worker with another exit code than 0 waits so long for the others to come to the same end.
 _PARTING_SECONDS = 10.0
 _INTERRUPTED = 130  # the exit code that shells use for SIGINT
+_RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of Python's statement `raise`
 
+_explains = False  # whether `sys.excepthook` is the one of this module
 _strategy: tf.distribute.Strategy | None = None  # the one that was made last
 _leaves: list[Callable[[bool], None]] = []
 _tells: list[Callable[[int, str], None]] = []
@@ -46,8 +49,8 @@ def run(
       which it is still reading from one that leaves;
     - the process ends as soon as it has nothing more to do (functions given to `atexit` are called;
       TensorFlow does not wait for the heartbeats of workers that have ended);
-    - an error of a sync, of the start or of a checkpoint is one sentence on stderr, and exit code
-      1, without a traceback. With TFPARA_TRACEBACK=1 in the environment that is there, too.
+    - an error that tfpara raises is one sentence on stderr, and exit code 1, without a traceback.
+      With TFPARA_TRACEBACK=1 in the environment that is there, too.
 
     An error of the program itself is shown as Python shows it. Ctrl-C prints the word "interrupted"
     and gives exit code 130. The argument of `sys.exit` is the exit code. In a cluster with
@@ -122,8 +125,19 @@ def _ran(
     return 0, True, ""
 
 
+def explain_errors() -> None:
+    """Has an error that ends the program, and that one sentence explains, shown as that sentence.
+
+    Both kinds of strategy call it before they check their arguments and the cluster.
+    """
+    global _explains
+    if not _explains:
+        sys.excepthook = _hook(sys.excepthook)
+        _explains = True
+
+
 def watch(strategy: tf.distribute.Strategy, found: Cluster, timeout_seconds: float) -> None:
-    """Remembers a strategy for the end of the program, and has errors that end it explained.
+    """Remembers a strategy for the end of the program.
 
     Args:
         strategy: the one that was just made.
@@ -134,8 +148,8 @@ def watch(strategy: tf.distribute.Strategy, found: Cluster, timeout_seconds: flo
         ValueError: TFPARA_LOST_WORKER_EXIT_CODE is no exit code.
     """
     global _strategy
+    explain_errors()
     if _strategy is None:
-        sys.excepthook = _hook(sys.excepthook)
         atexit.register(_part, os.getpid())
     _strategy = strategy
     failures.know(found, timeout_seconds)
@@ -195,18 +209,44 @@ def _hook(previous: Callable[..., object]) -> Callable[..., None]:
 
 
 def _sentence(error: BaseException) -> str | None:
-    """Returns a sentence that explains an error in full; None if only its traceback does."""
+    """Returns a sentence that explains an error in full; None if only its traceback does.
+
+    Of an error by a wrong argument, wrong data and the like it ends with the line of the script.
+    """
     if _is_ours(error):
         return " ".join(str(error).split())
-    if not failures.is_of_tensorflow(error):
+    if failures.is_of_tensorflow(error):
+        # What TF_CONFIG or an engine says of workers is not true of an elastic run.
+        return failures.explain(error, cluster.ALONE if _is_elastic() else cluster.read())
+    raised = _raised_here(error)
+    if raised is None:
         return None
-    # What TF_CONFIG or an engine says of workers is not true of an elastic run.
-    return failures.explain(error, cluster.ALONE if _is_elastic() else cluster.read())
+    line = whereabouts.line_of_error(error)
+    where = f"{line}; " if line else ""
+    return f"{str(raised).strip()} [{where}{FRAMES_VARIABLE}=1 shows the traceback]"
 
 
 def _is_ours(error: BaseException) -> bool:
     """Returns whether the error is of a class of tfpara's own, whose message needs no traceback."""
     return type(error).__module__.startswith("tfpara.")
+
+
+def _raised_here(error: BaseException) -> BaseException | None:
+    """Returns the error if a statement `raise` of tfpara's own has raised it; else None.
+
+    Such an error has a message for users. One that Python or a library raises in tfpara's code is
+    a mistake of that code. AutoGraph raises errors anew, with frames in their message; of these
+    the original one is returned.
+    """
+    while error.__context__ is not None and "in user code:" in str(error):
+        error = error.__context__
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or not at.tb_frame.f_globals.get("__name__", "").startswith("tfpara."):
+        return None
+    raised = at.tb_frame.f_code.co_code[at.tb_lasti] == _RAISE
+    return error if raised and not isinstance(error, AssertionError) else None
 
 
 def _is_everyones(error: BaseException | None) -> bool:

@@ -16,8 +16,10 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from tfpara.cluster import Cluster, failures, messages, ports, secret
@@ -106,12 +108,22 @@ def line_of_script() -> str:
     It is the innermost line that is not in a library.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
+    return _innermost(reversed([*traceback.walk_stack(frame)])) if frame else ""
+
+
+def line_of_error(error: BaseException) -> str:
+    """Returns the line of the user's script by which an error came, as `line_of_script` does."""
+    return _innermost(traceback.walk_tb(error.__traceback__))
+
+
+def _innermost(lines: Iterable[tuple[FrameType, int]]) -> str:
+    """Returns the last of some lines that is not in a library; the outermost line comes first."""
+    found = ""
+    for frame, number in lines:
         name = frame.f_code.co_filename
         if not name.startswith((*_LIBRARIES, "<")) and "/site-packages/" not in name:
-            return f"{os.path.basename(name)}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+            found = f"{os.path.basename(name)}, line {number}"
+    return found
 
 
 class Whereabouts:

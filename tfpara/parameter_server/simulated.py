@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfpara import program
 from tfpara.algorithms.asgd import AsyncRule
 from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.simulation import Simulation, Speed
@@ -59,6 +60,7 @@ def simulate_async(
         >>> strategy.num_workers
         8
     """
+    program.explain_errors()
     num_workers = checked_whole("num_workers", num_workers)
     each = [speeds] * num_workers if isinstance(speeds, Speed) else list(speeds)
     if len(each) != num_workers:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpara import fit_call
+from tfpara import fit_call, program
 from tfpara.algorithms import ASYNC_RULES, AsyncBMUF, AsyncEASGD, AveragedASGD, Rule
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.checks import checked_averages, checked_period, checked_seconds
@@ -115,6 +115,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
         `_processes` replaces the processes of TF_CONFIG by simulated ones.
         """
+        program.explain_errors()
         checked_rule(rule)
         sync_period = checked_period(sync_period)
         self._averages = checked_averages(averages, asynchronous=True)

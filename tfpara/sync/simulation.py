@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara import cluster
+from tfpara import cluster, program
 from tfpara.algorithms.rule import Rule
 from tfpara.elastic.settings import Elastic
 from tfpara.sync.replaying import Replay
@@ -64,6 +64,7 @@ def simulate(
         >>> strategy.num_replicas
         8
     """
+    program.explain_errors()
     num_replicas = checked_whole("num_replicas", num_replicas)
     if cluster.read().num_workers > 1:
         raise ValueError(

@@ -156,6 +156,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         elastic: Elastic | None = None,
     ) -> None:
         """Joins the other workers and compares settings with them; for the arguments see above."""
+        program.explain_errors()
         settings = Settings(
             rule=rule,
             sync_period=sync_period,
