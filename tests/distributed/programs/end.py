@@ -1,7 +1,7 @@
 """A script of a user's that trains, and then ends in one of several ways.
 
 JSON options: `how` it ends ("return", "raise", "exit", "leave", "wait"), and on which `rank`;
-`run`: whether `tfpara.run` calls it; `thread`: whether it runs in a thread.
+`run`: whether `tfpara.run` calls it; `thread`: whether it runs in a thread; `verbose`: of `fit`.
 """
 
 import atexit
@@ -25,7 +25,7 @@ def main():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     x = np.ones((32, 4), "float32")
-    model.fit(x, x[:, :1], batch_size=4)
+    model.fit(x, x[:, :1], batch_size=4, verbose=options.get("verbose", "auto"))
     atexit.register(print, "end", flush=True)
     print("trained", flush=True)
     if options.get("rank", strategy.worker_index) == strategy.worker_index:
