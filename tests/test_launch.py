@@ -219,6 +219,22 @@ sys.exit(3 + rank)
     assert f"{['chief', 'worker 1'][late]} failed first: exit code {3 + late};" in err
 
 
+def test_one_that_does_not_answer_is_named_and_the_code_is_that_of_who_says_so(script):
+    path = script(
+        RANK
+        + f"""
+import sys, time
+from tfpara.cluster import parent
+if rank:
+    parent.tell(because=["chief"], at=time.monotonic())
+    sys.exit(3)
+{FOREVER}"""
+    )
+    code, _, err = launch("-n", 2, path)
+    assert code == 3
+    assert "chief did not answer, and was ended; worker 1 failed: exit code 3;" in err
+
+
 def test_a_launcher_hears_nothing_from_who_is_not_its_process(tmp_path):
     ear = parent.Ear()
     environ = parent.variables(ear.writer)

@@ -100,6 +100,7 @@ class Launcher:
         self._pauses: dict[int, float] = {}  # the last of each worker, in seconds
         self._readers: list[threading.Thread] = []
         self._exits: dict[int, _Exit] = {}
+        self._ended_here: set[int] = set()  # workers that were ended since another had failed
         self._ears: dict[int, parent.Ear] = {}  # to what each worker tells, since its last start
 
     def run(self, command: Sequence[str], processes: Callable[[], Sequence[Process]]) -> int:
@@ -117,7 +118,8 @@ class Launcher:
                 failure, received = self._run_once(tell_guardian)
                 cause = self._cause_of(failure)
                 text = self._summary(failure, cause, received, time.monotonic() - start)
-                failure = cause if cause and cause.code else failure
+                if cause and cause.code and cause.rank not in self._ended_here:
+                    failure = cause
                 last = failure is None or received or self._restarts == self._max_restarts
                 if last:
                     break
@@ -135,7 +137,7 @@ class Launcher:
             The first failure, and the first signal received.
         """
         self._workers, self._readers = [], []
-        self._exits, self._ears = {}, {}
+        self._exits, self._ears, self._ended_here = {}, {}, set()
         self._starts = [0] * len(self._processes)
         with contextlib.ExitStack() as end:
             threads = []
@@ -265,6 +267,8 @@ class Launcher:
             elif isinstance(event, _Exit):
                 running.discard(event.rank)
                 self._exits[event.rank] = event
+                if forced and event.by_signal:
+                    self._ended_here.add(event.rank)
                 tell_guardian(self._workers[event.rank].pid)
                 if event.rank in self._removed:
                     _say(f"{self._processes[event.rank].name} has left: {event.how}")
@@ -424,10 +428,16 @@ class Launcher:
         text = f"all {count} {kind} done" if count > 1 else "worker done"
         if failure and cause:
             text = f"{self._processes[cause.rank].name} failed first: {cause.how};"
-            if not cause.code:
+            silent = cause is not failure and cause.rank in self._ended_here
+            if silent or not cause.code:
                 name = self._processes[cause.rank].name
+                how = (
+                    "did not answer, and was ended"
+                    if silent
+                    else "ended first, with exit code 0 while others went on"
+                )
                 text = (
-                    f"{name} ended first, with exit code 0 while others went on; then "
+                    f"{name} {how}; {'' if silent else 'then '}"
                     f"{self._processes[failure.rank].name} failed: {failure.how};"
                 )
             text += f" all {kind} ended" if count > 1 else " ended"
