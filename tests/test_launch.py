@@ -9,13 +9,17 @@ import select
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 
 import pytest
 from launched import DEADLINE, FOREVER, Launched, default_signals, launch
 
 from tfpara import cluster
+from tfpara.cluster import parent
 from tfpara.launch import output as launch_output
+from tfpara.launch import supervisor
 
 RANK = "from tfpara import cluster\nrank = cluster.read().rank\n"
 # Whom a worker waits for has left its number under the script's first argument.
@@ -180,13 +184,71 @@ if rank == 1:
 if {end}: wait_for_start_of(1); wait_for_start_of(2 - rank)
 else: wait_for_end_of(1)
 because = "worker 1 (127.0.0.1:1) has ended" if rank == 0 else "chief (127.0.0.1:2) is gone"
-print(f"tfpara: a sync failed because {{because}}; start all", file=sys.stderr)
-sys.exit(1)
+def lose():
+    raise Lost(f"a sync failed because {{because}}; start all")
+class Lost(Exception):
+    __module__ = "tfpara.test"
+from tfpara import program
+program.run(lose)
 """
     )
     returned, _, err = launch("-n", 3, "--grace=1000", path, tmp_path / "number")
     assert returned == code
     assert re.search(f"tfpara-launch: {text}", err)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_of_two_that_name_each_other_the_one_is_first_whom_the_other_named_first(
+    late, script, tmp_path
+):
+    """As where one was stopped, and finds the other gone when it goes on."""
+    path = script(
+        NUMBERED
+        + f"""
+from tfpara.cluster import parent
+other = ["worker 1", "chief"][rank]
+# What it prints is the program's own, and says nothing to the launcher.
+print(f"a sync failed because {{other}} (127.0.0.1:1) is gone", file=sys.stderr, flush=True)
+parent.tell(because=[other], at=time.monotonic() + 60 * (rank == {late}))
+if rank == 0: wait_for_end_of(1)
+sys.exit(3 + rank)
+"""
+    )
+    code, _, err = launch("-n", 2, "--grace=1000", path, tmp_path / "number")
+    assert code == 3 + late
+    assert f"{['chief', 'worker 1'][late]} failed first: exit code {3 + late};" in err
+
+
+def test_one_that_does_not_answer_is_named_and_the_code_is_that_of_who_says_so(script):
+    path = script(
+        RANK
+        + f"""
+import sys, time
+from tfpara.cluster import parent
+if rank:
+    parent.tell(because=["chief"], at=time.monotonic())
+    sys.exit(3)
+{FOREVER}"""
+    )
+    code, _, err = launch("-n", 2, path)
+    assert code == 3
+    assert "chief did not answer, and was ended; worker 1 failed: exit code 3;" in err
+
+
+def test_a_launcher_hears_nothing_from_who_is_not_its_process(tmp_path):
+    ear = parent.Ear()
+    environ = parent.variables(ear.writer)
+    with open(tmp_path / "file", "w") as file:
+        parent.tell({"TFPARA_LAUNCHER": f"{file.fileno()}:{os.fstat(file.fileno()).st_ino}"}, a=1)
+        parent.tell({"TFPARA_LAUNCHER": environ["TFPARA_LAUNCHER"] + "0"}, a=2)
+        parent.tell({}, a=3)
+        assert not (tmp_path / "file").stat().st_size and ear.listen() == {}
+    for number in range(9999):  # more than the pipe takes: what is left over is dropped
+        parent.tell(environ, a=number, text="x" * 99)
+    os.write(ear.writer, b"[]\n")
+    assert ear.listen()["text"] == "x" * 99
+    os.close(ear.writer)
+    ear.close()
 
 
 def test_a_killed_worker_is_the_cause_though_another_ends_before_it(script, tmp_path):
@@ -227,6 +289,54 @@ sys.exit(9)
     assert code == 9
     assert "[worker 1] refused\n" in out
     lifeline.wait_for_end()
+
+
+def test_the_number_of_workers_behind_the_program_is_pointed_out(script):
+    path = script("print('trained')")
+    for arguments, hint in (
+        ((path, "-n", 2), "-n 2"),
+        ((path, "--workers=3"), "--workers=3"),
+        ((path, "-np4"), "-np4"),
+        (("--", path, "-n", 2), ""),
+        (("-n", 1, path, "-n", 2), ""),
+        ((path, "--epochs-n", 2), ""),
+    ):
+        code, out, err = launch(*arguments)
+        assert (code, out) == (0, "[chief] trained\n")
+        assert (f"one worker is started, since {hint} stands behind" in err) == bool(hint), err
+
+
+def test_who_writes_a_checkpoint_has_more_time_than_the_grace(script, tmp_path, monkeypatch):
+    """It is ended by SIGKILL where it has said nothing, and where the grace was given."""
+    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.2)
+    path = script(
+        f"""
+import os, signal, sys, time
+from tfpara.cluster import parent
+def end(*_):
+    if sys.argv[1] == "saves": parent.tell(saves=True)
+    time.sleep(1.5)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+open(os.path.join({str(tmp_path)!r}, "ready"), "w").close()
+{FOREVER}"""
+    )
+    for says, grace, wanted in (("saves", None, 75), ("", None, 137), ("saves", 0.2, 137)):
+        console = launch_output.Console(io.BytesIO(), io.BytesIO())
+        launcher = supervisor.Launcher(console, None, grace)
+
+        def ask():
+            while not (tmp_path / "ready").exists():
+                time.sleep(0.01)
+            (tmp_path / "ready").unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        process = supervisor.Process("chief", dict(os.environ))
+        command = [sys.executable, str(path), says]
+        assert launcher.run(command, lambda process=process: [process]) == wanted
+        asking.join()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -415,6 +525,7 @@ def test_a_closed_stdout_ends_the_workers(script, lifeline):
         (("--host=name.invalid", "--", "python", "-V"), ["name.invalid", "not an address of"]),
         (("-n", 9, "--port=65530", "--", "python", "-V"), ["65535", "Lower --port"]),
         (("--workers-typo=3", "a.py"), ["--workers-typo=3"]),
+        (("-np", 2, "a.py"), ["-np is of mpirun", "here it is -n"]),
     ],
 )
 def test_what_cannot_be_started_is_one_message_and_exit_code_2(arguments, words):
@@ -671,6 +782,35 @@ def test_a_worker_of_an_elastic_run_that_fails_after_training_is_no_success(
     code, out, err = launch("-n", 2, "--elastic", script(_FAILS), when, tmp_path)
     assert code == wanted, err
     assert ("worker 0 failed first: exit code 3" in err) == bool(wanted)
+
+
+_REFUSES = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: print("refused", flush=True))
+from tfpara.cluster import secret
+from tfpara.cluster.meeting import ADDRESS, NAME, Line
+settings = {"min_workers": 1, "max_workers": None, "grace_seconds": 9.0, "silence_seconds": 9.0}
+line = Line(os.environ[ADDRESS], secret.read(), 1, settings, 9.0, name=os.environ[NAME])
+assert line.ready(line.formed().number)
+line.agreed({})
+print("trains", flush=True)
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize("how", ["two signals", "the grace is over"])
+def test_an_elastic_run_that_is_killed_unfinished_is_no_success(how, script):
+    grace = 1000 if how == "two signals" else 0.3
+    arguments = ("-n", 2, "--elastic", f"--grace={grace}", script(_REFUSES))
+    with Launched(*arguments) as launched:
+        launched.read_until("[worker 0] trains", "[worker 1] trains")
+        launched.process.send_signal(signal.SIGTERM)
+        launched.read_until("[worker 0] refused", "[worker 1] refused")
+        if how == "two signals":
+            launched.process.send_signal(signal.SIGTERM)
+        code, _, err = launched.finish()
+    assert code == 128 + signal.SIGKILL, err
+    assert "failed first: killed by SIGKILL" in err
 
 
 def until_end(tmp_path):

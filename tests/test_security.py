@@ -23,6 +23,7 @@ from launched import LAUNCH
 from tfpara import cluster, version
 from tfpara.cluster import messages, ports, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
+from tfpara.launch import meet
 from tfpara.parameter_server.control import lobby, member
 
 LONG = 60.0  # seconds; reached only by a hang
@@ -228,6 +229,30 @@ def test_a_meeting_without_a_secret_says_so_on_a_network(addresses, given, lines
     assert len(caplog.records) == lines
     if lines:
         assert "not authenticated" in caplog.text and "docs/security.md" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "arguments", "given", "listens", "warns"),
+    [
+        ("127.0.0.1", (), "", True, True),
+        ("0.0.0.0", (), "", False, True),
+        ("", (), "", False, True),
+        ("0.0.0.0", ("--without_secret",), "", True, True),
+        ("0.0.0.0", (), OURS.decode(), True, False),
+    ],
+)
+def test_a_meeting_point_without_a_secret(
+    host, arguments, given, listens, warns, monkeypatch, capsys
+):
+    def listen(*_):
+        raise OSError("it would listen")
+
+    monkeypatch.setenv("TFPARA_SECRET", given)
+    monkeypatch.setattr(meet, "Meeting", listen)
+    assert meet.main(["-n", "2", "--host", host, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert ("it would listen" in said) == listens
+    assert ("there is no secret" in said) == warns and said.count("\n") == listens + warns
 
 
 # -- the lobby ----------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ import dis
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from tfpara import cluster
-from tfpara.cluster import Cluster, exit_codes, failures, whereabouts
+from tfpara.cluster import Cluster, exit_codes, failures, parent, whereabouts
 from tfpara.cluster import asynchronous as async_cluster
 
 if TYPE_CHECKING:
@@ -275,6 +276,9 @@ def _has_others() -> bool:
 
 
 def _say(name: str, sentence: str) -> None:
+    because = failures.named(sentence)
+    if because:
+        parent.tell(because=because, at=time.monotonic())
     sys.stdout.flush()
     print(f"{name}: {sentence}", file=sys.stderr, flush=True)
 

@@ -83,8 +83,9 @@ def test_a_fit_that_fails_ends_though_a_generator_is_at_work():
 
 def test_an_error_in_a_thread_has_the_sentence_as_a_note():
     options = [{"how": "leave", "rank": 1, "run": False, "thread": rank == 0} for rank in (0, 1)]
-    chief, _ = run("end.py", options, environ=QUIET)
+    chief, other = run("end.py", [o | {"verbose": 2} for o in options], environ=QUIET)
     *_, failed, end = lines(chief.output)
+    assert "loss: " in chief.output and lines(other.output) == ["trained"]  # of a verbose fit
     assert chief.output.count("Traceback") == 1 and end == "end"
     assert re.fullmatch(GONE.format("worker 1"), failed)
 

@@ -27,7 +27,7 @@ from tfpara.checkpoint.run import (
 )
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
-from tfpara.cluster import exit_codes
+from tfpara.cluster import exit_codes, parent
 from tfpara.strategy import Strategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
@@ -295,6 +295,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     def _terminate(self, number: int, frame: object) -> None:
         del number, frame
         self._terminated = True
+        parent.tell(saves=True)
 
     def _leave_if_asked(self) -> None:
         if not self._asked_to_end:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from tfpara.cluster import parent
+
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 _LOOKS = 10  # how often the main thread is looked at in the time that a call may last
@@ -120,6 +122,7 @@ class Termination:
                     with contextlib.suppress(OSError):
                         os.write(self._former_fd, received)
                 if received[0] == signal.SIGTERM:
+                    parent.tell(saves=True)
                     _end_if_stuck(stopped, patience, self._exit_code)
 
 

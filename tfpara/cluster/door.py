@@ -8,6 +8,8 @@ import logging
 import selectors
 import socket
 import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tfpara.cluster import secret as run_secret
 from tfpara.cluster.messages import Channel
@@ -17,6 +19,7 @@ _PAUSE_SECONDS = 0.1
 _STRANGER_SECONDS = 10.0  # time for a stranger to be let in, from its connection
 _STRANGERS = 64  # number of strangers at a time, beside one for each process of the run
 _NAMED = 8  # number of hosts with another secret that are named in the log
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +78,31 @@ class Door:
             if now - since > _STRANGER_SECONDS:
                 self.drop(channel)
         return sorted(heard, key=lambda each: not each[0].closed)
+
+    def heed(
+        self,
+        channel: Channel,
+        said: Sequence[dict[str, Json]],
+        act: Callable[[Channel, dict[str, Json]], _Result],
+    ) -> list[_Result]:
+        """Calls `act` with each message of a connection; returns what the calls have returned.
+
+        A message by which `act` fails sets `closed`, so that it costs its sender the connection,
+        and not this process its listener.
+        """
+        results: list[_Result] = []
+        for message in said:
+            try:
+                results.append(act(channel, message))
+            except Exception as error:
+                _log.warning(
+                    "tfpara: a message that this process cannot read ends its sender's connection "
+                    "(%r). Install the same version of tfpara everywhere.",
+                    error,
+                )
+                channel.closed = True
+                break
+        return results
 
     def let_in(self, channel: Channel) -> None:
         """Makes a stranger, which has said who it is, a guest, which may stay."""

@@ -30,6 +30,7 @@ _APART = re.compile(r"apart: (.*?) \(apart\)")
 _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
 # If a function of several devices calls another one that fails, TensorFlow may report this alone.
 _CANCELLED = "RecvAsync is cancelled"
+_BECAUSE = "a sync failed because "
 
 
 def explain(
@@ -85,7 +86,16 @@ def explain(
 
 def is_loss(sentence: str | None) -> bool:
     """Returns whether a sentence of `explain` says that another worker was lost."""
-    return sentence is not None and "a sync failed because " in sentence
+    return sentence is not None and _BECAUSE in sentence
+
+
+def named(sentence: str | None) -> list[str]:
+    """Returns the workers that a sentence of `explain` names as the cause, as launchers call them.
+
+    They are called by rank: "chief", "worker 1", ...
+    """
+    _, found, because = (sentence or "").partition(_BECAUSE)
+    return re.findall(r"(?:^|and )(chief|worker \d+)\b", because) if found else []
 
 
 def note_silence(who: str) -> str:

@@ -22,6 +22,7 @@ import dataclasses
 import logging
 import math
 import queue
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -169,28 +170,37 @@ class Meeting:
         """Ends all connections, and frees the port."""
         self._open = False
         self._thread.join()
-        self._door.close()
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether an error has ended the service before `close`."""
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while self._open:
-            self._door.wait(_TICK_SECONDS)
-            self._notice_pause()
-            for channel, said in self._door.poll():
-                for message in said:
-                    self._hear(channel, message)
-                if channel.closed:
-                    self._part(channel, "is lost")
-            if self._membership is None:
-                continue
-            now = time.monotonic()
-            for channel in list(self._channels.values()):
-                if now - channel.heard > self._silence:
-                    # It comes back when it can, and hears then whether the others have gone on.
-                    self._part(channel, f"was silent for {self._silence:g} s")
-            self._tell(self._membership.tick(now))
-            if now >= self._beat_at:
-                self._beat_at = now + self._silence / 5.0
-                self._door.tell_guests()
+        try:
+            while self._open:
+                self._listen()
+        finally:
+            self._door.close()  # after an error, too: workers shall not wait for who does not hear
+
+    def _listen(self) -> None:
+        self._door.wait(_TICK_SECONDS)
+        self._notice_pause()
+        for channel, said in self._door.poll():
+            self._door.heed(channel, said, self._hear)
+            if channel.closed:
+                self._part(channel, "is lost")
+        if self._membership is None:
+            return
+        now = time.monotonic()
+        for channel in list(self._channels.values()):
+            if now - channel.heard > self._silence:
+                # It comes back when it can, and hears then whether the others have gone on.
+                self._part(channel, f"was silent for {self._silence:g} s")
+        self._tell(self._membership.tick(now))
+        if now >= self._beat_at:
+            self._beat_at = now + self._silence / 5.0
+            self._door.tell_guests()
 
     def _notice_pause(self) -> None:
         """Looks whether this process itself was stopped, so that workers took it for lost."""
@@ -215,7 +225,9 @@ class Meeting:
         task = self._tasks.get(channel)
         if task is None:
             match message:
-                case {"enrol": [str() as host, int() as port], "settings": dict() as settings}:
+                case {"enrol": [str() as host, int() as port], "settings": dict() as settings} if (
+                    ports.is_place(host, port)
+                ):
                     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
                     self._enrol(channel, address, settings, message, now)
                 case _:
@@ -261,15 +273,15 @@ class Meeting:
         message: Mapping[str, Json],
         now: float,
     ) -> None:
-        wanted, name = message.get("task"), str(message.get("name") or "")
-        self._door.let_in(channel)
+        wanted, name = message.get("task"), _name_of(message.get("name"))
         if self._membership is None:
-            self._settings = settings
-            limits = {k: settings[k] for k in ("min_workers", "max_workers", "grace_seconds")}
-            self._founders = min(self._founders, limits["max_workers"] or self._founders)
+            limits = _limits_of(settings, self._founders, self._start_seconds)
+            if limits is None:
+                channel.send(refused=f"the meeting point cannot read its elastic={settings}")
+                return
+            self._settings, self._founders = settings, limits.founders
             self._silence = float(settings["silence_seconds"])
-            limits |= {"founders": self._founders, "start_seconds": self._start_seconds}
-            self._membership = Membership(Limits(**limits, meeting_seconds=_MEETING_SECONDS), now)
+            self._membership = Membership(limits, now)
         if settings != self._settings:
             channel.send(refused=f"the run has elastic={self._settings}, this worker {settings}")
             return
@@ -291,7 +303,8 @@ class Meeting:
         task: int | None = wanted if known and wanted not in self._channels else None
         task = self._membership.number() if task is None else task
         self._tasks[channel], self._channels[task], self._addresses[task] = task, channel, address
-        self._names[task] = name[:_LONGEST_NAME]
+        self._names[task] = name
+        self._door.let_in(channel)
         founding = self._membership.phase == "founding" and message.get("founds") is True
         channel.send(enrolled=task, founding=founding, founders=self._founders)
         self._tell(missed)
@@ -313,9 +326,66 @@ def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:
     """The generation and members that a worker tells of which it was one; None if none."""
     match told:
         case {"form": int() as generation, "members": [_, *_] as members}:
-            if all(isinstance(m, list) and [type(x) for x in m] == [int, str] for m in members):
-                return generation, {task: address for task, address in members if task >= 0}
+            if all(map(_is_member, members)):
+                return generation, dict(members)
     return None
+
+
+def _is_member(told: Json) -> bool:
+    """Whether this is the task number of a worker, and its address."""
+    match told:
+        case [int() as task, str()]:
+            return task >= 0
+    return False
+
+
+def _name_of(told: Json) -> str:
+    """The name of a worker, for messages; a name may come from anybody, and is printed."""
+    name = told if isinstance(told, str) else ""
+    return "".join(filter(str.isprintable, name[:_LONGEST_NAME]))
+
+
+def _limits_of(settings: Mapping[str, Json], founders: int, start_seconds: float) -> Limits | None:
+    """The limits of a run by the settings of its first worker; None if they are none."""
+    match settings:
+        case {
+            "min_workers": int() as fewest,
+            "max_workers": int() | None as most,
+            "grace_seconds": int() | float() as grace,
+            "silence_seconds": int() | float() as silence,
+        }:
+            if 1 <= fewest <= (most or fewest) and grace > 0 and silence > 0:
+                own = min(founders, most or founders)
+                return Limits(own, fewest, most, start_seconds, grace, _MEETING_SECONDS)
+    return None
+
+
+def _is_known(message: Mapping[str, Json]) -> bool:
+    """Whether the meeting point may say so to a worker; the empty message is a sign of life."""
+    match message:
+        case {"form": int(), "members": [_, *_] as members, "reports": list() as reports}:
+            texts = message.get("why"), message.get("last")
+            return (
+                all(map(_is_member, members))
+                and len(members) == len(reports)
+                and all(isinstance(text, str) for text in texts)
+            )
+        case (
+            {"wanted": bool()}
+            | {"lost": int()}
+            | {"enrolled": int(), "founding": bool(), "founders": int()}
+            | {"welcome": int()}
+            | {"spare": bool()}
+            | {"fit": int(), "histories": list()}
+            | {"abort": int()}
+            | {"go": int()}
+            | {"farewell": bool()}
+            | {"evicted": str()}
+            | {"refused": str()}
+            | {"ended": str(), "complete": bool()}
+        ):
+            return True
+    return not message
 
 
 def _fits_of(told: Json) -> tuple[int, list[Json]]:
@@ -408,7 +478,7 @@ class Line:
             raise MeetingError(messages.other_secret(f"the meeting point at {address}"))
         if answer and "refused" in answer:
             raise MeetingError(f"this worker cannot take part: {answer['refused']}.")
-        if answer is None or "enrolled" not in answer:
+        if answer is None or "enrolled" not in answer or not _is_known(answer):
             raise MeetingError(f"the meeting point at {address} did not answer.")
         self.task, self.founding = int(answer["enrolled"]), bool(answer["founding"])
         self.founders = int(answer["founders"])
@@ -589,7 +659,11 @@ class Line:
             if not answers:
                 self._on_silence()
             for message in said:
-                self._hear(message)
+                if _is_known(message):
+                    self._hear(message)
+                else:
+                    what = "the meeting point has another version of tfpara, and says"
+                    self._heard.put({"refused": f"{what} {reprlib.repr(message)}"})
             if closed and (self._over or not self._found_again()):
                 self._heard.put({"closed": True})
                 break

@@ -5,8 +5,9 @@ run's secret and both numbers signs every message, together with its sender and 
 So a message that is copied from another connection, sent twice or sent back is not accepted. If the
 run has no secret, anyone can derive the key, and a signature is a checksum.
 
-The length and the signature of a message are checked before it is parsed. Reading and sending never
-block. Only the standard library is imported.
+The length and the signature of a message are checked before it is parsed, but what it says is not:
+whoever reads it has to expect any JSON object. Reading and sending never block. Only the standard
+library is imported.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tfpara.typing import Json
 _LONGEST_MESSAGE = 1 << 20  # bytes
 _LONGEST_OF_RUN = 1 << 24  # bytes, from who has shown that it knows the run's secret
 _LONGEST_GREETING = 64  # bytes
+_DEEPEST = 64  # objects and lists inside each other; Python refuses to send some thousand
 _READ = 1 << 16  # bytes
 _GREETING = re.compile(rb"tfpara ([0-9a-f]{32})")
 _FRAME = re.compile(rb"([0-9a-f]{64}) (.*)", re.DOTALL)
@@ -219,7 +221,7 @@ class Channel:
             # check one.
             self.differs = True
             self._leaving += _REFUSAL + b"\n"
-        if isinstance(message, dict):
+        if isinstance(message, dict) and _is_flat(message, _DEEPEST):
             self.known = True
             return message
         self._give_up()
@@ -243,6 +245,12 @@ class Channel:
                 self._give_up()
         except OSError:  # the next read finds that the connection has ended
             self._leaving = b""
+
+
+def _is_flat(value: Json, levels: int) -> bool:
+    """Returns whether no more than so many objects and lists are inside each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_flat(each, levels - 1) for each in inner)
 
 
 def connect(address: str, secret: bytes, purpose: str, timeout_seconds: float) -> Channel:

@@ -152,6 +152,11 @@ def unknown(addresses: Iterable[str]) -> bool:
     return False
 
 
+def is_place(host: str, port: int) -> bool:
+    """Returns whether this is an IP address and the number of a port."""
+    return is_address(host) and 0 < port < 65536
+
+
 def is_address(host: str) -> bool:
     """Returns whether `host` is an IP address, and not a name."""
     try:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 VARIABLE, FILE_VARIABLE = "TFPARA_SECRET", "TFPARA_SECRET_FILE"
 _SHORTEST, _LONGEST = 16, 4096  # bytes
-_MAKE_ONE = "(umask 077; python -c 'import secrets; print(secrets.token_hex())' > FILE)"
+MAKE_ONE = "(umask 077; python -c 'import secrets; print(secrets.token_hex())' > FILE)"
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +44,7 @@ def read(environ: Mapping[str, str] = os.environ) -> bytes:
     if not _SHORTEST <= len(secret) <= _LONGEST:
         raise SecretError(
             f"{source} has {len(secret)} bytes, but a secret has from {_SHORTEST} to {_LONGEST}. "
-            f"Make one by {_MAKE_ONE}."
+            f"Make one by {MAKE_ONE}."
         )
     return secret
 
@@ -83,7 +83,7 @@ def _contents(path: str) -> bytes:
     except (OSError, ValueError) as error:
         raise SecretError(
             f"{FILE_VARIABLE}={path!r} cannot be read ({error}). Name a file that holds the "
-            f"secret: {_MAKE_ONE}."
+            f"secret: {MAKE_ONE}."
         ) from None
 
 

@@ -361,7 +361,7 @@ def _has_place(hello: Mapping[str, Json]) -> bool:
     """Returns whether a hello has the number of processes, and the address of its sender."""
     match hello:
         case {"size": int(), "at": [str() as host, int() as port]}:
-            return ports.is_address(host) and 0 < port < 65536
+            return ports.is_place(host, port)
     return False
 
 
@@ -441,7 +441,7 @@ def _admit(
         The sentence on what is wrong with it, or None.
     """
     rank = hello.get("rank")
-    if not isinstance(rank, int) or rank < 0 or not terms.known(hello):
+    if not isinstance(rank, int) or not 0 < rank < terms.size or not terms.known(hello):
         door.drop(channel)  # not a worker
         return None
     door.let_in(channel)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -203,12 +204,15 @@ class Whereabouts:
         while not self._stop.is_set() and not channel.closed:
             channel.wait_for(_TICK_SECONDS)
             for message in channel.receive():
-                if "where" in message:
-                    channel.send(here=list(self._here()))
-                if "table" in message:
-                    self._tell_table([Row(*row) for row in message["table"]])
-                if "ended" in message:
-                    _note(message["ended"])
+                match message:
+                    case {"where": _}:
+                        channel.send(here=list(self._here()))
+                    case {"table": list() as told}:
+                        rows = [row for row in map(_row, told) if row is not None]
+                        if len(rows) == len(told) == self._cluster.num_workers:
+                            self._tell_table(rows)
+                    case {"ended": ended}:
+                        self._note(ended)
             if self._take_asked():
                 channel.send(ask=True)
         if self._stop.is_set():
@@ -228,10 +232,8 @@ class Whereabouts:
             door.wait(_TICK_SECONDS)
             new: list[Channel | None] = [None] if self._take_asked() else []
             for channel, said in door.poll():
-                for message in said:
-                    self._hear(channel, message, guests, rows)
-                    if "ask" in message and channel in guests.values():
-                        new.append(channel)
+                hear = functools.partial(self._hear, guests=guests, rows=rows, askers=new)
+                door.heed(channel, said, hear)
                 if channel.closed:
                     door.drop(channel)
                     guests = {r: guest for r, guest in guests.items() if guest is not channel}
@@ -258,18 +260,40 @@ class Whereabouts:
         message: Mapping[str, Json],
         guests: dict[int, Channel],
         rows: dict[int, Row],
+        askers: list[Channel | None],
     ) -> None:
         assert self._door is not None
-        rank = message.get("rank")
-        if isinstance(rank, int) and 0 < rank < self._cluster.num_workers:
-            guests[rank] = channel
-            self._door.let_in(channel)
+        match message:
+            case {"rank": int() as rank} if 0 < rank < self._cluster.num_workers:
+                guests[rank] = channel
+                self._door.let_in(channel)
         mine = [rank for rank, guest in guests.items() if guest is channel]
-        if "here" in message and mine:
-            rows[mine[0]] = Row(*message["here"])
-        if "ended" in message and mine:
-            _note(message["ended"])
-            self._door.tell_guests(ended=message["ended"])
+        if not mine:
+            return
+        match message:
+            case {"here": told} if (row := _row(told)) is not None:
+                rows[mine[0]] = row
+            case {"ended": ended} if self._note(ended):
+                self._door.tell_guests(ended=ended)
+            case {"ask": _}:
+                askers.append(channel)
+
+    def _note(self, ended: Json) -> bool:
+        """Notes the end of a worker that it has told of; returns whether that is what it told."""
+        match ended:
+            case [int() as rank, str() | None as words] if 0 <= rank < self._cluster.num_workers:
+                if words is not None:
+                    failures.note_end(rank, words)
+                return True
+        return False
+
+
+def _row(told: Json) -> Row | None:
+    """Returns the whereabouts that a worker has sent; None if it has sent something else."""
+    match told:
+        case [str() as text, list() as waits] if all(isinstance(each, str) for each in waits):
+            return Row(text, waits)
+    return None
 
 
 _all: list[Whereabouts] = []  # all objects of this process
@@ -281,12 +305,6 @@ def _end_all() -> None:
         each.end()
     for each in _all:
         each.join()
-
-
-def _note(ended: Sequence[Json]) -> None:
-    rank, words = ended
-    if words is not None:
-        failures.note_end(int(rank), str(words))
 
 
 def begin(

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -38,7 +39,9 @@ COMMAND: a program and its arguments, or a .py file; `python` is the one that ru
 
 When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to report errors of their
 own. Then they get SIGTERM, and SIGKILL after --grace. SIGINT, SIGTERM and SIGHUP are passed on;
-SIGKILL follows after --grace, or at once on a second signal.
+SIGKILL follows after --grace, or at once on a second signal. A worker that was asked to end and
+writes a checkpoint (tfpara.callbacks.Checkpoint) has {launch_workers.SAVING_SECONDS:g} s, unless
+--grace is given.
 
 Each start has a fresh secret, by which its processes know each other, in TFPARA_SECRET, unless that
 or TFPARA_SECRET_FILE is set. They listen on --host alone, but TensorFlow on all interfaces, and
@@ -80,6 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         command = _command(options.command)
+        if options.workers is None:
+            options.workers = 1
+            hint = _misplaced(options.command)
+            if hint:
+                print(f"tfpara-launch: {hint}", file=sys.stderr, flush=True)
         if options.restart_workers is not None and not (options.ps or options.elastic):
             raise LaunchError(
                 f"--restart_workers={options.restart_workers} is for --ps and --elastic: other "
@@ -251,6 +259,25 @@ def _number(
     return parse
 
 
+def _workers(text: str) -> float:
+    if text.startswith("p"):  # of "-np 2" this is what follows "-n"
+        raise argparse.ArgumentTypeError("-np is of mpirun and horovodrun: here it is -n")
+    return _number(int, 1, 10000, "a whole number")(text)
+
+
+def _misplaced(words: Sequence[str]) -> str:
+    """Returns a hint if what follows the program looks like the launcher's number of workers."""
+    text = " ".join(words)
+    found = re.search(r" (-n|-np|--workers)[ =]?(\d+)(?= |$)", text)
+    if found is None or words[:1] == ["--"]:
+        return ""
+    return (
+        f"one worker is started, since {found[0].strip()} stands behind the program, and so is the "
+        f"program's. For {found[2]} workers write it first: tfpara-launch -n {found[2]} {words[0]} "
+        "…; else -- before the program."
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tfpara-launch",
@@ -266,8 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "-n",
         "--workers",
-        type=whole(1, 10000),
-        default=1,
+        type=_workers,
         metavar="N",
         help="number of workers, the chief included (default: 1); with --ps it is one more",
     )
@@ -329,9 +355,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--grace",
         type=_number(float, 0, 86400, "a number of seconds"),
-        default=10.0,
         metavar="SECONDS",
-        help="time between asking workers to end and SIGKILL (default: 10)",
+        help="time between asking workers to end and SIGKILL (default: 10, and up to "
+        f"{launch_workers.SAVING_SECONDS:g} while one writes a checkpoint)",
     )
     add(
         "--max_restarts",

@@ -16,6 +16,10 @@ Workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) enrol h
 and meet where one is lost or comes. Give each of them {ADDRESS}=HOST:PORT. tfpara-launch --elastic
 serves a meeting point by itself.
 
+Give it and all workers one secret, in {secret.VARIABLE} or {secret.FILE_VARIABLE}: without one
+whoever reaches the port can take part in the run, and end it. So no other --host than one on
+loopback is taken without a secret, unless you say --without_secret.
+
 It ends when the run is over, or on SIGINT or SIGTERM. Exit code: 0 if the run is complete; 75 if it
 is to go on from a checkpoint, once this program and the workers are started again; 1 if it has not
 begun; 2 if this program cannot listen.
@@ -41,12 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=300.0,
         help="longest wait for the first workers, in seconds (default: 300)",
     )
+    add(
+        "--without_secret",
+        action="store_true",
+        help="listen without a secret on a network, too, of which you trust everybody",
+    )
     options = parser.parse_args(argv)
     if options.workers < 1:
         parser.error(f"--workers={options.workers} must be at least 1")
     try:
+        shared = secret.read()
+        if not shared:
+            here = secret.is_loopback(f"{options.host}:0")
+            print(f"tfpara-meet: {_no_secret(options.host, here)}", file=sys.stderr, flush=True)
+            if not here and not options.without_secret:
+                return 2
         meeting = Meeting(
-            options.host, options.port, options.workers, options.start_seconds, secret.read()
+            options.host, options.port, options.workers, options.start_seconds, shared
         )
     except (OSError, secret.SecretError) as error:
         print(
@@ -70,10 +85,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if meeting.phase == "ended":
             print(f"tfpara-meet: {meeting.why_ended}", flush=True)
             break
+        if meeting.is_deaf:  # its thread has printed the error
+            return 2
     meeting.close()
     if meeting.is_complete:
         return 0
     return exit_codes.restart() if meeting.phase == "ended" or meeting.has_begun else 1
+
+
+def _no_secret(host: str, here: bool) -> str:
+    """Returns the sentence on a run without a secret, and the fix."""
+    who = "every user of this machine" if here else f"whoever reaches --host={host}"
+    return (
+        f"there is no secret, so {who} can take part in the run and end it. Set "
+        f"{secret.FILE_VARIABLE} or {secret.VARIABLE} to the same here and for all workers: make a "
+        f"file by {secret.MAKE_ONE}" + ("." if here else "; or say --without_secret.")
+    )
 
 
 if __name__ == "__main__":

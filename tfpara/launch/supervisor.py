@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -15,16 +14,20 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tfpara.cluster import quiet
+from tfpara.cluster import parent, quiet
 from tfpara.launch import output as output
 from tfpara.launch import signals as signals
+from tfpara.typing import Json
 
 # After a failure the other workers have this time to print their own errors and end, before they
 # get SIGTERM.
 SETTLE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0  # before a worker is started again while others run
 _STEADY_SECONDS = 60.0  # who has run so long does not fail again and again: its pause is the first
-_BECAUSE = b"a sync failed because "  # in `failures.explain` the names of lost workers follow
+# Between asking workers to end and SIGKILL, unless the launcher's user says otherwise; and if a
+# worker has said that it writes a checkpoint, which on a busy machine takes longer.
+_GRACE_SECONDS, SAVING_SECONDS = 10.0, 300.0
+_LOOK_SECONDS = 1.0  # how often it is looked whether a checkpoint is written yet
 
 
 class Process(NamedTuple):
@@ -59,7 +62,8 @@ class Launcher:
     Args:
         console: the terminal for the workers' output.
         log_dir: an existing folder for one file of output per worker; None for no files.
-        grace: seconds between asking workers to end and SIGKILL.
+        grace: seconds between asking workers to end and SIGKILL. None: 10, and up to 300 for
+            workers that write a checkpoint.
         max_restarts: how often all workers are started again after one has failed.
         restart_workers: how often each expendable worker is started again while the others run.
         takes_in: whether a worker that is started again now can take part in the run; its argument
@@ -73,14 +77,16 @@ class Launcher:
         self,
         console: output.Console,
         log_dir: Path | None,
-        grace: float,
+        grace: float | None,
         max_restarts: int = 0,
         restart_workers: int = 0,
         takes_in: Callable[[bool], bool] = lambda killed: True,
         another: Callable[[int], Process] | None = None,
         follow: Callable[[str], Callable[[], bool]] = lambda name: lambda: True,
     ) -> None:
-        self._console, self._log_dir, self._grace = console, log_dir, grace
+        self._console, self._log_dir = console, log_dir
+        self._grace = _GRACE_SECONDS if grace is None else grace
+        self._waits_for_checkpoints = grace is None
         self._max_restarts, self._restart_workers = max_restarts, restart_workers
         self._takes_in, self._another, self._follow = takes_in, another, follow
         self._events: queue.SimpleQueue[_Exit | int] = queue.SimpleQueue()
@@ -94,8 +100,8 @@ class Launcher:
         self._pauses: dict[int, float] = {}  # the last of each worker, in seconds
         self._readers: list[threading.Thread] = []
         self._exits: dict[int, _Exit] = {}
-        # For each worker that says so in its output, the workers because of which it has failed.
-        self._blamed: dict[int, list[int]] = {}
+        self._ended_here: set[int] = set()  # workers that were ended since another had failed
+        self._ears: dict[int, parent.Ear] = {}  # to what each worker tells, since its last start
 
     def run(self, command: Sequence[str], processes: Callable[[], Sequence[Process]]) -> int:
         """Runs the workers, with restarts after failures, until their end; returns the exit code.
@@ -112,7 +118,8 @@ class Launcher:
                 failure, received = self._run_once(tell_guardian)
                 cause = self._cause_of(failure)
                 text = self._summary(failure, cause, received, time.monotonic() - start)
-                failure = cause if cause and cause.code else failure
+                if cause and cause.code and cause.rank not in self._ended_here:
+                    failure = cause
                 last = failure is None or received or self._restarts == self._max_restarts
                 if last:
                     break
@@ -130,7 +137,7 @@ class Launcher:
             The first failure, and the first signal received.
         """
         self._workers, self._readers = [], []
-        self._exits, self._blamed = {}, {}
+        self._exits, self._ears, self._ended_here = {}, {}, set()
         self._starts = [0] * len(self._processes)
         with contextlib.ExitStack() as end:
             threads = []
@@ -141,6 +148,8 @@ class Launcher:
             ended = self._supervise(end, tell_guardian)
             for reader in self._readers:
                 reader.join(SETTLE_SECONDS)  # a process that left its group may keep the pipe open
+            for ear in self._ears.values():
+                ear.close()
         failure, received = ended
         while not self._events.empty():  # signals that came too late to be passed on
             event = self._events.get()
@@ -164,18 +173,22 @@ class Launcher:
         terminal = rank == 0 and sys.stdout.isatty()  # Keras draws a progress bar on a terminal
         out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
         err, err_end = os.pipe()
+        if rank in self._ears:
+            self._ears[rank].close()
+        ear = self._ears[rank] = parent.Ear()
         try:
             worker = subprocess.Popen(
                 self._command,
-                env=environment,
+                env={**environment, **parent.variables(ear.writer)},
                 stdin=subprocess.DEVNULL,
                 stdout=out_end,
                 stderr=err_end,
                 start_new_session=True,
+                pass_fds=(ear.writer,),
             )
         finally:
-            os.close(out_end)
-            os.close(err_end)
+            for descriptor in (out_end, err_end, ear.writer):
+                os.close(descriptor)
         end.callback(_signal_group, worker, signal.SIGKILL)
         self._workers[rank : rank + 1] = [worker]
         self._starts[rank] += 1
@@ -198,7 +211,6 @@ class Launcher:
                     self._console.progress(rank, name, chunk)
             else:
                 for line in output.read_lines(source, log):
-                    self._listen(rank, line)
                     if to_stderr and quiet.is_chatter(line):
                         continue  # from TensorFlow's import, before the program could filter it
                     self._console.line(rank, name, line, to_stderr)
@@ -227,6 +239,7 @@ class Launcher:
         failure: _Exit | None = None
         received: int | None = None
         deadline, at_deadline, forced = float("inf"), signal.SIGTERM, False
+        saved_by = 0.0  # until when a checkpoint is waited for
         running = set(range(len(self._workers)))
         # Expendable workers that have failed, each with the time when to restart or do without it.
         spared: dict[int, tuple[float, _Exit]] = {}
@@ -244,6 +257,8 @@ class Launcher:
                         thread.start()
                 elif not self._can_spare(event, running, spared):
                     failure, deadline = event, now + SETTLE_SECONDS
+            elif event is None and at_deadline == signal.SIGKILL and self._saves(running, saved_by):
+                deadline = now + _LOOK_SECONDS
             elif event is None:
                 self._signal_all(at_deadline)
                 killed = at_deadline == signal.SIGKILL
@@ -252,6 +267,8 @@ class Launcher:
             elif isinstance(event, _Exit):
                 running.discard(event.rank)
                 self._exits[event.rank] = event
+                if forced and event.by_signal:
+                    self._ended_here.add(event.rank)
                 tell_guardian(self._workers[event.rank].pid)
                 if event.rank in self._removed:
                     _say(f"{self._processes[event.rank].name} has left: {event.how}")
@@ -286,6 +303,7 @@ class Launcher:
             elif event != signal.SIGPIPE or received is None:
                 passed_on = signal.SIGTERM if event == signal.SIGPIPE else event
                 self._signal_all(passed_on if received is None else signal.SIGKILL)
+                saved_by = now + SAVING_SECONDS if received is None else 0.0
                 received = received or event
                 deadline, at_deadline = now + self._grace, signal.SIGKILL
             over = 0 not in running and not self._processes[0].expendable
@@ -293,7 +311,7 @@ class Launcher:
             over |= not running and any(not each.code for each in self._exits.values())
             if failure or received or over:
                 spared.clear()
-        if failure is None and received is None:
+        if failure is None:
             failure = next((event for event, went_on in failed if not went_on()), None)
         return failure, received
 
@@ -330,27 +348,35 @@ class Launcher:
             _signal_group(self._workers[last], signal.SIGTERM)
         spared.pop(last, None)
 
-    def _listen(self, rank: int, line: bytes) -> None:
-        """Notes the workers because of which a worker has failed, from its line of output."""
-        _, found, rest = line.partition(_BECAUSE)
-        if found:
-            because = rest.decode(errors="replace")
-            self._blamed[rank] = [
-                other
-                for other, process in enumerate(self._processes)
-                if re.search(rf"(^|and ){re.escape(process.name)}\b", because)
-            ]
+    def _saves(self, running: Collection[int], saved_by: float) -> bool:
+        """Returns whether a worker that runs is still given time to write a checkpoint."""
+        saves = any(self._ears[rank].listen().get("saves") is True for rank in running)
+        return saves and self._waits_for_checkpoints and time.monotonic() < saved_by
+
+    def _blamed_by(self, rank: int) -> int | None:
+        """Returns the worker because of which another has failed, as that says; None if none."""
+        names = self._ears[rank].said.get("because") if rank in self._ears else None
+        for other, process in enumerate(self._processes):
+            if isinstance(names, list) and process.name in names and other in self._exits:
+                return other
+        return None
 
     def _cause_of(self, failure: _Exit | None) -> _Exit | None:
-        """Returns the end of the worker because of which others failed, as their output says."""
-        cause, seen = failure, set()
-        while cause is not None and cause.rank not in seen:
-            seen.add(cause.rank)
-            others = [r for r in self._blamed.get(cause.rank, ()) if r in self._exits]
-            if not others:
-                return cause
-            cause = self._exits[others[0]]
-        return failure  # they name each other
+        """Returns the end of the worker because of which others failed, as they say.
+
+        Where they name each other, it is the one whom the first of them has named: what that one
+        says comes of the first one's end.
+        """
+        if failure is None:
+            return None
+        chain = [failure.rank]
+        while (other := self._blamed_by(chain[-1])) is not None and other not in chain:
+            chain.append(other)
+        if other is None:
+            return self._exits[chain[-1]] if len(chain) > 1 else failure
+        circle = chain[chain.index(other) :]
+        first = min(circle, key=lambda rank: _number(self._ears[rank].said.get("at")))
+        return self._exits[circle[(circle.index(first) + 1) % len(circle)]]
 
     def _asynchronous(self) -> bool:
         return any(process.expendable for process in self._processes[1:])
@@ -402,10 +428,16 @@ class Launcher:
         text = f"all {count} {kind} done" if count > 1 else "worker done"
         if failure and cause:
             text = f"{self._processes[cause.rank].name} failed first: {cause.how};"
-            if not cause.code:
+            silent = cause is not failure and cause.rank in self._ended_here
+            if silent or not cause.code:
                 name = self._processes[cause.rank].name
+                how = (
+                    "did not answer, and was ended"
+                    if silent
+                    else "ended first, with exit code 0 while others went on"
+                )
                 text = (
-                    f"{name} ended first, with exit code 0 while others went on; then "
+                    f"{name} {how}; {'' if silent else 'then '}"
                     f"{self._processes[failure.rank].name} failed: {failure.how};"
                 )
             text += f" all {kind} ended" if count > 1 else " ended"
@@ -419,6 +451,10 @@ def _signal_group(worker: subprocess.Popen[bytes], number: int) -> None:
     if worker.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, number)
+
+
+def _number(told: Json) -> float:
+    return float(told) if isinstance(told, int | float) else 0.0
 
 
 def _say(text: str) -> None:

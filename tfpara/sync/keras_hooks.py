@@ -11,7 +11,7 @@ below are replaced for models of a `PeriodicSyncStrategy`:
 - `fit` tells callbacks of its end, also if it raises;
 - `fit` returns when all workers have come to its end, so that all can read what the chief wrote;
 - the log of an epoch and of `evaluate` is the same on all workers;
-- only the chief shows progress bars of `fit`, `evaluate` and `predict`, unless `verbose` is given;
+- only the chief shows what `fit`, `evaluate` and `predict` print of their progress;
 - `fit` and `evaluate` first check that all workers have the same data, which they divide; and they
   read Python data (`PyDataset`, generators) so that each part of a batch has one reader;
 - `fit`, `evaluate` and lists of callbacks note where in its script this worker is;
@@ -224,7 +224,7 @@ _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
 def _shown_by_the_chief(method: Method) -> Method:
-    """Replaces a method with a progress bar: workers other than the chief show it only if asked."""
+    """Replaces a method with a progress bar: workers other than the chief do not show it."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -233,7 +233,7 @@ def _shown_by_the_chief(method: Method) -> Method:
         given = signature.bind(model, *args, **kwargs)
         others = strategy is not None and not strategy.is_chief
         others = others and strategy.extended.elastic is None  # there the chief may change
-        if others and given.arguments.get("verbose", "auto") == "auto":
+        if others:
             given.arguments["verbose"] = 0
         try:
             return method(*given.args, **given.kwargs)

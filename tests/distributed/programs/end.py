@@ -2,7 +2,7 @@
 
 JSON options: `how` it ends ("return", "raise", "exit", "leave", "wait", or "reading": in a `fit`
 that fails while a generator is at work), and on which `rank`; `run`: whether `tfpara.run` calls it;
-`thread`: whether it runs in a thread.
+`thread`: whether it runs in a thread; `verbose`: of `fit`.
 """
 
 import atexit
@@ -36,7 +36,7 @@ def main():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     x = np.ones((32, 4), "float32")
-    model.fit(x, x[:, :1], batch_size=4)
+    model.fit(x, x[:, :1], batch_size=4, verbose=options.get("verbose", "auto"))
     atexit.register(print, "end", flush=True)
     print("trained", flush=True)
     if options.get("rank", strategy.worker_index) == strategy.worker_index:

@@ -217,8 +217,7 @@ class Lobby:
                     for guest in self._guests.values():
                         guest.heard = now
                 for channel, messages in self._door.poll():
-                    for message in messages:
-                        told += self._hear(channel, message)
+                    told += itertools.chain(*self._door.heed(channel, messages, self._hear))
                     if channel.closed:
                         told += self._lose(channel, "its connection ended")
                 told += self._look_at_the_clock(now)

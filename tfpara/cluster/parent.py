@@ -1,0 +1,70 @@
+"""What a process tells the launcher that has started it, and what its output cannot say safely.
+
+The launcher gives each process the end of a pipe, and names it in TFPARA_LAUNCHER. A process writes
+lines of JSON: ``because`` (the names of the workers because of which it fails) with ``at`` (when it
+has noticed that, in seconds of `time.monotonic()`), and ``saves`` (it was asked to end, and writes
+a checkpoint first). Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+
+from tfpara.typing import Json
+
+_VARIABLE = "TFPARA_LAUNCHER"
+_LONGEST = 4096  # bytes; so much is written at once, or not at all
+_READ = 1 << 16
+
+
+def variables(descriptor: int) -> dict[str, str]:
+    """Returns the environment of a process that has the writing end of a pipe."""
+    return {_VARIABLE: f"{descriptor}:{os.fstat(descriptor).st_ino}"}
+
+
+def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
+    """Tells the launcher something, if it has started this process; never waits, never fails."""
+    descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
+    line = json.dumps(said).encode() + b"\n"
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        # A process that was started by this one has the variable, and under this number a file of
+        # its own perhaps.
+        found = os.fstat(int(descriptor))
+        if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(pipe) and len(line) <= _LONGEST:
+            os.write(int(descriptor), line)
+
+
+class Ear:
+    """The launcher's end of a pipe from one process.
+
+    Attributes:
+        writer: the other end, for the process; it is to be closed here once that has it.
+        said: all that has been heard, the latest value of each key.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self.writer, False)  # so that a process never waits for the launcher
+        self._rest = b""
+        self.said: dict[str, Json] = {}
+
+    def listen(self) -> dict[str, Json]:
+        """Takes in what has arrived; returns `said`."""
+        with contextlib.suppress(OSError):
+            while chunk := os.read(self._reader, _READ):
+                *lines, self._rest = (self._rest + chunk).split(b"\n")
+                for line in lines:
+                    with contextlib.suppress(ValueError, RecursionError):
+                        told = json.loads(line)
+                        self.said |= told if isinstance(told, dict) else {}
+        return self.said
+
+    def close(self) -> None:
+        """Takes in the rest, and ends the pipe."""
+        self.listen()
+        os.close(self._reader)
