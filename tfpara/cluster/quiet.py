@@ -41,11 +41,13 @@ _ABOUT_TENSORFLOW = re.compile(
 
 
 def install() -> None:
-    """Leaves out a warning that comes in every run; a second call changes nothing."""
+    """Leaves out warnings that come in every run; a second call changes nothing."""
     if _shows_all():
         return
     # `fit` has shuffle=True by default, and Keras warns for each dataset that it is ignored.
     warnings.filterwarnings("ignore", message=r"`shuffle=True` was passed, but will be ignored")
+    # Workers with parameter servers read their data in a graph, where options are asked for.
+    warnings.filterwarnings("ignore", message="To make it possible to preserve tf.data options")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from tfpara import fit_call
 from tfpara.algorithms import ASYNC_RULES, AsyncBMUF, AsyncEASGD, AveragedASGD, Rule
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.checks import checked_averages, checked_period, checked_seconds
+from tfpara.cluster import quiet
 from tfpara.keras_model import is_normalised, memory_can_change, memory_of
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
@@ -115,6 +116,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
         `_processes` replaces the processes of TF_CONFIG by simulated ones.
         """
+        quiet.install()
         checked_rule(rule)
         sync_period = checked_period(sync_period)
         self._averages = checked_averages(averages, asynchronous=True)
