@@ -41,10 +41,14 @@ def test_the_options_of_sessions_are_left_out_and_what_follows_them_is_not():
     notes = quiet.Filter()
     shown = [ln for ln in text.splitlines(True) if not notes.is_chatter(ln.encode())]
     assert shown == ["mine: 1\n"]
-    ended = subprocess.run(
-        [sys.executable, quiet.__file__], input=text, stdout=subprocess.PIPE, text=True
-    )
-    assert ended.stdout == "mine: 1\n"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, quiet.__file__], **pipes) as passing:
+        passing.stdin.write(b"yours\n")
+        passing.stdin.flush()
+        assert passing.stdout.readline() == b"yours\n"
+        passing.terminate()  # as a scheduler may do with all processes of a job
+        assert passing.communicate(text.encode())[0] == b"mine: 1\n"
+    assert passing.returncode == 0
 
 
 def test_a_run_prints_what_the_user_prints_one_progress_bar_and_a_line_of_its_own(monkeypatch):

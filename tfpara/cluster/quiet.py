@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -131,7 +132,12 @@ def _without_chatter() -> Iterator[None]:
 
 
 def _pass_on() -> None:
-    """Passes lines on from stdin to stdout, but for notes."""
+    """Passes lines on from stdin to stdout, but for notes, until the process that writes them ends.
+
+    Some schedulers send a signal to every process of a job; the last lines come after it.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     filtered = Filter()
     for line in sys.stdin.buffer:
         if not filtered.is_chatter(line):
