@@ -287,7 +287,7 @@ def named_scores(scores: dict[str, Any]) -> dict[str, float]:
 
 
 def speed(history: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the speed over the whole run.
+    """Returns the speed over the whole run; without the times of syncs where there are none.
 
     Epochs have the same frames, so the rates are averaged harmonically.
     """
@@ -297,5 +297,6 @@ def speed(history: list[dict[str, float]]) -> dict[str, float]:
         means["samples_per_second"] = len(speeds) / sum(1 / speed for speed in speeds)
     for name in ("sync_fraction", "sync_ms"):
         values = [log[name] for log in history if name in log]
-        means[name] = sum(values) / len(values) if values else 0.0
+        if values:
+            means[name] = sum(values) / len(values)
     return means

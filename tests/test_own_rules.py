@@ -212,6 +212,8 @@ class Sorted(Mean):
         (Exploding(0.5), ValueError, "update's global_model is not finite"),
         (Empty(), NotImplementedError, r"Empty has no update\(state, average, num_replicas"),
         (Mean(), TypeError, r"is not a rule object, .* one of your own \(tfpara.Rule\)"),
+        (tfpara.ASGD(), TypeError, "one is asynchronous: give it to tfpara.AsyncStrategy"),
+        (tfpara.AsyncBMUF, TypeError, "one is asynchronous: give it to tfpara.AsyncStrategy"),
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
@@ -219,6 +221,12 @@ class Sorted(Mean):
 def test_what_is_no_rule_is_refused_where_the_strategy_is_made(rule, error, message):
     with pytest.raises(error, match=message):
         tfpara.PeriodicSyncStrategy(rule, sync_period=2)
+
+
+def test_a_synchronous_rule_is_refused_by_the_asynchronous_strategy():
+    for rule in (tfpara.BMUF(), tfpara.BMUF):
+        with pytest.raises(TypeError, match="BMUF is a synchronous rule: give it to tfpara.Perio"):
+            tfpara.AsyncStrategy(rule)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
     averaging with plain SGD after every minibatch is one step on all replicas' minibatches
     together. The divisor depends on Keras' reduction. It is the sum of the sample weights
     ("mean_with_sample_weight"), their number, including those of padding ("sum_over_batch_size",
-    "mean"), or 1, and 0 without samples ("sum").
+    "mean"), or 1, and 0 without samples ("sum"). Of several outputs with sample weights of their
+    own, whose losses have divisors of their own, it is the sum: no one number is exact there.
 
     Args:
         minibatch: what `train_step` is given, (x, y, sample weights) if it has weights.

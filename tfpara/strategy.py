@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -85,6 +85,31 @@ class Strategy:
         """A context in which `model` has the weights that `which` names."""
         del model, which
         return contextlib.nullcontext()
+
+    def at_one_moment(
+        self, model: keras.Model, names: Sequence[str]
+    ) -> contextlib.AbstractContextManager[Callable[[], int]]:
+        """A context in which `weights` gives weights of one moment, however long it lasts.
+
+        It yields a function that returns the number of syncs, or pushes, in these weights; call it
+        after `weights`, which may be a sync.
+
+        Args:
+            model: as for `weights`.
+            names: the names that `weights` is asked for inside.
+        """
+        del names
+
+        def syncs() -> int:
+            statistics = self.statistics_of(model)
+            return statistics.syncs if statistics else 0
+
+        return contextlib.nullcontext(syncs)
+
+    def statistics_of(self, model: keras.Model) -> Any:
+        """Counts and times of the syncs, or of the pushes of `model`, so far; None without any."""
+        del model
+        return self.statistics()
 
     def statistics(self) -> Any:
         """Counts and times of the syncs or pushes so far; None without any."""

@@ -1,5 +1,7 @@
 """The asynchronous rules as pure functions: by hand, closed forms, invariants."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -153,7 +155,16 @@ def test_a_rate_of_one_is_the_mean_of_the_models_alone():
 
 
 def test_averaged_asgd_brings_its_average():
-    assert AveragedASGD(running_rate=0.2).average == RunningThenMean(0.2)
+    rule = AveragedASGD(running_rate=0.2, max_staleness=3)
+    assert rule.average == RunningThenMean(0.2)
+    assert rule.max_staleness == 3
+    assert dataclasses.replace(rule, running_rate=0.5).average == RunningThenMean(0.5)
+
+
+def test_averaged_asgd_takes_no_number_without_its_name():
+    """The first one was the staleness, and is the rate of all other averages."""
+    with pytest.raises(TypeError, match="running_rate=5 for the average, or max_staleness=5"):
+        AveragedASGD(5)
 
 
 @pytest.mark.parametrize(

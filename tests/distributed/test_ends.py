@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 
 import pytest
 from cluster_of_processes import HERE, Workers, run
@@ -33,7 +34,24 @@ def lines(text):
     """
     shown = re.sub(r"\x1b\[[\d;]*m|\x08", "", text).replace("\r", "\n").splitlines()
     shown = [line for line in shown if line and "━" not in line]
-    return [line for line in shown if not quiet.is_chatter(line.encode())]
+    notes = quiet.Filter()
+    return [line for line in shown if not notes.is_chatter(line.encode())]
+
+
+def test_the_options_of_sessions_are_left_out_and_what_follows_them_is_not():
+    note = "I0000 00:00:1795759622.758183   10157 eager_service_impl.cc:356] "
+    text = note + 'SessionOptions: device_count {\n  key: "CPU"\n}\nsoft: true\n\nmine: 1\n'
+    notes = quiet.Filter()
+    shown = [ln for ln in text.splitlines(True) if not notes.is_chatter(ln.encode())]
+    assert shown == ["mine: 1\n"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, quiet.__file__], **pipes) as passing:
+        passing.stdin.write(b"yours\n")
+        passing.stdin.flush()
+        assert passing.stdout.readline() == b"yours\n"
+        passing.terminate()  # as a scheduler may do with all processes of a job
+        assert passing.communicate(text.encode())[0] == b"mine: 1\n"
+    assert passing.returncode == 0
 
 
 def test_a_run_prints_what_the_user_prints_one_progress_bar_and_a_line_of_its_own(monkeypatch):

@@ -3,6 +3,7 @@
 import re
 import signal
 
+import pytest
 from lobby_processes import Processes
 
 MINIBATCHES = 200  # of an epoch
@@ -71,13 +72,27 @@ def test_all_end_with_the_chief(tmp_path):
         assert re.search(r"chief \(127.0.0.1:\d+\) is gone", output)
 
 
-def test_a_chief_that_is_asked_to_end_writes_a_checkpoint_within_the_epoch(tmp_path):
+@pytest.mark.parametrize(
+    ("asked", "killed"),
+    [
+        (["worker 0", "worker 1", "ps 0", "ps 0", "chief"], []),
+        (["chief"], []),
+        (["ps 0"], ["worker 0", "worker 1"]),
+    ],
+    ids=["all", "the chief", "ps 0, as the workers die"],
+)
+def test_sigterm_gives_a_checkpoint_within_the_epoch_and_75_everywhere(tmp_path, asked, killed):
+    """Of all at once, as schedulers and the launcher send it, some twice; or of one process."""
     with start(tmp_path) as run:
         run["chief"].wait_for("minibatch")
-        run["chief"].signal(signal.SIGTERM)
-        ends = run.ends()
+        for number, names in ((signal.SIGTERM, asked), (signal.SIGKILL, killed)):
+            for name in names:
+                run[name].signal(number)
+        ends = run.ends(*killed)
     for name, (code, output) in ends.items():
         assert code == 75, (name, output)
+        notes = "SessionOptions|eager_service|grpc_server|preserve tf.data options"
+        assert not re.search(notes, output), (name, output)
     assert "epoch 0" not in ends["chief"][1]
     with start(tmp_path, workers=1) as run:  # on another number of workers
         code, output = run.ends()["chief"]

@@ -118,6 +118,27 @@ def test_within_an_epoch_every_minibatch_is_trained_once(tmp_path):
     assert again.statistics(resumed).samples == 2 * 96
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
+def test_a_stop_in_the_epoch_in_which_the_process_is_asked_to_end_is_kept(tmp_path, hook):
+    """And so are the weights that a callback sets at the end, as EarlyStopping does."""
+    strategy, model = made()
+
+    def stop(*_, **__):
+        model.stop_training = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ones = [np.ones_like(w) for w in model.get_weights()]
+    stopping = keras.callbacks.LambdaCallback(
+        **{hook: stop, "on_train_end": lambda logs: model.set_weights(ones)}
+    )
+    with pytest.raises(tfpara.callbacks.Preempted):
+        train(strategy, model, 3, [stopping, tfpara.AsyncCheckpoint(tmp_path)])
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+    again, resumed = made()
+    assert not train(again, resumed, 3, [tfpara.AsyncCheckpoint(tmp_path)]).history
+    are_all(resumed.get_weights(), 1.0)
+
+
 class Tally(keras.layers.Layer):
     """Has a weight for each sample."""
 
@@ -715,8 +736,12 @@ def test_sigterm_is_the_programs_own_again_after_a_fit_that_failed(tmp_path):
 
 def test_telemetry_reports_pushes_and_their_staleness(tmp_path):
     strategy, model = made()
+    train(strategy, model)
+    with strategy.scope():
+        other = plain()
+    train(strategy, other)  # whose numbers are those of the strategy where no model is named
     history = train(strategy, model, 2, [tfpara.callbacks.Telemetry(tmp_path)])
-    assert history.history["pushes"][0] <= 24
+    assert history.history["pushes"] == [24.0, 24.0]
     assert 0 < history.history["staleness"][1] < 3
     (file,) = tmp_path.glob("events.out.*")
     tags = {
@@ -725,6 +750,53 @@ def test_telemetry_reports_pushes_and_their_staleness(tmp_path):
         for value in event.summary.value
     }
     assert {"staleness", "pushes", "loss"} <= tags
+
+
+@pytest.mark.parametrize("kind", ["start_mean", "held_out"])
+def test_models_that_are_scored_together_are_of_one_moment(kind, monkeypatch):
+    """Though workers push between two scores: here the server's model and its mean move."""
+    strategy, model = made(tfpara.AveragedASGD(running_rate=1.0))  # the average is the model
+    seen = []
+
+    def evaluate(model, _):
+        seen.append(model.get_weights()[0])
+        (shard,) = strategy._servers[model][0].shards
+        for held in [*shard.weights, *(s.average for s in shard.averages["average"])]:
+            held.assign_add(tf.ones_like(held))
+        return {"loss": 0.0}
+
+    monkeypatch.setattr(f"tfpara.callbacks.{kind}.evaluate", evaluate)
+    callback = tfpara.callbacks.HeldOut((X, Y), "all")
+    if kind == "start_mean":
+        callback = tfpara.StartMean((X, Y))
+    train(strategy, model, 1, [callback])
+    assert seen and len(seen) % 2 == 0
+    for one, other in zip(seen[::2], seen[1::2], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_model_checkpoint_within_an_epoch_has_the_weights_of_the_servers(tmp_path, monkeypatch):
+    """And not those of the epoch's begin, which the chief's model has."""
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    strategy, model = made()
+    found = {}
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: found.update(
+            {batch + 1: global_weights(strategy, model)}
+        )
+    )
+    path = tmp_path / "{batch}.weights.h5"
+    keep = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=1)
+    train(strategy, model, 1, [look, keep])
+    assert len(found) > 1
+    for batch, expected in found.items():
+        saved = plain()
+        saved.load_weights(tmp_path / f"{batch}.weights.h5")
+        for mine, theirs in zip(saved.get_weights(), expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(ValueError, match=r"AsyncCheckpoint\('.*backup'\) in its place"):
+        train(strategy, model, 1, [backup])
 
 
 def test_held_out_scores_every_average():

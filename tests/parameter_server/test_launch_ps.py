@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import lobby_processes
 import pytest
 from launched import FOREVER, Launched, launch
 
@@ -194,6 +195,23 @@ while True: time.sleep(1)
     assert "[chief] saved\n" in out
     assert "[ps 0] tfpara: the chief has written a checkpoint.\n" in err
     assert "got SIGTERM; " in err and "restart" not in err
+
+
+def test_a_training_under_the_launcher_is_asked_to_end_and_goes_on(tmp_path):
+    """A real `fit`, with the launcher's own time for it."""
+    program = lobby_processes.PROGRAMS / "train_async.py"
+    arguments = ("-n", 2, "--ps", 1, program, 120, 60, tmp_path, 2, 40)
+    with Launched(*arguments) as run:
+        run.read_until("[chief] minibatch")
+        run.process.send_signal(signal.SIGTERM)
+        code, out, err = run.finish()
+    assert code == 75, err
+    assert "Asked to end: checkpoint written" in out
+    assert "Traceback" not in err and "killed" not in err, err
+    code, out, err = launch(*arguments)
+    assert code == 0, err
+    assert "epoch 1, within it" in out
+    assert "weight 400" in out
 
 
 def test_all_are_started_again_where_the_chief_has_failed(script, tmp_path):

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from lobby_processes import DEADLINE, Processes
+from lobby_processes import DEADLINE, Processes, views
 
 from tfpara import StartupError
 from tfpara.cluster import messages
@@ -165,6 +165,20 @@ def test_the_chief_may_end_all_with_a_code_and_a_sentence():
         )
 
 
+def test_a_chief_whose_interpreter_takes_long_to_end_has_told_the_others_how():
+    """In it Python's threads stop first, and so do its signs of life."""
+    with Processes(1, 1, timeout_seconds=1.0) as run:
+        run.start_all()
+        run["chief"].command("leave")
+        run["chief"].wait_for("leaving")
+        run["chief"].signal(signal.SIGSTOP)
+        for name in ("worker 0", "ps 0"):
+            code, output = run[name].end()
+            assert (code, output.count("tfpara:")) == (0, 0), output
+        run["chief"].signal(signal.SIGCONT)
+        assert run["chief"].end()[0] == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_parameter_server_that_is_asked_to_end_waits_for_the_chief(number):
     with Processes(1, 1) as run:
@@ -177,25 +191,40 @@ def test_a_parameter_server_that_is_asked_to_end_waits_for_the_chief(number):
         assert [code for code, _ in run.ends().values()] == [0] * 3
 
 
-@pytest.mark.parametrize("how", ["second signal", "chief gone"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "chief gone"])
 def test_a_parameter_server_that_is_asked_to_end_does_not_wait_for_ever(how):
     with Processes(1, 1) as run:
         run.start_all()
         run["ps 0"].signal(signal.SIGTERM)
         run["chief"].wait_for("ps 0")
-        if how == "second signal":
-            run["ps 0"].signal(signal.SIGTERM)
+        run["ps 0"].signal(signal.SIGTERM)  # as some schedulers repeat it; nothing changes
+        if how == "Ctrl-C":
+            run["ps 0"].signal(signal.SIGINT)
         else:
             kill(run["chief"])
-        assert run["ps 0"].end()[0] == 128 + signal.SIGTERM
+        wanted = signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM
+        assert run["ps 0"].end()[0] == 128 + wanted
 
 
 def test_a_worker_that_is_asked_to_end_does_so():
+    """While SIGTERM leads to a checkpoint, with the code of a process to be started again."""
     with Processes(2, 1) as run:
         run.start_all()
-        run["worker 0"].signal(signal.SIGTERM)
-        assert run["worker 0"].end()[0] == -signal.SIGTERM
-        run["chief"].wait_for("lost 0")
+        for name, code, before in (("0", 143, ""), ("1", 75, "restart code 75")):
+            if before:
+                run["chief"].command(before)
+                run["chief"].wait_for("restart code")
+            run[f"worker {name}"].signal(signal.SIGTERM)
+            assert run[f"worker {name}"].end()[0] == code
+            told = "is lost: it was asked to end (SIGTERM). Training goes on without it."
+            run["chief"].wait_for(f"worker {name} ({run.address(f'worker {name}')}) {told}")
+            run["chief"].wait_for(f"lost {name}")
+
+
+def test_who_waits_for_the_chief_may_be_asked_to_end():
+    for name in ("worker 0", "ps 0"):
+        ended = member.attend(views(1, 1)[name], print, 2.0, [signal.SIGTERM], b"")
+        assert ended == member.Ending(128 + signal.SIGTERM, "")
 
 
 def test_all_name_who_never_started():

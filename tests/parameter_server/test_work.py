@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tfpara.algorithms import ASGD, AsyncEASGD
+from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
 from tfpara.parameter_server.server import Place, Pulled
 from tfpara.parameter_server.work import Work, clipped
 
@@ -106,12 +106,63 @@ def compute(model, rule, data, stream=0):
     """The block of these minibatches, and its push."""
     work = Work(model, rule, spec(data[0]), len(data))
     pulled = pulled_from(model, work)
-    block = work.begin(pulled, own(work, stream))
+    optimizer = [tf.convert_to_tensor(value) for value in work.optimizer_start]
+    block = work.begin(pulled, own(work, stream), optimizer=optimizer)
     add = tf.function(work.add, autograph=False, reduce_retracing=True)
     for minibatch in data:
         block = add(block, minibatch)
     zero = tf.zeros([], tf.int64)
     return work, block, work.push(block, pulled, zero, Place(zero, zero, zero), tf.constant(-1.0))
+
+
+def normalised(trainable=True):
+    x = keras.Input((4,))
+    first = layers.SpectralNormalization(layers.Dense(5, "tanh", trainable=trainable))
+    return keras.Model(x, layers.Dense(3, "softmax")(first(x)))
+
+
+def test_what_a_layer_assigns_to_a_weight_is_trained_from_as_in_keras():
+    data = minibatches(3)
+    model, wanted = (compiled(normalised, keras.optimizers.SGD(0.5, 0.9)) for _ in "ab")
+    work, _, push = compute(model, Downpour(), data)
+    for minibatch in data:
+        wanted.train_on_batch(*minibatch)
+    pulled = pulled_from(model, work)
+    after = [w + d for w, d in zip(pulled.weights, push.values, strict=True)]
+    after += [k * s + a for k, s, a in zip(push.kept, pulled.state, push.state, strict=True)]
+    state = [v for v in wanted.non_trainable_variables if v.dtype == "float32"]
+    for got, expected in zip(after, [*wanted.trainable_variables, *state], strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_layer_assigns_to_a_weight_is_refused_where_it_would_be_lost():
+    data = minibatches(1)
+    with pytest.raises(ValueError, match="assigns to the trained weight .*kernel.* ASGD sends"):
+        compute(compiled(normalised), ASGD(), data)
+    with pytest.raises(ValueError, match="assigns to the frozen weight .*kernel"):
+        compute(compiled(lambda: normalised(trainable=False)), Downpour(), data)
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "only_first_replica", "none"])
+def test_a_metric_whose_state_is_no_sum_is_refused(aggregation):
+    """A running maximum of 6 read 90: that of each push was added."""
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = self.add_variable((), "zeros", name="value", aggregation=aggregation)
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign(tf.maximum(self.value, tf.reduce_max(y_pred)))
+
+        def result(self):
+            return self.value
+
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.compile("sgd", "mse", metrics=[Largest()])
+    told = f"largest/value' has aggregation='{aggregation}', but parameter servers add up"
+    with pytest.raises(ValueError, match=told):
+        Work(model, ASGD(), spec(minibatches(1)[0]), 1)
 
 
 @pytest.mark.parametrize("weighted", [True, False])

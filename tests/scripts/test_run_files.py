@@ -7,7 +7,7 @@ import re
 import pytest
 import tensorflow as tf
 
-from scripts import run_files
+from scripts import run_files, runs
 from tfpara.checkpoint.store import CheckpointError, Store
 
 NAMES = run_files.of_training(["model.weights.h5", "ema-0.9.weights.h5"])
@@ -164,3 +164,10 @@ def test_a_record_does_not_lead_out_of_the_directory(tmp_path):
         with pytest.raises(ValueError, match=f"names {re.escape(name)}, which is not in"):
             begin(run_dir, start_over=True)
     assert (tmp_path / "precious").is_file()
+
+
+def test_a_summary_has_no_times_of_syncs_where_none_were_measured():
+    """As with asynchronous rules, which do not sync."""
+    epochs = [{"samples_per_second": 2.0}, {"samples_per_second": 6.0}]
+    assert runs.speed(epochs) == {"samples_per_second": 3.0}
+    assert runs.speed([{"sync_ms": 1.0}, {"sync_ms": 2.0}]) == {"sync_ms": 1.5}

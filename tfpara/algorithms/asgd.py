@@ -90,18 +90,19 @@ class ASGD:
         return 1.0 / (1.0 + staleness) if self.rate_by_staleness else 1.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class AveragedASGD(ASGD):
     """ASGD whose server keeps an average of the models beside the model: `RunningThenMean`.
 
-    The average is not fed back; it is the model that is exported, under the name "average".
+    The average is not fed back; it is the model that is exported, under the name "average". All
+    arguments are given by name.
 
     Args:
         running_rate: r, the rate of the running average in the first part of the training.
         **others: those of `ASGD`.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: an argument without its name, or a value that must be a number and is none.
         ValueError: a value outside its range.
 
     Source: paper 002, sections 2.3 and 2.4.
@@ -109,9 +110,24 @@ class AveragedASGD(ASGD):
 
     running_rate: float = 0.01
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        RunningThenMean(self.running_rate)
+    def __init__(
+        self,
+        *unnamed: object,
+        running_rate: float = 0.01,
+        max_staleness: int | None = None,
+        delay_compensation: float = 0.0,
+        rate_by_staleness: bool = False,
+        reduction: str = "sum",
+    ) -> None:
+        if unnamed:
+            raise TypeError(
+                f"AveragedASGD({unnamed[0]!r}) does not say what the number is: write "
+                f"running_rate={unnamed[0]!r} for the average, or max_staleness={unnamed[0]!r}, "
+                "which came first in earlier versions."
+            )
+        super().__init__(max_staleness, delay_compensation, rate_by_staleness, reduction)
+        RunningThenMean(running_rate)
+        object.__setattr__(self, "running_rate", running_rate)
 
     @property
     def average(self) -> RunningThenMean:

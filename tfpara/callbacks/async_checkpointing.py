@@ -52,7 +52,10 @@ class AsyncCheckpoint(keras.callbacks.Callback):
     with the servers', and their optimizers (all rules but ASGD) without momentum or moments.
 
     On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
-    the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The callback runs after all others.
+    the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. No worker is needed for it, so that
+    all processes may get SIGTERM at once: all end with this code. A worker that alone gets SIGTERM
+    ends with it, too, and the others go on. SIGTERM again changes nothing. The callback runs after
+    all others, and so has what they have done.
 
     Args:
         directory: folder of the checkpoints; nothing else may write there.
@@ -94,7 +97,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         self._number = 0
         self._saved_at = time.monotonic()
         self._saved_generation = 0  # of the servers' model
-        self._terminated = False
+        self._saved_epoch = -1  # the epoch with which the last checkpoint goes on; -1 if unknown
         self._exit_code = exit_codes.restart()
         self._former_handler: Callable[..., object] | int | None = None
 
@@ -115,12 +118,16 @@ class AsyncCheckpoint(keras.callbacks.Callback):
             self._store.release()
             raise
         fit_call.at_end(self._stand_down)
+        self._running.at_poll = self._look
+        self.model.distribute_strategy.answer_leaving(self._exit_code)
         if threading.current_thread() is threading.main_thread():
             self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
         self._saved_at = time.monotonic()
         self._saved_generation = self._running.server.generation
+        self._saved_epoch = self._running.epoch
 
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+    def _look(self) -> None:
+        """Writes a checkpoint while workers train, if one is due."""
         minutes = (time.monotonic() - self._saved_at) / 60.0
         if self._asked_to_end or minutes > (self._every_minutes or float("inf")):
             with self._running.paused():
@@ -128,20 +135,26 @@ class AsyncCheckpoint(keras.callbacks.Callback):
                 self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._save(epoch + 1)
-        self._leave_if_asked()
+        # The last epoch's checkpoint has what other callbacks do in on_train_end.
+        if not self._running.is_over:
+            self._save(epoch + 1)
+            self._leave_if_asked()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        self.model.distribute_strategy.write(self.model)
-        # The last epoch's checkpoint lacks weights that a callback before this one has set here.
-        if self.model.stop_training or self._saved_generation != self._running.server.generation:
-            self._save(self._running.epoch, finished=bool(self.model.stop_training))
+        strategy, running = self.model.distribute_strategy, self._running
+        strategy.write(self.model)
+        saved = (self._saved_epoch, self._saved_generation)
+        if saved != (running.epoch, running.server.generation):
+            self._save(running.epoch, finished=bool(self.model.stop_training))
+        self._leave_if_asked()
         self._stand_down()
 
     def _stand_down(self) -> None:
         if self._former_handler is not None:
             signal.signal(signal.SIGTERM, self._former_handler)
             self._former_handler = None
+        if not self._asked_to_end:
+            self.model.distribute_strategy.answer_leaving(None)
         self._store.release()
 
     # -- saving ----------------------------------------------------------------------------------
@@ -152,7 +165,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
 
     @property
     def _asked_to_end(self) -> bool:
-        return self._terminated or self.model.distribute_strategy.asked_to_end is not None
+        return self.model.distribute_strategy.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
         self.model.distribute_strategy.write(self.model)  # what callbacks before this one have set
@@ -183,6 +196,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
             raise
         self._saved_at = time.monotonic()
         self._saved_generation = self._running.server.generation
+        self._saved_epoch = epoch
 
     def _variables(self) -> dict[str, tf.Variable]:
         """Returns what a checkpoint holds: the servers' variables, and the frozen weights."""
@@ -294,7 +308,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
 
     def _terminate(self, number: int, frame: object) -> None:
         del number, frame
-        self._terminated = True
+        self.model.distribute_strategy.ask_to_end("the chief was asked to end (SIGTERM).")
         parent.tell(saves=True)
 
     def _leave_if_asked(self) -> None:

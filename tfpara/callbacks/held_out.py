@@ -36,7 +36,8 @@ class HeldOut(keras.callbacks.Callback):
 
     Within an epoch the scores are taken at syncs, where all workers are at the same step. The
     epoch's metrics, and the states that recurrent layers carry from batch to batch, go on as if
-    nothing had been scored.
+    nothing had been scored. With a `tfpara.AsyncStrategy`, whose workers train on meanwhile, all
+    weights of a score are of one moment.
 
     Args:
         dataset: held-out data, in any form that `fit` takes as `validation_data`: a dataset, or a
@@ -213,12 +214,12 @@ class HeldOut(keras.callbacks.Callback):
     def _score(self, passes: float) -> dict[str, dict[str, float]]:
         strategy = Strategy.of(self.model)
         results = {}
-        for which in self._which:
-            with strategy.weights(self.model, which):
-                results[which] = evaluate(self.model, self._dataset)
-        if strategy.is_chief:
-            statistics = strategy.statistics()
-            self._write(passes, statistics.syncs if statistics else 0, results)
+        with strategy.at_one_moment(self.model, self._which) as syncs:
+            for which in self._which:
+                with strategy.weights(self.model, which):
+                    results[which] = evaluate(self.model, self._dataset)
+            if strategy.is_chief:
+                self._write(passes, syncs(), results)
         return results
 
     def _write(self, passes: float, syncs: int, results: dict[str, dict[str, float]]) -> None:

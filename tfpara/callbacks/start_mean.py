@@ -78,10 +78,11 @@ class StartMean(keras.callbacks.Callback):
         if chunks - self._scored < self._every or strategy.mean_started(self.model):
             return
         self._scored = chunks
-        losses = {}
-        for which in ("global", "average"):
-            with strategy.weights(self.model, which):
-                losses[which] = evaluate(self.model, self._dataset)["loss"]
+        losses, names = {}, ("global", "average")
+        with strategy.at_one_moment(self.model, names):
+            for which in names:
+                with strategy.weights(self.model, which):
+                    losses[which] = evaluate(self.model, self._dataset)["loss"]
         if losses["average"] < losses["global"]:
             strategy.start_mean(self.model)
             if self._verbose:

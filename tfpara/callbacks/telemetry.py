@@ -53,12 +53,14 @@ class Telemetry(keras.callbacks.Callback):
         self._samples_per_epoch = samples_per_epoch
         self._unwritten: tuple[int, Logs] | None = None
         self._first: _Mark | None = None
+        self._begin: Any = None  # the strategy's counts where the epoch began
         self._staleness: np.ndarray | None = None  # pushes of the last epoch by staleness
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._write()
         self._first = None
+        self._begin = Strategy.of(self.model).statistics_of(self.model)
         self._steps = 0
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -78,7 +80,7 @@ class Telemetry(keras.callbacks.Callback):
 
     def _mark(self) -> _Mark:
         seconds = time.perf_counter()
-        return _Mark(seconds, self._steps, Strategy.of(self.model).statistics())
+        return _Mark(seconds, self._steps, Strategy.of(self.model).statistics_of(self.model))
 
     def _measured(self, first: _Mark, last: _Mark) -> dict[str, float]:
         seconds = max(last.seconds - first.seconds, 1e-9)
@@ -101,7 +103,8 @@ class Telemetry(keras.callbacks.Callback):
             if self.model.distribute_strategy.extended.elastic is not None:
                 measured["workers"] = float(self.model.distribute_strategy.num_workers)
         elif before is not None and after is not None:
-            counts = after.staleness - before.staleness
+            # Workers push many times before the first batch hook.
+            counts = after.staleness - self._begin.staleness
             measured["pushes"] = float(counts.sum())
             measured["staleness"] = float(counts @ np.arange(len(counts)) / max(counts.sum(), 1))
             measured["staleness_max"] = float(np.flatnonzero(after.staleness).max(initial=0))

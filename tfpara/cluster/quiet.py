@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -20,19 +21,16 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
-    r"|I0000 [\d:. ]+ (grpc_server_lib|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
+    r"|I0000 [\d:. ]+ "
+    r"(grpc_server_lib|eager_service_impl|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
     # An elastic run has ended a sync, since a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())
-_PASS_ON = """
-import re, sys
-chatter = re.compile(sys.argv[1].encode())
-for line in sys.stdin.buffer:
-    if not chatter.match(line):
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
-"""
+# A parameter server and its workers print the options of their sessions on lines of their own, up
+# to an empty one.
+_BEGINS_OPTIONS = re.compile(rb"I0000 .*\] SessionOptions: ")
+_IS_OPTION = re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$")
 # Lines of MultiWorkerMirroredStrategy: its cluster and devices, its health check, which is turned
 # off on purpose, and collective operations, which are configured when the strategy is made.
 _ABOUT_TENSORFLOW = re.compile(
@@ -44,11 +42,13 @@ _ABOUT_TENSORFLOW = re.compile(
 
 
 def install() -> None:
-    """Leaves out a warning that comes in every run; a second call changes nothing."""
+    """Leaves out warnings that come in every run; a second call changes nothing."""
     if _shows_all():
         return
     # `fit` has shuffle=True by default, and Keras warns for each dataset that it is ignored.
     warnings.filterwarnings("ignore", message=r"`shuffle=True` was passed, but will be ignored")
+    # Workers with parameter servers read their data in a graph, where options are asked for.
+    warnings.filterwarnings("ignore", message="To make it possible to preserve tf.data options")
 
 
 @contextlib.contextmanager
@@ -74,9 +74,21 @@ def regrouping() -> Iterator[None]:
             logger.removeFilter(_is_news)
 
 
-def is_chatter(line: bytes) -> bool:
-    """Returns whether a line of stderr, of any process, is a note to leave out."""
-    return not _shows_all() and _IS_CHATTER.match(line) is not None
+class Filter:
+    """Tells which lines of a process's stderr are notes to leave out; they are given in order."""
+
+    def __init__(self) -> None:
+        self._in_options = False
+
+    def is_chatter(self, line: bytes) -> bool:
+        """Returns whether the next line is a note to leave out."""
+        if _shows_all():
+            return False
+        if self._in_options and _IS_OPTION.match(line):
+            self._in_options = bool(line.strip())
+            return True
+        self._in_options = _BEGINS_OPTIONS.match(line) is not None
+        return _IS_CHATTER.match(line) is not None
 
 
 def _shows_all() -> bool:
@@ -102,7 +114,7 @@ def _without_chatter() -> Iterator[None]:
     sys.stderr.flush()
     try:
         passing = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PASS_ON, _CHATTER],
+            [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             stdout=real,
             start_new_session=True,  # Ctrl-C is for this process
@@ -117,3 +129,21 @@ def _without_chatter() -> Iterator[None]:
             passing.wait()
     finally:
         os.close(real)
+
+
+def _pass_on() -> None:
+    """Passes lines on from stdin to stdout, but for notes, until the process that writes them ends.
+
+    Some schedulers send a signal to every process of a job; the last lines come after it.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    filtered = Filter()
+    for line in sys.stdin.buffer:
+        if not filtered.is_chatter(line):
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _pass_on()

@@ -210,8 +210,9 @@ class Launcher:
                 for chunk in output.read_chunks(source, log):
                     self._console.progress(rank, name, chunk)
             else:
+                notes = quiet.Filter()
                 for line in output.read_lines(source, log):
-                    if to_stderr and quiet.is_chatter(line):
+                    if to_stderr and notes.is_chatter(line):
                         continue  # from TensorFlow's import, before the program could filter it
                     self._console.line(rank, name, line, to_stderr)
         except OSError as error:  # the launcher's output is closed, or a disk is full

@@ -152,9 +152,9 @@ class Progress:
             self.done.assign(tf.zeros_like(self.done))
         self._epoch.assign(epoch)
 
-    def close(self) -> None:
+    def close(self) -> tf.Tensor:
         """Accepts no push from here on."""
-        self._epoch.assign(-1)
+        return tf.identity(self._epoch.assign(-1))
 
     def is_of(self, epoch: tf.Tensor) -> tf.Tensor:
         """Returns whether pushes of this epoch are accepted."""

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.server import Moment, Server
 from tfpara.parameter_server.work import Work
 from tfpara.typing import Array, Variable
 
@@ -28,6 +28,7 @@ class ChiefModel:
         self._work = work
         self._weights = model.trainable_variables
         self._shown: str | None = None  # the name that `showing` was given, inside its context
+        self._moment: Moment | None = None  # what `showing` shows, inside `at_one_moment`
         self._remember()
 
     def _remember(self) -> None:
@@ -45,8 +46,9 @@ class ChiefModel:
 
     def read(self) -> None:
         """Copies the servers' model into the chief's."""
-        _assign(self._weights, self._server.global_weights())
-        _assign(self._work.state, self._server.state)
+        now = self._server.weights_at_once(["global"])
+        _assign(self._weights, now.weights["global"])
+        _assign(self._work.state, now.state)
         self._remember()
 
     def write(self, within_epoch: bool, within_fit: bool) -> None:
@@ -101,10 +103,11 @@ class ChiefModel:
         """
         variables = [*self._weights, *self._work.state]
         kept, former = _values(variables), self._shown
-        named = self._server.average_weights
-        shown = self._server.global_weights() if which == "global" else named(which)
-        _assign(self._weights, shown)
-        _assign(self._work.state, self._server.state)
+        moment = self._moment
+        if moment is None or which not in moment.weights:
+            moment = self._server.weights_at_once([which])
+        _assign(self._weights, moment.weights[which])
+        _assign(self._work.state, moment.state)
         self._shown = which
         put_in = _values(self._weights)
         try:
@@ -119,6 +122,15 @@ class ChiefModel:
         finally:
             self._shown = former
             _assign(variables, kept)
+
+    @contextlib.contextmanager
+    def at_one_moment(self, names: Sequence[str]) -> Iterator[int]:
+        """A context in which `showing` shows these models as they are now; yields the pushes."""
+        former, self._moment = self._moment, self._server.weights_at_once(names)
+        try:
+            yield self._moment.pushes
+        finally:
+            self._moment = former
 
     def snapshot(self) -> Callable[[], None]:
         """Keeps the servers' model and optimizer; returns a function that restores them."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from tfpara.parameter_server.strategy import AsyncStrategy
 
 _POLL_SECONDS = 0.2
+# Workers that are to stop finish their block first, unless the run was asked to end: its time is
+# short, and workers may be gone.
+_LEAVING_SECONDS = 1.0
 
 
 class Fit:
@@ -33,6 +37,7 @@ class Fit:
             strategy's seed and the number of fits before this one.
         within_epoch: whether the epoch has begun and is not over; workers may be paused.
         chunks_done: chunks of the epoch that are in the model.
+        at_poll: called several times a second while workers train, whether they push or not.
     """
 
     def __init__(
@@ -79,6 +84,8 @@ class Fit:
         self.epoch = 0
         self.within_epoch = False
         self.chunks_done = 0
+        self.at_poll: Callable[[], None] = lambda: None
+        self._epochs = 0
 
     def run(
         self,
@@ -115,11 +122,13 @@ class Fit:
                 steps=self._chunks.num_minibatches,
                 model=model,
             )
-        self.epoch = first
+        for callback in callbacks.callbacks:
+            _prepare(callback, self._strategy, model)
+        self.epoch, self._epochs = first, epochs
         logs: Logs = {}
         callbacks.on_train_begin()
         self._strategy.write(model)
-        while self.epoch < epochs and not model.stop_training:
+        while not self.is_over:
             self.server.open_epoch(self.epoch, anew=self._resumed_epoch != self.epoch)
             self._seen = int(np.sum(self.server.books.progress))
             model.reset_metrics()
@@ -177,6 +186,11 @@ class Fit:
             self._strategy.read(self.model)
 
     @property
+    def is_over(self) -> bool:
+        """Whether all epochs are trained, or training was stopped."""
+        return self.epoch >= self._epochs or bool(self.model.stop_training)
+
+    @property
     def num_chunks(self) -> int:
         """Chunks of an epoch."""
         return self._chunks.count
@@ -190,7 +204,7 @@ class Fit:
     def paused(self) -> Iterator[None]:
         """Pauses the workers inside the context, so that the servers' state does not change.
 
-        No worker is between a pull and a push then. Afterwards unfinished chunks go on.
+        Afterwards unfinished chunks go on.
         """
         self._halt()
         yield
@@ -198,12 +212,19 @@ class Fit:
         self._submit()
 
     def _halt(self, longest_seconds: float = float("inf")) -> None:
-        """Tells the workers to stop, and waits until they have, at most for so long."""
+        """Tells the workers to stop, and waits until they have, at most for so long.
+
+        Then the servers take no push until the epoch is opened again. The wait is short where the
+        run is asked to end, since workers may be gone.
+        """
         self.server.books.halted.assign(True)
         self._executor.halt()
-        until = time.monotonic() + longest_seconds
-        while not self._wait() and time.monotonic() < until:
-            pass
+        begun = time.monotonic()
+        while not self._wait():
+            asked = self._strategy.asked_to_end is not None
+            if time.monotonic() - begun > (_LEAVING_SECONDS if asked else longest_seconds):
+                break
+        self.server.close()
 
     def _train_epoch(self, callbacks: keras.callbacks.CallbackList) -> None:
         self.follow_rate()
@@ -219,6 +240,8 @@ class Fit:
             if self.model.stop_training and not done:
                 self._halt()
                 return
+            if not self.model.stop_training:  # else the epoch ends here, and with it the training
+                self.at_poll()
             if done and not self._submit_left():
                 return
 
@@ -281,6 +304,32 @@ class Fit:
             x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
         )
         return {f"val_{name}": value for name, value in results.items()}
+
+
+def _prepare(
+    callback: keras.callbacks.Callback, strategy: AsyncStrategy, model: keras.Model
+) -> None:
+    """Shows the servers' weights to a callback that saves the model within epochs.
+
+    Raises:
+        ValueError: the callback cannot work here.
+    """
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        raise ValueError(
+            "BackupAndRestore keeps the weights of the chief's model, and neither the optimizer "
+            "and averages on the servers nor the position in the data: a run would not go on where "
+            f"it was. Use tfpara.AsyncCheckpoint({os.fspath(callback.backup_dir)!r}) in its place."
+        )
+    if not isinstance(getattr(callback, "save_freq", None), int):
+        return
+    hook = callback.on_train_batch_end
+
+    def on_train_batch_end(batch: int, logs: Logs | None = None) -> None:
+        with strategy.weights(model, "global"):
+            hook(batch, logs)
+
+    callback.on_train_batch_end = on_train_batch_end
+    fit_call.at_end(lambda: setattr(callback, "on_train_batch_end", hook))
 
 
 def _number(value: Any) -> Any:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfpara import program
 from tfpara.cluster import asynchronous as cluster
-from tfpara.cluster import taking_part
+from tfpara.cluster import quiet, taking_part
 from tfpara.parameter_server.cluster_run import Cluster
 from tfpara.parameter_server.control import serving
 from tfpara.parameter_server.control.lobby import Lobby
@@ -79,7 +79,8 @@ class Processes:
             on_worker_lost=self._lost.append,
         )
         self._lobby.gather()
-        self._connect(found.spec(self._lobby.tensorflow_address))
+        with quiet.starting():
+            self._connect(found.spec(self._lobby.tensorflow_address))
         self._watch_the_end()
 
     def _connect(self, spec: dict[str, list[str]]) -> None:
@@ -117,8 +118,18 @@ class Processes:
 
     @property
     def asked_to_end(self) -> str | None:
-        """A sentence if a parameter server got SIGTERM or SIGINT and waits for the run's end."""
+        """A sentence if the chief or a parameter server was asked to end, and waits for the run's
+        end; the chief sets it.
+        """
         return self._lobby.asked_to_end
+
+    @asked_to_end.setter
+    def asked_to_end(self, sentence: str) -> None:
+        self._lobby.asked_to_end = sentence
+
+    def answer_leaving(self, exit_code: int | None) -> None:
+        """Sets the exit code of workers that are asked to end; None: that of the signal."""
+        self._lobby.restart_code = exit_code
 
     def lost(self) -> list[int]:
         """Returns the indices of workers that were lost since the last call."""

@@ -111,6 +111,20 @@ class Answer(NamedTuple):
     included: tf.Tensor
 
 
+class Moment(NamedTuple):
+    """Models on the servers that were read between two pushes.
+
+    Attributes:
+        weights: by "global" or an average's name the weights, in the model's order.
+        state: the moving statistics, in the order of `Server.state`.
+        pushes: the number of pushes before, on the first server.
+    """
+
+    weights: dict[str, list[tf.Tensor]]
+    state: list[tf.Tensor]
+    pushes: int
+
+
 class Server:
     """The global model with its optimizer, averages and counters, on one or several devices.
 
@@ -489,6 +503,17 @@ class Server:
             self.turns.clear()
         self.books.halted.assign(False)
 
+    def close(self) -> None:
+        """Takes no push from here on, until `open_epoch`; each is taken in whole or not at all.
+
+        So the servers' state stays as it is, though workers may be between a pull and a push. On
+        several servers a push may be on some of them; the next one of the same minibatches is then
+        taken on the others alone.
+        """
+        for shard in self.shards:
+            with tf.device(shard.device):
+                shard.lock.execute(shard.progress.close)
+
     def forget(self, worker: int) -> None:
         """Ends the pull and push of a lost worker, so that nobody waits for it.
 
@@ -502,20 +527,35 @@ class Server:
 
     def global_weights(self) -> list[tf.Tensor]:
         """Returns the weights, in the model's order."""
-        return self._collect(lambda shard: shard.weights)
+        return self.weights_at_once(["global"]).weights["global"]
 
     def average_weights(self, name: str) -> list[tf.Tensor]:
         """Returns the weights of an average, in the model's order."""
-        return self._collect(lambda shard: shard.average(name))
+        return self.weights_at_once([name]).weights[name]
 
-    def _collect(self, of: Callable[[Shard], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        found: list[tf.Tensor] = [None] * len(self.names)
+    def weights_at_once(self, names: Sequence[str]) -> Moment:
+        """Reads several models between two pushes, on each server.
+
+        Args:
+            names: "global", or names of averages.
+        """
+
+        def of(shard: Shard) -> list[tf.Tensor]:
+            held = [shard.weights if n == "global" else shard.average(n) for n in names]
+            rest = [*self.state, shard.version] if shard is self.first else []
+            return [tf.identity(v) for v in [*itertools.chain(*held), *rest]]
+
+        found: dict[str, Any] = {name: [None] * len(self.names) for name in names}
+        rest: list[tf.Tensor] = []
         for shard in self.shards:
             with tf.device(shard.device):
-                values = shard.lock.execute(lambda shard=shard: [tf.identity(v) for v in of(shard)])
-            for index, value in zip(shard.indices, values, strict=True):
-                found[index] = value
-        return found
+                values = iter(shard.lock.execute(functools.partial(of, shard)))
+            for name in names:
+                for index in shard.indices:
+                    found[name][index] = next(values)
+            rest += values  # of the first server
+        *state, version = rest
+        return Moment(found, state, int(version))
 
     def set_weights(self, weights: Sequence[tf.Tensor]) -> None:
         """Replaces the weights; averages, the rule's state but for what lasts, and the workers'

@@ -117,7 +117,10 @@ class _Simulated:
             kept=self._kept.setdefault(server, {}),
         )
 
-    asked_to_end = None
+    asked_to_end: str | None = None
+
+    def answer_leaving(self, exit_code: int | None) -> None:
+        """Does nothing: no worker can be asked to end."""
 
     def check(self) -> None:
         """Does nothing: no process can be lost."""

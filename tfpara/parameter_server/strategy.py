@@ -15,6 +15,7 @@ from tfpara import fit_call, program
 from tfpara.algorithms import ASYNC_RULES, AsyncBMUF, AsyncEASGD, AveragedASGD, Rule
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.checks import check_backend, checked_averages, checked_period, checked_seconds
+from tfpara.cluster import quiet
 from tfpara.keras_model import is_normalised, memory_can_change, memory_of
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.books import Pushed
@@ -117,6 +118,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         """
         program.explain_errors()
         check_backend()
+        quiet.install()
         checked_rule(rule)
         sync_period = checked_period(sync_period)
         self._averages = checked_averages(averages, asynchronous=True)
@@ -284,6 +286,26 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         """Returns whether `fit` was called with this model."""
         return model in self._copies
 
+    @contextlib.contextmanager
+    def at_one_moment(
+        self, model: keras.Model, names: Sequence[str]
+    ) -> Iterator[Callable[[], int]]:
+        """A context in which `weights` gives weights of one moment, while workers train on.
+
+        With several parameter servers it is one moment on each of them. Yields a function that
+        returns the number of pushes before it, on the first server.
+
+        Args:
+            model: as for `weights`.
+            names: the names that `weights` is asked for inside; copies of these are kept.
+        """
+        copy = self._copies.get(model)
+        if copy is None:
+            yield lambda: 0
+            return
+        with copy.at_one_moment(names) as pushes:
+            yield lambda: pushes
+
     def read(self, model: keras.Model) -> None:
         """Copies weights and moving statistics from the servers into the chief's model.
 
@@ -391,6 +413,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             by_worker=books.by_worker.numpy(),
         )
 
+    def statistics_of(self, model: keras.Model) -> AsyncStatistics:
+        """Returns the model's `statistics`."""
+        return self.statistics(model)
+
     def record(self, model: keras.Model | None = None) -> list[Pushed]:
         """Returns the order of pulls and pushes since this process started: a line for each push.
 
@@ -425,8 +451,27 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     @property
     def asked_to_end(self) -> str | None:
-        """A sentence if a parameter server got SIGTERM or SIGINT and waits for the run's end."""
+        """A sentence if the chief or a parameter server was asked to end, and waits for the run's
+        end; else None.
+        """
         return self._processes.asked_to_end
+
+    def ask_to_end(self, sentence: str) -> None:
+        """Notes that the chief was asked to end, from which on training waits for no worker.
+
+        Args:
+            sentence: the cause.
+        """
+        self._processes.asked_to_end = sentence
+
+    def answer_leaving(self, exit_code: int | None) -> None:
+        """Sets the exit code of workers that are asked to end while the run goes on.
+
+        Args:
+            exit_code: that of a process that is to be started again, while SIGTERM in the chief
+                leads to a checkpoint; None: that of the signal.
+        """
+        self._processes.answer_leaving(exit_code)
 
     def end_with(self, exit_code: int, sentence: str) -> None:
         """Sets the exit code and last sentence of the other processes, for when this one ends.
@@ -544,9 +589,10 @@ def checked_rule(rule: object) -> AsyncRule:
     Raises:
         TypeError: it is another object.
     """
-    if isinstance(rule, Rule):
+    kind = rule if isinstance(rule, type) else type(rule)
+    if issubclass(kind, Rule):
         raise TypeError(
-            f"{type(rule).__name__} is a synchronous rule: give it to "
+            f"{kind.__name__} is a synchronous rule: give it to "
             "tfpara.PeriodicSyncStrategy. AsyncStrategy takes ASGD, AveragedASGD, Downpour, "
             "AsyncBMUF or AsyncEASGD."
         )

@@ -7,7 +7,7 @@ workers can run the same traced function, and it does not change the chief's mod
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -119,6 +119,7 @@ class Work:
         self.read_frozen()
         self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
+        _check_sums(self._metrics)
         self.local, self.local_models = rule.local_steps, rule.local_models
         # The server squares the gradient of a single minibatch itself.
         self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
@@ -231,18 +232,24 @@ class Work:
         model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         samples = tf.shape(tf.nest.flatten(x)[0])[0]
-        scope = self._scope(block.weights, block.state, block.own, block.metrics)
         of_state = tf.GradientTape(watch_accessed_variables=False)
         with tf.GradientTape() as tape, of_state:
+            scope = self._scope(block.weights, block.state, block.own, block.metrics, tape)
             tape.watch(block.weights)
             of_state.watch(block.state)
             with scope:
                 outputs = model(x, training=True)
                 loss = _loss(model, x, y, outputs, sample_weight, training=True)
-        gradients = tape.gradient(
-            loss, block.weights, unconnected_gradients=tf.UnconnectedGradients.ZERO
-        )
-        gradients = [tf.convert_to_tensor(g) for g in gradients]
+        self._check_assigned(scope.assigned)
+        stood = [
+            [weight, *scope.assigned.get(id(v), ())]
+            for weight, v in zip(block.weights, self.weights, strict=True)
+        ]
+        zero = tf.UnconnectedGradients.ZERO
+        gradients = [
+            tf.add_n([tf.convert_to_tensor(g) for g in of_one])
+            for of_one in tape.gradient(loss, stood, unconnected_gradients=zero)
+        ]
         with scope:
             for metric in model.metrics:
                 if metric.name == "loss":
@@ -255,7 +262,8 @@ class Work:
         state = now(self.state)
         weights, optimizer, squares = block.weights, block.optimizer, block.squares
         if self._steps is not None:
-            weights, optimizer = self._step(block, gradients)
+            moved = block._replace(weights=[tensors[-1] for tensors in stood])
+            weights, optimizer = self._step(moved, gradients)
             gradients = []
         else:
             gradients = clipped(model.optimizer, gradients)
@@ -276,6 +284,28 @@ class Work:
             minibatches=block.minibatches + 1,
             samples=block.samples + tf.cast(samples, tf.int64),
         )
+
+    def _check_assigned(self, assigned: Mapping[int, object]) -> None:
+        """Refuses what a layer assigns to weights where it would be lost.
+
+        Raises:
+            ValueError: the message names a weight.
+        """
+        for variable in self.frozen:
+            if id(variable) in assigned:
+                raise ValueError(
+                    f"a layer assigns to the frozen weight {variable.path!r} when it is called, "
+                    "and workers have frozen weights as constants. Unfreeze its layer, or train "
+                    "with tfpara.PeriodicSyncStrategy."
+                )
+        for variable in self.weights:
+            if id(variable) in assigned and not self.local:
+                raise ValueError(
+                    f"a layer assigns to the trained weight {variable.path!r} when it is called "
+                    f"(as SpectralNormalization does), and {type(self._rule).__name__} sends "
+                    "gradients alone. Take a rule with steps on the workers: tfpara.Downpour(), "
+                    "tfpara.AsyncBMUF() or tfpara.AsyncEASGD()."
+                )
 
     def loss(
         self,
@@ -298,7 +328,8 @@ class Work:
         state: Sequence[tf.Tensor],
         own: Sequence[tf.Tensor],
         metrics: Sequence[tf.Tensor],
-    ) -> keras.StatelessScope:
+        tape: tf.GradientTape | None = None,
+    ) -> _Scope:
         """Returns the scope in which these tensors take the place of the model's variables."""
         variables = [
             *self.weights,
@@ -314,9 +345,8 @@ class Work:
             *own,
             *metrics,
         ]
-        return keras.StatelessScope(
-            state_mapping=list(zip(variables, values, strict=True)), collect_losses=True
-        )
+        weighed = [*self.weights, *self.frozen]
+        return _Scope(list(zip(variables, values, strict=True)), weighed, tape)
 
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
@@ -371,6 +401,42 @@ class Work:
             return [], block.optimizer
         moved = [w - m for w, m in zip(block.weights, moves, strict=True)]
         return constrained(moved, [v.constraint for v in self.weights]), block.optimizer
+
+
+class _Scope(keras.StatelessScope):
+    """A scope that tells what layers assign to weights, such as SpectralNormalization.
+
+    In Keras the gradient of a weight is that of its variable, before and after such an assignment,
+    but not through it. Here it is the sum of the gradients of all tensors that stood for the
+    weight.
+
+    Args:
+        mapping: variables, each with the tensor that stands for it at first.
+        weights: those of them whose assigned values are kept.
+        tape: watches these values.
+
+    Attributes:
+        assigned: by the variable's id, the values that were assigned to a weight, in order.
+    """
+
+    def __init__(
+        self,
+        mapping: list[tuple[keras.Variable, tf.Tensor]],
+        weights: Sequence[keras.Variable],
+        tape: tf.GradientTape | None,
+    ) -> None:
+        super().__init__(state_mapping=mapping, collect_losses=True)
+        self._weights, self._tape = {id(v) for v in weights}, tape
+        self.assigned: dict[int, list[tf.Tensor]] = {}
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        variable, value = update
+        if id(variable) in self._weights:
+            value = tf.stop_gradient(value)
+            if self._tape is not None:
+                self._tape.watch(value)
+            self.assigned.setdefault(id(variable), []).append(value)
+        super().add_update((variable, value))
 
 
 def _loss(
@@ -444,6 +510,18 @@ def clipped(
 def _current(scope: keras.StatelessScope, variable: keras.Variable) -> tf.Tensor:
     value = scope.get_current_value(variable)
     return variable.value if value is None else value
+
+
+def _check_sums(metrics: Sequence[keras.Variable]) -> None:
+    """Raises ValueError for a metric whose state is not added up."""
+    for variable in metrics:
+        if variable.aggregation != "sum":
+            raise ValueError(
+                f"the metric's variable {variable.path!r} has aggregation="
+                f"{variable.aggregation!r}, but parameter servers add up what workers push, from 0 "
+                "in each push. Leave the metric out of compile(), and compute it on the chief, in "
+                "a callback; or write it with sums."
+            )
 
 
 def _check(model: keras.Model) -> None:

@@ -326,6 +326,8 @@ def checked_rule(rule: object) -> Rule:
         arguments = "keras.optimizers.SGD(1.0)" if rule is algorithms.Outer else ""
         name = f"tfpara.{rule.__name__}" if rule in algorithms.RULES else rule.__name__
         hint = f" That is the class: write {name}({arguments}) with parentheses."
+    elif issubclass(rule if isinstance(rule, type) else type(rule), algorithms.ASYNC_RULES):
+        hint = " This one is asynchronous: give it to tfpara.AsyncStrategy."
     elif isinstance(rule, keras.optimizers.Optimizer):
         hint = " Write tfpara.Outer(...) around the optimizer."
     elif isinstance(rule, str):

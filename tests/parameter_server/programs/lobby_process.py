@@ -55,6 +55,14 @@ try:
             if word == "finish":
                 lobby.finish()
                 sys.exit(0)
+            if word == "leave":  # as at the end of the chief's program
+                lobby.end_with_process()
+                say("leaving")
+                time.sleep(1.0)  # until the test has stopped this process
+                sys.exit(0)
+            if word == "restart":
+                lobby.restart_code = int(rest.split()[1])
+                say(word, rest)
             if word == "fail":
                 lobby.fail(rest, 75)
                 sys.exit(75)

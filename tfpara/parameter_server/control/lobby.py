@@ -10,9 +10,10 @@ server is lost, its part of the model is lost too: all processes end, with a mes
 
 Messages are signed with the run's secret (`tfpara/cluster/messages.py`). Workers and parameter
 servers send `hello` (job, index, addresses and version), `serving` (TensorFlow's server listens),
-`problem` (why it does not) and `leaving` (the signal that asked a parameter server to end). The
-chief sends `welcome`, `end` (exit code and a sentence) and `finishing` (the same, for when the
-connection ends). Empty messages, from both sides, are signs of life.
+`problem` (why it does not) and `leaving` (the signal that asked the process to end). The chief
+sends `welcome`, `end` (exit code and a sentence), `finishing` (the same, for when the chief is
+gone) and `leave` (the exit code of a worker that has sent `leaving`, or null). Empty messages, from
+both sides, are signs of life.
 """
 
 from __future__ import annotations
@@ -66,8 +67,11 @@ class Lobby:
     Attributes:
         tensorflow_address: "host:port" on which TensorFlow's server of the chief is to listen.
         failure: why the run cannot go on, in a sentence; None if it can.
-        asked_to_end: a sentence on the parameter server that got SIGTERM or SIGINT, and waits for
-            the end of the run so that its part of the model can still be saved; else None.
+        asked_to_end: a sentence on the process that got SIGTERM or SIGINT, and waits for the end
+            of the run so that the model can still be saved: a parameter server, or the chief, which
+            sets it; else None.
+        restart_code: the exit code of a process that is asked to end and is to be started again,
+            while the chief writes checkpoints; else None.
 
     Raises:
         tfpara.StartupError: the chief's port is in use.
@@ -86,6 +90,7 @@ class Lobby:
     ) -> None:
         self.failure: str | None = None
         self.asked_to_end: str | None = None
+        self.restart_code: int | None = None
         self._cluster = cluster
         self._startup_timeout, self._timeout = startup_timeout_seconds, timeout_seconds
         self._on_lost, self._on_joined = on_worker_lost, on_worker_joined
@@ -97,6 +102,7 @@ class Lobby:
         self.tensorflow_address = admission.free_address(cluster)
         self._guests: dict[tuple[str, int], Channel] = {}
         self._serving: set[tuple[str, int]] = set()
+        self._leaving: dict[tuple[str, int], str] = {}  # workers that end, with the signal's name
         self._problem: str | None = None  # why the processes cannot come together
         self._gathered = False
         self._end: dict[str, Json] | None = None  # the last message, for late processes too
@@ -239,6 +245,9 @@ class Lobby:
             self._problem = self._problem or str(message["problem"])
         elif "leaving" in message and member[0] == "ps":
             self.asked_to_end = f"{name} was asked to end ({message['leaving']})."
+        elif "leaving" in message:
+            self._leaving[member] = str(message["leaving"])
+            channel.send(leave=self.restart_code)
         elif "serving" in message and member not in self._serving and not channel.closed:
             self._serving.add(member)
             if self._gathered and member[0] == "worker":
@@ -286,7 +295,7 @@ class Lobby:
             self._without_workers_since = None
         elif self._without_workers_since is None:
             self._without_workers_since = now
-        elif now - self._without_workers_since > self._timeout:
+        elif now - self._without_workers_since > self._timeout and not self._saves:
             self._fail_all(
                 f"all workers are gone, and none has come back for timeout_seconds="
                 f"{self._timeout:g}; start all processes again."
@@ -303,6 +312,8 @@ class Lobby:
             return []
         name = self._cluster.describe(*member)
         was_serving = member in self._serving
+        if member in self._leaving:
+            how = f"it was asked to end ({self._leaving[member]})"
         # A process that was suspended reads this when it goes on.
         channel.send(end={"code": 1, "sentence": f"the chief has given {name} up: {how}."})
         self._drop(channel)
@@ -314,8 +325,14 @@ class Lobby:
                 "from the last checkpoint."
             )
             return []
-        _log.warning("%s is lost: %s. Training goes on without it.", name, how)
+        if not self._saves:
+            _log.warning("%s is lost: %s. Training goes on without it.", name, how)
         return [lambda: self._on_lost(member[1])]
+
+    @property
+    def _saves(self) -> bool:
+        """Whether the run is about to end with a checkpoint, which needs no worker."""
+        return self.asked_to_end is not None and self.restart_code is not None
 
     def _fail_all(self, sentence: str) -> None:
         if self.failure is None:
@@ -331,6 +348,7 @@ class Lobby:
         if member is not None:
             del self._guests[member]
             self._serving.discard(member)
+            self._leaving.pop(member, None)
         self._door.drop(channel)
 
 

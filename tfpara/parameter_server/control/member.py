@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from tfpara import version
-from tfpara.cluster import messages, secret, startup
+from tfpara.cluster import messages, quiet, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.messages import Channel
 from tfpara.typing import Json
@@ -22,6 +22,8 @@ _TICK_SECONDS = 0.2
 _RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
 _LOG_SECONDS = 30.0
+# A worker that is asked to end serves on for so long. If all are, the chief ends the run before.
+_LEAVING_SECONDS = 3.0
 _log = logging.getLogger(__name__)
 
 
@@ -58,9 +60,14 @@ def serve(
     """Takes part in a run until the chief says that it is over, then ends the process.
 
     The exit code is 0 if the chief finished. Otherwise the cause is printed in one sentence, and
-    the code is the one that the chief gives, or 1. SIGTERM and SIGINT end a worker at once, as
-    usual. A parameter server passes them on to the chief and goes on until that ends the run,
-    so that the model can still be saved; a second signal ends it at once.
+    the code is the one that the chief gives, or 1.
+
+    On SIGTERM a worker tells the chief. If the chief writes checkpoints, the worker ends some
+    seconds later, or with the chief, with the exit code of a process that is to be started again;
+    else it ends at once, with 128 plus the signal's number. A parameter server passes SIGTERM and
+    SIGINT on to the chief and goes on until that ends the run, so that the model can still be
+    saved. SIGTERM again changes nothing, since some schedulers repeat it; SIGINT after another
+    signal ends a parameter server at once.
 
     Args:
         cluster: this process's view of the cluster.
@@ -70,11 +77,12 @@ def serve(
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:
-            if cluster.task_type == "ps":
+            if number == signal.SIGTERM or cluster.task_type == "ps":
                 signal.signal(number, lambda n, _: _note(received, n))
             else:
                 signal.signal(number, signal.SIG_DFL)
-    code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
+    with quiet.starting():  # to the end, since the chief may connect again
+        code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
     # TensorFlow's threads would keep the process, and its end waits for others.
     with contextlib.suppress(OSError):
         if sentence:
@@ -85,7 +93,7 @@ def serve(
 
 
 def _note(received: list[int], number: int) -> None:
-    if received:
+    if received and number == signal.SIGINT:
         os._exit(128 + number)
     received.append(number)
 
@@ -109,7 +117,7 @@ def attend(
     """
     shared = secret.read() if shared is None else shared
     try:
-        channel, welcome = _enter(cluster, shared, startup_timeout_seconds)
+        channel, welcome = _enter(cluster, shared, startup_timeout_seconds, received)
         try:
             _start(cluster, channel, start_server, welcome["welcome"])
             _stay(cluster, channel, float(welcome["timeout_seconds"]), received)
@@ -120,7 +128,7 @@ def attend(
 
 
 def _enter(
-    cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float
+    cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float, received: list[int]
 ) -> tuple[Channel, dict[str, Json]]:
     """Connects to the chief, again and again until it is there, and says hello.
 
@@ -142,6 +150,8 @@ def _enter(
         except (OSError, UnicodeError) as error:
             answer = error
         now = time.monotonic()
+        if received:
+            raise _Over(128 + received[0], "")
         if now >= deadline:
             raise _Over(
                 1,
@@ -195,7 +205,7 @@ def _stay(
 ) -> NoReturn:
     """Sends signs of life until the run is over."""
     chief = cluster.describe("chief", 0)
-    beat_at, told = 0.0, False
+    beat_at, told, code, leave_at = 0.0, False, 1, float("inf")
     finishing: dict[str, Json] = {}
     looked_at = time.monotonic()
     while True:
@@ -203,8 +213,9 @@ def _stay(
         for message in channel.receive():
             _obey(message)
             finishing = message.get("finishing", finishing)
-        if finishing and channel.closed:
-            raise _Over(int(finishing["code"]), str(finishing["sentence"]))
+            if "leave" in message:
+                code = int(message["leave"] or 128 + received[0])
+                leave_at = leave_at if message["leave"] else 0.0
         now, before = time.monotonic(), looked_at
         looked_at = now
         if now - before > timeout_seconds / 2:  # this process itself was suspended
@@ -214,14 +225,16 @@ def _stay(
             lost = f"{chief} is gone: its connection ended before the run did"
         elif now - channel.heard > timeout_seconds:
             lost = f"{chief} was silent for longer than timeout_seconds={timeout_seconds:g}"
+        if lost and finishing:  # the chief's interpreter is ending, in which its threads stop first
+            raise _Over(int(finishing["code"]), str(finishing["sentence"]))
         if lost:
-            raise _Over(
-                128 + received[0] if received else 1,
-                f"{lost}; its output may say why. Start all processes again.",
-            )
+            raise _Over(code, f"{lost}; its output may say why. Start all processes again.")
         if received and not told:
             channel.send(leaving=signal.Signals(received[0]).name)
-            told = True
+            told, code = True, 128 + received[0]
+            leave_at = now + _LEAVING_SECONDS if cluster.task_type == "worker" else leave_at
+        if now >= leave_at:
+            raise _Over(code, "")
         if now >= beat_at:
             channel.send()
             beat_at = now + beat_seconds(timeout_seconds)
