@@ -44,6 +44,19 @@ def test_orders_are_by_seed_and_epoch():
     assert reading.shuffled(30, 1, 2) == list(orders[1, 2])
 
 
+def test_rows_are_shuffled_by_seed_and_epoch():
+    seeds = (1, 2, 1 + 2**32, 2**48 - 1)
+    orders = {(s, e): tuple(reading.shuffled_rows(30, s, e)) for s in seeds for e in range(3)}
+    assert len(set(orders.values())) == 12
+    assert all(sorted(order) == list(range(30)) for order in orders.values())
+    assert tuple(reading.shuffled_rows(30, 2, 1)) == orders[2, 1]
+    within = reading.shuffled_rows(30, 2, 1, batch_size=8)
+    assert within.tolist() != list(range(30))
+    for start in range(0, 30, 8):
+        batch = sorted(within[start : start + 8].tolist())
+        assert batch == list(range(start, min(start + 8, 30)))
+
+
 class Slow:
     """Later numbers are there sooner."""
 
@@ -110,11 +123,11 @@ def facts(**changes):
         (facts(values=[1.0]), "rows: those of worker 1"),
         (facts(rows=8), "rows: worker 0 has 9, worker 1 has 8"),
         ({"kind": division.OWN}, "kind: worker 0 has 'arrays'"),
-        (facts(**{"shuffle seed": 3}), "the same seed|set_random_seed"),
+        (facts(**{"shuffle seeds": [[3, 0]]}), "the same seed|set_random_seed"),
     ],
 )
 def test_differences_are_told(theirs, words):
-    mine = facts(**{"shuffle seed": 2}) if "shuffle seed" in theirs else facts()
+    mine = facts(**{"shuffle seeds": [[2, 0]]}) if "shuffle seeds" in theirs else facts()
     found = division.difference([mine, theirs])
     assert bool(found) == bool(words)
     assert any(word in found for word in words.split("|"))

@@ -21,7 +21,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -59,7 +61,13 @@ from tfpara.sync.epochs import Position
 from tfpara.sync.exchange import everyones, joined
 from tfpara.sync.fingerprint import agree
 from tfpara.sync.model_variables import replica_variables
-from tfpara.sync.reading import Order, random_states, set_random_states, shuffled
+from tfpara.sync.reading import (
+    Order,
+    random_states,
+    set_random_states,
+    shuffled,
+    shuffled_rows,
+)
 from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.replaying import Replay
 from tfpara.sync.replicas import Site
@@ -245,8 +253,9 @@ def _resumed(begin: Callable[[], Iterator[Nest]], extended: PeriodicSyncExtended
         synchronizer.step_is_over()
     with _own_iterators():
         iterator = begin()
-    for _ in range(extended.position.take_steps()):
-        next(iterator)
+    if not extended.place.calls:  # an evaluation reads its data whole
+        for _ in range(extended.position.take_steps()):
+            next(iterator)
     return iterator
 
 
@@ -280,13 +289,16 @@ class _EpochDatasets(_Datasets):
 
     def __iter__(self) -> Iterator[Nest]:
         _forget_length(sys._getframe(1).f_locals.get("self"))
-        position = *self.extended.position.begin(self.extended.steps_seen), self.extended.share
-        # `dataset_fn` leaves out minibatches by `first`, so `_resumed` must not skip them again.
-        self.extended.position.take_steps()
-        if position != self.built_for:
+        epoch, first = self.extended.begin_pass()
+        if not self.extended.place.calls:
+            # `dataset_fn` leaves out minibatches by `first`: `_resumed` must not skip them again.
+            self.extended.position.take_steps()
+        wanted = epoch, first, self.extended.share
+        if wanted != self.built_for:
             self._built = False
-            self.build()
-            self.built_for = position
+            with self.extended.position.at(epoch, first):
+                self.build()
+            self.built_for = wanted
         if self._cardinality >= 0:  # the parent's, of this worker's dataset
             self.extended.note_data(-(-self._cardinality // len(self.extended.worker_devices)))
         return super().__iter__()
@@ -655,8 +667,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
         """Notes that a model's `fit` runs inside."""
-        former, passes = self._recent, self.passes
+        former, passes, seed = self._recent, self.passes, self.order.seed
         self.passes = None
+        if not self._members_change:
+            self.order.seed = None  # each call draws one, or takes that of a checkpoint
         self._recent = self._entry_of(model) or former
         try:
             with self.place.in_fit():
@@ -665,7 +679,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.passes, self._without_length = passes, None
             self._note_steps(NEVER)  # also where callbacks have not heard of the end
         if self.place.fits:  # this fit was called in a callback of another fit
-            self._recent = former
+            self._recent, self.order.seed = former, seed
 
     # -- synchronizers -----------------------------------------------------------------------
 
@@ -1345,33 +1359,45 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return self.dropped.steps + sum(s.graph.statistics().steps for s in self.synchronizers)
 
     def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
-        self.position.move(0, self.steps_seen)
+        if not self.place.fits:
+            self.position.move(0, self.steps_seen)
         if self.replay is not None:
             dataset_fn = self.replay.dealt(dataset_fn)
-        dataset = self._distribute_datasets_from_function(dataset_fn, None)
+        with self.position.at(0, 0):
+            dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
         dataset.dataset_fn = dataset_fn
-        dataset.built_for = (self.position.epoch, self.position.first, self.share)
+        dataset.built_for = (0, 0, self.share)
         return dataset
 
-    def check_data(self, facts: dict[str, Json], shuffled: bool) -> None:
+    def begin_pass(self) -> tuple[int, int]:
+        """Notes that a pass over data begins; returns its epoch and how much of it is done.
+
+        The latter is `Position.first`. An evaluation is no epoch, and reads its data whole.
+        """
+        if self.place.calls:
+            return self.position.epoch, 0
+        return self.position.begin(self.steps_seen)
+
+    def check_data(self, facts: dict[str, Json], drawn: bool) -> None:
         """Compares the data that the workers gave to `fit` or `evaluate`; all must call it.
 
         Args:
             facts: facts about this worker's data; see `division.difference`.
-            shuffled: whether Keras shuffles the data by TensorFlow's seed.
+            drawn: whether the library draws the order of the data. The seed is the chief's, of
+                Python's generator, which `keras.utils.set_random_seed` seeds.
 
         Raises:
             ValueError: on every worker, if they have different data.
         """
-        if self._num_workers == 1 or self.elastic is not None:
+        if self._members_change or self._undivided:
             return
-        if shuffled:
-            facts = {**facts, "shuffle seed": _context.global_seed()}
-        drawn = (
-            random.SystemRandom().getrandbits(48) if self.order.seed is None else self.order.seed
-        )
-        everyone = everyones({"facts": facts, "seed": drawn}, self.control, self.place.of_data())
+        if drawn and self.order.seed is None:
+            self.order.seed = random.getrandbits(48)
+        if self.share == (0, 1):
+            return
+        mine = {"facts": facts, "seed": self.order.seed}
+        everyone = everyones(mine, self.control, self.place.of_data())
         self.order.seed = everyone[0]["seed"]
         problem = difference([one["facts"] for one in everyone])
         if problem:
@@ -1379,9 +1405,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def next_order(self, count: int) -> list[int]:
         """Returns 0 … count − 1 in the order of the epoch that begins, equal on all workers."""
-        if self.order.seed is None:
-            self.order.seed = random.getrandbits(48)
-        return shuffled(count, self.order.seed, self.position.begin(self.steps_seen)[0])
+        return shuffled(count, *self._seed_and_epoch())
+
+    def next_order_of_rows(self, rows: int, batch_size: int | None) -> NDArray[np.int64]:
+        """Returns what `shuffled_rows` does for the epoch that begins, equal on all workers."""
+        return shuffled_rows(rows, *self._seed_and_epoch(), batch_size)
+
+    def _seed_and_epoch(self) -> tuple[int, int]:
+        epoch, _ = self.begin_pass()
+        assert self.order.seed is not None
+        return self.order.seed, epoch
+
+    def host_variable(self, value: Nest, name: str) -> tf.Variable:
+        """Makes a variable of this worker's host alone, also in the strategy's scope."""
+        with tf.device("CPU:0"), tf.init_scope():
+            return _plain_variable(value, name)
 
     @property
     def share(self) -> tuple[int, int]:

@@ -234,8 +234,10 @@ def _together(fit: Method) -> Method:
         strategy = _strategy(model)
         if strategy is None:
             return fit(model, *args, **kwargs)
-        _refuse_spent(signature.bind(model, *args, **kwargs).arguments)
+        given = signature.bind(model, *args, **kwargs).arguments
+        _refuse_spent(given)
         extended = strategy.extended
+        extended.position.enter(given.get("initial_epoch", 0), extended.steps_seen)
         changing: Any = extended.elastic or extended.replay
         if changing is not None:
             bound = signature.bind(model, *args, **kwargs)
@@ -690,6 +692,8 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             elastic = _elastic(callbacks)
             if name == "on_epoch_begin":
                 place.epoch_begins(*args[:1])
+                extended = _extended(callbacks)
+                extended.position.enter(args[0], extended.steps_seen)
                 changing = elastic or getattr(_extended(callbacks), "replay", None)
                 if changing is not None:
                     changing.begin_epoch(*args[:1])
@@ -750,11 +754,14 @@ def _with_divided_data(make: Any) -> Method:
             adapter = _PyDatasetSteps(kwargs["x"], adapter, extended)
         elif isinstance(adapter, _adapters.GeneratorDataAdapter):
             adapter = _GeneratorSteps(adapter, extended)
+        elif isinstance(adapter, _adapters.ArrayDataAdapter) and adapter._shuffle:
+            adapter = _ShuffledArrays.of(adapter, extended)
         divided = extended.share != (0, 1)
         _check(adapter, extended, divided)
         # Within an epoch the workers may be at different steps, so nothing is exchanged there.
-        if divided and not (extended.place.fits and extended.place.calls):
-            extended.check_data(_facts(adapter), bool(getattr(adapter, "_shuffle", False)))
+        if not (extended.place.fits and extended.place.calls):
+            drawn = isinstance(adapter, (_PyDatasetSteps, _ShuffledArrays))
+            extended.check_data(_facts(adapter) if divided else {}, drawn)
         why = _order_of(adapter)
         if isinstance(adapter, _adapters.TFDatasetAdapter):
             dataset = adapter.get_tf_dataset()
@@ -764,7 +771,7 @@ def _with_divided_data(make: Any) -> Method:
                 # Keras counts the steps of an epoch by the distributed dataset's cardinality.
                 dataset = distribute_strategy.experimental_distribute_dataset(dataset)
                 adapter = _adapters.TFDatasetAdapter(dataset)
-        kind = _Epochs if isinstance(adapter, _Steps) else _Passes
+        kind = _Epochs if isinstance(adapter, (_Steps, _ShuffledArrays)) else _Passes
         passes = kind(distribute_strategy=distribute_strategy, x=adapter, **rest)
         passes.extended, passes.why_order_differs = extended, why
         return passes
@@ -777,8 +784,6 @@ def _order_of(adapter: Any) -> Callable[[bool], str]:
 
     It is `division.why_order_differs` of these data, which is "" where the order is the same.
     """
-    if getattr(adapter, "_shuffle", False):
-        return lambda made_anew: "is of arrays that fit shuffles"
     data = adapter.get_tf_dataset() if isinstance(adapter, _adapters.TFDatasetAdapter) else None
     if isinstance(data, tf.data.Dataset):
         return lambda made_anew: division.why_order_differs(data, made_anew)
@@ -914,7 +919,7 @@ class _Passes(_trainer.TFEpochIterator):
 
 
 class _Epochs(_Passes):
-    """Keras' passes over Python data; each begins when its first batch is used."""
+    """Keras' passes over Python data or shuffled arrays; each begins when its first batch is used."""
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
@@ -927,6 +932,58 @@ class _Epochs(_Passes):
         if isinstance(self._current_iterator, type(iter(()))) or self.steps_per_epoch is None:
             self._current_iterator = None
         yield from super()._enumerate_iterator()
+
+
+class _ShuffledArrays(_adapters.ArrayDataAdapter):
+    """Keras' adapter of arrays that `fit` shuffles, in an order that the run keeps by epoch."""
+
+    _extended: PeriodicSyncExtended
+    _order: tf.Variable  # the rows' numbers, as the present pass has them
+    _spec: Nest  # of a batch
+
+    @classmethod
+    def of(cls, adapter: Any, extended: PeriodicSyncExtended) -> _ShuffledArrays:
+        """Makes an adapter of Keras' one of these."""
+        adapter.__class__, adapter._extended = cls, extended
+        numbers = np.arange(adapter._num_samples, dtype=np.int64)
+        adapter._order = extended.host_variable(numbers, "order of rows")
+        return adapter
+
+    def begin_pass(self) -> None:
+        """Draws the order of the next pass over the data."""
+        within = self._batch_size if self._shuffle == "batch" else None
+        self._order.assign(self._extended.next_order_of_rows(self._num_samples, within))
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        # Keras draws by this function an order of all rows, or (shuffle="batch") of each batch.
+        draw, calls = tf.random.shuffle, []
+
+        def ordered(numbers: tf.Tensor) -> tf.Tensor:
+            calls.append(numbers)
+            return tf.gather(self._order, numbers)
+
+        tf.random.shuffle = ordered
+        try:
+            dataset = super().get_tf_dataset()
+        finally:
+            tf.random.shuffle = draw
+        if not calls:
+            raise RuntimeError(
+                f"Keras {keras.__version__} shuffles arrays in a way that tfpara does not know, and "
+                "a resumed run would train other rows. Take an earlier version of Keras."
+            )
+        self._spec = dataset.element_spec
+        return dataset
+
+    def first_minibatch(self) -> Nest:
+        """Returns the shapes and dtypes of a minibatch of one replica."""
+        replicas = self._extended._num_replicas_in_sync
+        rows = -(-min(self._batch_size, self._num_samples) // replicas)
+
+        def minibatch(spec: tf.TypeSpec) -> tf.TensorSpec:
+            return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
+
+        return keras.tree.map_structure(minibatch, self._spec)
 
 
 class _Steps(_adapters.data_adapter.DataAdapter):
