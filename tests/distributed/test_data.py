@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import re
+import warnings
 
 import keras
 import kinds_of_data as kinds
@@ -198,6 +199,37 @@ def test_data_by_epoch_are_those_of_the_epoch_of_fit(strategy, model):
             )
             numbers = [{row[0] for row in rows} for rows in (*epochs.rows, *epochs.validated)]
             assert numbers == [{epoch}, {epoch + 1}] * 2
+
+
+def test_class_weights_of_data_that_are_not_divided_by_fit(strategy, model):
+    x, _, _ = kinds.arrays()
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1] % 3)).batch(4)
+    weights = {0: 1.0, 1: 0.5, 2: 3.0}
+    expected = [[r, 2 * r, r % 3, weights[r % 3]] for r in x[:, 0].tolist()]
+    for data in (
+        strategy.distribute_datasets_from_function(lambda context: dataset),
+        strategy.datasets_by_epoch(lambda epoch, first: dataset),
+        strategy.minibatches_by_epoch(lambda epoch: dataset),
+        strategy.experimental_distribute_dataset(dataset),
+    ):
+        epochs = kinds.Epochs()
+        model.fit(data, epochs=2, class_weight=weights, verbose=0, callbacks=[epochs])
+        assert epochs.rows == [expected] * 2
+
+
+def test_steps_of_a_workers_own_minibatches_are_those_of_its_devices(strategy, model, monkeypatch):
+    """Five minibatches are three steps of two devices, for Keras and for the library."""
+    noted = []
+    monkeypatch.setattr(strategy.extended, "note_epoch", lambda model, steps: noted.append(steps))
+    x, y, _ = kinds.arrays()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).take(5)
+    data = strategy.distribute_datasets_from_function(lambda context: dataset)
+    epochs = kinds.Epochs()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Your input ran out of data")
+        model.fit(data, epochs=2, verbose=0, callbacks=[epochs])
+    assert [[row[0] for row in rows] for rows in epochs.rows] == [list(range(20))] * 2
+    assert epochs.params["steps"] == 3 and noted == [3, 3, None]
 
 
 class Batches(keras.callbacks.Callback):

@@ -7,6 +7,7 @@ says why. `division` reads private attributes of datasets; `keras_hooks` has Ker
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import hashlib
 import json
@@ -267,10 +268,34 @@ class _UndividedDataset(_input_lib.DistributedDataset):
             return super().__iter__()
 
 
+def _not_read_ahead(data: Any, buffer_size: int) -> Any:
+    """Stands for `prefetch` of distributed data, which are read ahead as they are."""
+    del buffer_size
+    return data
+
+
 class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     """The datasets that a user's function has made for this worker."""
 
     extended: PeriodicSyncExtended
+    _dataset_fn: Callable[..., tf.data.Dataset]
+    # Keras calls `map` and `prefetch` of data that it weighs by `class_weight`.
+    prefetch = _not_read_ahead
+
+    @property
+    def cardinality(self) -> int:
+        """The steps of a pass: the minibatches are for this worker's devices in turn."""
+        minibatches = int(super().cardinality)  # negative if it is not known
+        devices = len(self.extended.worker_devices)
+        return minibatches if minibatches < 0 else -(-minibatches // devices)
+
+    def map(self, function: Callable[..., Nest]) -> _Datasets:
+        """Returns these data with a function of each element."""
+        made = copy.copy(self)
+        made._dataset_fn = lambda context: self._dataset_fn(context).map(function)
+        made._built = False
+        made.build()
+        return made
 
     def __iter__(self) -> Iterator[Nest]:
         return _resumed(super().__iter__, self.extended)
@@ -287,6 +312,12 @@ class _EpochDatasets(_Datasets):
         # Epochs may have different lengths.
         return tf.data.UNKNOWN_CARDINALITY
 
+    def map(self, function: Callable[..., Nest]) -> _EpochDatasets:
+        with self.extended.position.at(*self.built_for[:2]):
+            made = super().map(function)
+        made.dataset_fn = lambda context: self.dataset_fn(context).map(function)
+        return made
+
     def __iter__(self) -> Iterator[Nest]:
         _forget_length(sys._getframe(1).f_locals.get("self"))
         epoch, first = self.extended.begin_pass()
@@ -299,8 +330,8 @@ class _EpochDatasets(_Datasets):
             with self.extended.position.at(epoch, first):
                 self.build()
             self.built_for = wanted
-        if self._cardinality >= 0:  # the parent's, of this worker's dataset
-            self.extended.note_data(-(-self._cardinality // len(self.extended.worker_devices)))
+        if (steps := super().cardinality) >= 0:
+            self.extended.note_data(steps)
         return super().__iter__()
 
 
@@ -327,6 +358,12 @@ class _Dataset(_input_lib.DistributedDataset):
     """A dataset that is divided among all workers."""
 
     extended: PeriodicSyncExtended
+    given: tf.data.Dataset  # undivided
+    prefetch = _not_read_ahead
+
+    def map(self, function: Callable[..., Nest]) -> Any:
+        """Returns these data with a function of each element."""
+        return self.extended._experimental_distribute_dataset(self.given.map(function), None)
 
     def __iter__(self) -> Iterator[Nest]:
         return _resumed(super().__iter__, self.extended)
@@ -1482,7 +1519,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         distributed = super()._experimental_distribute_dataset(dataset, options)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset
-            distributed.extended = self
+            distributed.extended, distributed.given = self, dataset
             if not divided_between_workers(dataset) and distributed._cardinality > 0:
                 # Each worker gives its devices 1/W of a batch per step, so its own data take W
                 # times as many steps, for W workers.

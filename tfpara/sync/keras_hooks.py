@@ -265,10 +265,10 @@ def _deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     if given.get("steps_per_epoch") is not None and not are_arrays(given):
         return  # which the run refuses
     data, class_weight = given.get("x"), given.get("class_weight")
+    if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+        weighted = _adapters.TFDatasetAdapter(data, class_weight=class_weight)
+        given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
     if isinstance(data, tf.data.Dataset):
-        if class_weight:
-            weighted = _adapters.TFDatasetAdapter(data, class_weight=class_weight)
-            given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
         deal_out_dataset(strategy, began, given)
     elif isinstance(data, keras.utils.PyDataset):
         deal_out_py_dataset(strategy, began, given, _batches_of(data, given))
