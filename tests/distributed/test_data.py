@@ -239,6 +239,9 @@ class Batches(keras.callbacks.Callback):
         super().__init__()
         self.seen, self.epoch, self.stop = [], 0, stop
 
+    def on_train_begin(self, logs=None):
+        self.model.rows()
+
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
         self.seen.append([])
@@ -247,6 +250,46 @@ class Batches(keras.callbacks.Callback):
         self.seen[-1].append([row[0] for row in self.model.rows()])
         if (self.epoch, batch) == self.stop:
             raise InterruptedError
+
+
+def test_a_replica_without_rows_is_told_of(strategy, model, capsys, monkeypatch):
+    """Before the first epoch where each batch is too small; else at its end, as counted."""
+    x, y, _ = kinds.arrays()
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).take(3).batch(1)
+    monkeypatch.setattr(strategy.extended, "_told", set())
+    for data in ({"x": x[:3], "y": y[:3], "batch_size": 1}, {"x": rows}):
+        said = []
+        note = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: said.append(capsys.readouterr().err))
+        strategy.extended._told.clear()
+        model.fit(**data, epochs=2, verbose=0, callbacks=[note])
+        assert "batches of 1 row among 2 replicas, which leaves 1 of them" in said[0]
+        assert "Give batch_size=2 at least" in said[0]
+    three = tfpara.PeriodicSyncStrategy(
+        tfpara.BSP(), sync_period=9, devices=[f"CPU:{k}" for k in range(3)]
+    )
+    other = kinds.make(three)
+    other.fit(x[:20], y[:20], batch_size=4, epochs=2, verbose=0)
+    steps = three.experimental_local_results(other.optimizer.iterations.value)
+    assert [int(s) for s in steps] == [10, 10, 0]  # TensorFlow cuts 4 rows into 2, 2 and none
+    said = capsys.readouterr().err
+    assert said.count("replicas without a row in this epoch: 2 (of 0 … 2)") == 1
+    assert said.count("sync_period=9 is longer than an epoch") == 1
+    assert "they meet every 5 steps" in said
+
+
+def test_a_resumed_epoch_of_unknown_length_does_not_cut_the_others(tmp_path):
+    x, y, _ = kinds.arrays()
+    steps = []
+    for stop in ((0, 3), None):
+        strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0"])
+        model, batches = kinds.make(strategy), Batches(stop)
+        checkpoint = tfpara.callbacks.Checkpoint(str(tmp_path / "run"), every_syncs=1)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(lambda *_: True)
+        with contextlib.suppress(InterruptedError), warnings.catch_warnings():
+            warnings.filterwarnings("error", "Your input ran out of data")
+            model.fit(data, epochs=3, verbose=0, callbacks=[checkpoint, batches])
+        steps.append([len(epoch) for epoch in batches.seen])
+    assert steps == [[4], [4, 6, 6]]
 
 
 def test_each_call_of_fit_draws_an_order_that_the_seed_repeats(strategy, model):

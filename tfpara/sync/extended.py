@@ -57,7 +57,12 @@ from tfpara.steps import (
 from tfpara.strategy import StateHolder
 from tfpara.sync.control import Control, MismatchError
 from tfpara.sync.division import batch_size as batch_size_of
-from tfpara.sync.division import difference, divided_between_workers
+from tfpara.sync.division import (
+    check_batched,
+    check_files,
+    difference,
+    divided_between_workers,
+)
 from tfpara.sync.epochs import Position
 from tfpara.sync.exchange import everyones, joined
 from tfpara.sync.fingerprint import agree
@@ -319,7 +324,6 @@ class _EpochDatasets(_Datasets):
         return made
 
     def __iter__(self) -> Iterator[Nest]:
-        _forget_length(sys._getframe(1).f_locals.get("self"))
         epoch, first = self.extended.begin_pass()
         if not self.extended.place.calls:
             # `dataset_fn` leaves out minibatches by `first`: `_resumed` must not skip them again.
@@ -333,25 +337,6 @@ class _EpochDatasets(_Datasets):
         if (steps := super().cardinality) >= 0:
             self.extended.note_data(steps)
         return super().__iter__()
-
-
-def _forget_length(epoch_iterator: Any) -> None:
-    """Keeps Keras from cutting epochs to the length of the first one.
-
-    Keras' EpochIterator stores the number of batches of the first complete pass in `_num_batches`,
-    and takes it for the length of all later ones. No public option prevents this. The iterator is
-    found as the caller of our `__iter__`.
-    """
-    kind = type(epoch_iterator)
-    if hasattr(epoch_iterator, "_enumerate_iterator") and kind.__name__ != "_OfAnyLength":
-        unknown = property(lambda self: None, lambda self, value: None)
-
-        def warn(self: Any) -> None:
-            if self.steps_per_epoch:  # else the data may end wherever they do
-                kind._interrupted_warning(self)
-
-        attributes = {"_num_batches": unknown, "_interrupted_warning": warn}
-        epoch_iterator.__class__ = type("_OfAnyLength", (kind,), attributes)
 
 
 class _Dataset(_input_lib.DistributedDataset):
@@ -497,6 +482,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._synchronizers_made = 0
         self._told: set[str] = set()  # the notes that the user has read
         self._told_of_syncs = False  # whether one of them is that the syncs are few
+        self._told_of_idle = False  # or that a replica has no rows
         self.period_is_scheduled = False  # whether callbacks of `fit` set the sync period
         self._epochs_to_note = 0  # of a `fit` whose epochs have no known length yet
         self._creates_alone = False  # whether this worker creates variables that others do not
@@ -957,6 +943,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """
         # Where workers come and go it changes within the epoch.
         self._note_steps(NEVER if steps is None or self._members_change else steps)
+        period = self.sync_period
+        if period and self._steps_in_epoch < period and not self.period_is_scheduled:
+            self.note(
+                f"sync_period={period} is longer than an epoch, at whose end the replicas meet in "
+                f"any case: they meet every {self._steps_in_epoch} steps"
+            )
         self._without_length = None if steps or self._members_change else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
@@ -991,6 +983,37 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if text and not self._told_of_syncs:
             self._told_of_syncs = True
             self.note(text)
+
+    def note_batches(self, rows: int | None) -> None:
+        """Says so where the batches of `fit` have fewer rows than there are replicas.
+
+        Args:
+            rows: of the largest batch; None: not known.
+        """
+        replicas = self._num_replicas_in_sync
+        if rows is not None and rows < replicas and not self._members_change:
+            self._told_of_idle = True
+            self.note(
+                f"fit divides batches of {rows} row{'s' if rows != 1 else ''} among {replicas} "
+                f"replicas, which leaves {replicas - rows} of them without a row in the whole run. "
+                f"Give batch_size={replicas} at least, better a multiple of it: docs/data.md"
+            )
+
+    def note_idle(self, model: keras.Model) -> None:
+        """Says so where a replica has had no row, at the end of the first epoch of `fit`."""
+        trained = self.trained(model)
+        if trained is None or self._members_change or self._told_of_idle or self.position.first:
+            return
+        idle = np.flatnonzero(trained.graph.weights_seen == 0).tolist()
+        replicas = self._num_replicas_in_sync
+        if idle and len(idle) < replicas:
+            self._told_of_idle = True
+            self.note(
+                f"replicas without a row in this epoch: {', '.join(map(str, idle))} (of 0 … "
+                f"{replicas - 1}). They do not train. Give batches of a multiple of {replicas} "
+                "rows, or, where each worker has its own minibatches, at least one for each of its "
+                "devices: docs/data.md"
+            )
 
     def note_data(self, steps: int) -> None:
         """Notes with how many steps a pass over `datasets_by_epoch` begins.
@@ -1508,6 +1531,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: object
     ) -> tf.distribute.DistributedDataset:
+        check_batched(dataset.element_spec, self._num_replicas_in_sync > 1)
         dataset = without_tuner(_safe(dataset))
         if self._undivided or self.elastic is not None:
             # Those who come and go would change what is whose: each evaluates all data.
@@ -1516,6 +1540,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             if isinstance(whole, _input_lib.DistributedDataset):
                 whole.__class__ = _UndividedDataset
             return whole
+        check_files(dataset, self._num_workers)
         distributed = super()._experimental_distribute_dataset(dataset, options)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset

@@ -49,7 +49,7 @@ from keras.src.trainers.data_adapters import array_slicing as _array_slicing
 from keras.src.trainers.data_adapters import data_adapter_utils as _adapter_utils
 
 from tfpara import files, fit_call, program
-from tfpara.cluster.place import EVALUATE, FIT_END, Place
+from tfpara.cluster.place import EVALUATE, FIT_BEGIN, FIT_END, Place
 from tfpara.keras_model import (
     build_optimizer,
     check_optimizers_built,
@@ -707,6 +707,8 @@ def _in_place(name: str) -> Callable[[Method], Method]:
                 # Callbacks may have changed the sync period.
                 steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None
                 _extended(callbacks).note_epoch(callbacks._model, steps)
+            if name == "on_epoch_end" and place.fits and place.in_first_epoch:
+                _extended(callbacks).note_idle(callbacks._model)
             if name == "on_epoch_begin" and place.fits and place.in_first_epoch:
                 epochs = callbacks.params["epochs"]
                 _extended(callbacks).note_syncs(steps, epochs if epochs - args[0] > 1 else 0)
@@ -762,6 +764,8 @@ def _with_divided_data(make: Any) -> Method:
         if not (extended.place.fits and extended.place.calls):
             drawn = isinstance(adapter, (_PyDatasetSteps, _ShuffledArrays))
             extended.check_data(_facts(adapter) if divided else {}, drawn)
+        if extended.place.of_data() == FIT_BEGIN:
+            extended.note_batches(_rows_of_batches(adapter))
         why = _order_of(adapter)
         if isinstance(adapter, _adapters.TFDatasetAdapter):
             dataset = adapter.get_tf_dataset()
@@ -792,17 +796,24 @@ def _order_of(adapter: Any) -> Callable[[bool], str]:
 
 def _check(adapter: Any, extended: PeriodicSyncExtended, divided: bool) -> None:
     """Raises ValueError if data cannot be divided between the replicas."""
-    if isinstance(adapter, _adapters.TFDatasetAdapter):
-        dataset = adapter.get_tf_dataset()
-        if isinstance(dataset, tf.data.Dataset) and extended._num_replicas_in_sync > 1:
-            division.check_batched(dataset.element_spec)
-    elif divided and not isinstance(adapter, (_Steps, _adapters.ArrayDataAdapter)):
+    known = (_Steps, _adapters.ArrayDataAdapter, _adapters.TFDatasetAdapter)
+    if divided and not isinstance(adapter, known):
         raise ValueError(
             f"{type(adapter).__name__.removesuffix('Adapter')} data are not divided among workers. "
             "Give each worker its part: data = strategy.distribute_datasets_from_function("
             "lambda context: dataset), with `dataset` a tf.data.Dataset of this worker's "
             "minibatches, and give them `data`."
         )
+
+
+def _rows_of_batches(adapter: Any) -> int | None:
+    """Returns the rows of the largest batch that is divided among replicas; None: not known."""
+    if isinstance(adapter, _adapters.ArrayDataAdapter):
+        return min(adapter.batch_size, adapter._num_samples)
+    dataset = adapter.get_tf_dataset() if isinstance(adapter, _adapters.TFDatasetAdapter) else None
+    if not isinstance(dataset, tf.data.Dataset) or not division.divided_between_workers(dataset):
+        return None
+    return division.batch_size(dataset)
 
 
 def _facts(adapter: Any) -> dict[str, Json]:
@@ -861,6 +872,7 @@ class _Passes(_trainer.TFEpochIterator):
     extended: PeriodicSyncExtended
     why_order_differs: Callable[[bool], str]
     steps_per_epoch: int | None
+    _num_batches: int | None  # None: not known
     _current_iterator: Iterator[Nest] | None
     _began = 0  # the epoch in which the present pass began
 
@@ -869,6 +881,20 @@ class _Passes(_trainer.TFEpochIterator):
         steps = 0 if self._current_iterator is None else self._steps_seen
         first = steps * self.extended._num_replicas_in_sync
         return Pass(self._began, first, steps) if steps else None
+
+    def _interrupted_warning(self) -> None:
+        """Warns that data had an end before `steps_per_epoch`; else they may end where they do."""
+        if self.steps_per_epoch and self.extended._is_chief:
+            super()._interrupted_warning()
+
+    @contextlib.contextmanager
+    def catch_stop_iteration(self) -> Iterator[None]:
+        """Ends an epoch with its data; Keras would cut all later epochs to its length."""
+        length = self._num_batches
+        with super().catch_stop_iteration():
+            yield
+        if not self.steps_per_epoch:
+            self._num_batches = length
 
     def _enumerate_iterator(self) -> Iterator[Nest]:
         place, position = self.extended.place, self.extended.position
