@@ -129,6 +129,9 @@ def test_a_worker_joins(options, tmp_path):
         assert len(last) == 3
         trained = [event for event in run.events(number) if event[0] == "trained"]
         assert len(trained) > 4, "it came too late"
+        if "devices" not in options:
+            (steps,) = [event[1] for event in run.events(number) if event[0] == "steps"]
+            assert steps == len(trained) - 1, "the step that it takes alone is none of the run"
 
 
 @pytest.mark.one_version

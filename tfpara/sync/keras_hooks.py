@@ -945,7 +945,7 @@ class _Passes(_trainer.TFEpochIterator):
 
 
 class _Epochs(_Passes):
-    """Keras' passes over Python data or shuffled arrays; each begins when its first batch is used."""
+    """Keras' passes over Python data or shuffled arrays; one begins when its first batch is used."""
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
@@ -995,8 +995,8 @@ class _ShuffledArrays(_adapters.ArrayDataAdapter):
             tf.random.shuffle = draw
         if not calls:
             raise RuntimeError(
-                f"Keras {keras.__version__} shuffles arrays in a way that tfpara does not know, and "
-                "a resumed run would train other rows. Take an earlier version of Keras."
+                f"Keras {keras.__version__} shuffles arrays in a way that tfpara does not know, so "
+                "that a resumed run would train other rows. Take an earlier version of Keras."
             )
         self._spec = dataset.element_spec
         return dataset
