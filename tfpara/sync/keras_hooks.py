@@ -945,7 +945,7 @@ class _Passes(_trainer.TFEpochIterator):
 
 
 class _Epochs(_Passes):
-    """Keras' passes over Python data or shuffled arrays; one begins when its first batch is used."""
+    """Keras' passes over Python data or shuffled arrays, which begin when a batch is used."""
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:

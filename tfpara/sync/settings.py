@@ -306,8 +306,8 @@ def few_syncs(syncs: int, replicas: int) -> str:
         return ""
     return (
         f"fit has {syncs} sync{'s' if syncs != 1 else ''} of {replicas} replicas. With fewer than "
-        f"some {enough} their model falls behind that of one replica: take a shorter sync_period, if "
-        "only in the first epoch (callbacks.SyncPeriod), or more epochs: docs/rules.md"
+        f"some {enough} their model falls behind that of one replica: take a shorter sync_period, "
+        "if only in the first epoch (callbacks.SyncPeriod), or more epochs: docs/rules.md"
     )
 
 
