@@ -15,7 +15,7 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
 from tfpara.optimizers import NGSGD
-from tfpara.sync.settings import Settings, warn_of_outlasting_momentum
+from tfpara.sync.settings import Settings, few_syncs, warn_of_outlasting_momentum
 
 EVEN = [[4] * 8] * 2
 UNEVEN = [[4] * 8, [4, 2]]  # the second replica's data end in the first block
@@ -391,6 +391,10 @@ def test_syncs_are_not_counted_where_a_callback_sets_their_period(periods, capfd
     periods = tfpara.callbacks.SyncPeriod(periods, verbose=0)
     model.fit(**of_steps(4, 20), epochs=2, callbacks=[periods])
     assert "falls behind" not in capfd.readouterr().err
+
+
+def test_a_count_of_numpys_is_told_of_as_one_of_pythons():
+    assert few_syncs(np.int64(2), 4) == few_syncs(2, 4) != ""
 
 
 def test_few_syncs_are_told_of_where_only_the_data_know_their_length(capfd):

@@ -44,6 +44,19 @@ def test_orders_are_by_seed_and_epoch():
     assert reading.shuffled(30, 1, 2) == list(orders[1, 2])
 
 
+def test_rows_are_shuffled_by_seed_and_epoch():
+    seeds = (1, 2, 1 + 2**32, 2**48 - 1)
+    orders = {(s, e): tuple(reading.shuffled_rows(30, s, e)) for s in seeds for e in range(3)}
+    assert len(set(orders.values())) == 12
+    assert all(sorted(order) == list(range(30)) for order in orders.values())
+    assert tuple(reading.shuffled_rows(30, 2, 1)) == orders[2, 1]
+    within = reading.shuffled_rows(30, 2, 1, batch_size=8)
+    assert within.tolist() != list(range(30))
+    for start in range(0, 30, 8):
+        batch = sorted(within[start : start + 8].tolist())
+        assert batch == list(range(start, min(start + 8, 30)))
+
+
 class Slow:
     """Later numbers are there sooner."""
 
@@ -110,11 +123,11 @@ def facts(**changes):
         (facts(values=[1.0]), "rows: those of worker 1"),
         (facts(rows=8), "rows: worker 0 has 9, worker 1 has 8"),
         ({"kind": division.OWN}, "kind: worker 0 has 'arrays'"),
-        (facts(**{"shuffle seed": 3}), "the same seed|set_random_seed"),
+        (facts(**{"shuffle seeds": [[3, 0]]}), "the same seed|set_random_seed"),
     ],
 )
 def test_differences_are_told(theirs, words):
-    mine = facts(**{"shuffle seed": 2}) if "shuffle seed" in theirs else facts()
+    mine = facts(**{"shuffle seeds": [[2, 0]]}) if "shuffle seeds" in theirs else facts()
     found = division.difference([mine, theirs])
     assert bool(found) == bool(words)
     assert any(word in found for word in words.split("|"))
@@ -176,6 +189,35 @@ def test_copies_have_the_elements_and_the_structure_of_what_they_copy():
             np.testing.assert_array_equal(original.numpy(), copy.numpy())
 
 
+def test_files_that_are_too_few_are_refused(tmp_path):
+    for name in "ab":
+        with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
+            writer.write(b"x")
+    one, two = [str(tmp_path / "a")], [str(tmp_path / name) for name in "ab"]
+    records, rows = tf.data.TFRecordDataset, tf.data.Dataset
+    counts = [
+        (records(one).map(lambda r: r).batch(4), 1),
+        (records(two).shuffle(3).batch(4).prefetch(1), 2),
+        (records(two, num_parallel_reads=2), 2),
+        (tf.data.TextLineDataset(one[0]).batch(2), 1),
+        (rows.list_files(str(tmp_path / "*")).interleave(records, num_parallel_calls=2), 2),
+        (rows.from_tensor_slices(one).flat_map(lambda file: records(file)).batch(4), 1),
+        (rows.zip((records(two), records(one))), 1),
+        (rows.range(8).batch(2), None),
+    ]
+    for dataset, files in counts:
+        assert division.files_of(dataset) == files
+        division.check_files(dataset, files or 9)
+    with pytest.raises(ValueError, match=r"reads 2 files, .* among the 3 workers.*AutoShardPolicy"):
+        division.check_files(counts[1][0], 3)
+    for policy in ("DATA", "OFF"):
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = getattr(
+            tf.data.experimental.AutoShardPolicy, policy
+        )
+        division.check_files(counts[0][0].with_options(options), 2)
+
+
 def test_batches_have_a_first_axis_in_common():
     def spec(*shape):
         return tf.TensorSpec(shape)
@@ -187,3 +229,8 @@ def test_batches_have_a_first_axis_in_common():
     for bad in [(spec(4), spec()), (spec(64), spec(10)), spec()]:
         with pytest.raises(ValueError, match=r"Write dataset.batch\(32\)"):
             division.check_batched(bad)
+    # One replica divides nothing, so that tensors may differ in rows.
+    division.check_batched((spec(64), spec(10)), several=False)
+    with pytest.raises(ValueError, match=r"Write dataset.batch\(32\)"):
+        division.check_batched((spec(4), spec()), several=False)
+    assert division.batch_size(tf.data.Dataset.range(8)) is None

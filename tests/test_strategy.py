@@ -1358,6 +1358,7 @@ def test_a_part_of_a_trained_model_has_its_weights():
         (tfpara.BMUF, {}, TypeError, r"write tfpara.BMUF\(\) with parentheses"),
         (None, {"sync_period": 0}, ValueError, "sync_period=0 must be a whole number"),
         (None, {"sync_period": 2.5}, ValueError, "sync_period=2.5"),
+        (None, {"sync_period": {0: 5}}, ValueError, r"callback tfpara.callbacks.SyncPeriod"),
         (None, {"sync_period": 2**62}, ValueError, "sync_period=4611686018427387904 is above"),
         (None, {"local_state": "drop"}, ValueError, "local_state='drop' is not one of auto"),
         (None, {"averages": {"ema": 0.9}}, TypeError, r"averages\['ema'\]=0.9"),

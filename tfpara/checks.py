@@ -36,6 +36,12 @@ def check_backend() -> None:
 
 def checked_period(sync_period: int) -> int:
     """Returns the period if it is a whole number of at least 1, else raises ValueError."""
+    if isinstance(sync_period, Mapping) or callable(sync_period):
+        raise ValueError(
+            f"sync_period={sync_period!r} must be a whole number of minibatches. For a period that "
+            "changes give the first one here, and fit the callback "
+            "tfpara.callbacks.SyncPeriod(...): docs/schedules.md."
+        )
     return checked_whole("sync_period", sync_period, of="minibatches", at_most=LARGEST_COUNT)
 
 

@@ -129,6 +129,11 @@ def test_a_worker_joins(options, tmp_path):
         assert len(last) == 3
         trained = [event for event in run.events(number) if event[0] == "trained"]
         assert len(trained) > 4, "it came too late"
+        if "devices" not in options:
+            names = [event[0] for event in run.events(number)]
+            alone = len(names) - names[::-1].index("dropped")  # before it joins
+            (steps,) = [event[1] for event in run.events(number) if event[0] == "steps"]
+            assert steps == names[alone:].count("trained")
 
 
 @pytest.mark.one_version

@@ -42,8 +42,9 @@ class Checkpoint(keras.callbacks.Callback):
     A checkpoint is written where each epoch ends, and at syncs within epochs if asked. `fit` of a
     program that is started again goes on exactly where the newest checkpoint was taken: weights,
     momentum, averages, slots, dropout, metrics, schedules, and the position in the data. That needs
-    data that are the same in every process: those of `strategy.datasets_by_epoch`, or a dataset
-    whose order does not depend on the epoch; the latter are read again up to the position.
+    data that are the same in every process: arrays, shuffled or not, those of
+    `strategy.datasets_by_epoch`, or a dataset whose order does not depend on the epoch; arrays and
+    such a dataset are read again up to the position.
 
     On SIGTERM in any worker all workers agree on it at the next sync, write a checkpoint, and
     raise `Preempted`, which ends the program with exit code 75; start it again to go on. SIGTERM

@@ -164,7 +164,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     weight_names = property(lambda self: ["global", *self._averages], doc="What `weights` takes.")
 
     def __repr__(self) -> str:
-        workers = f"{self.num_workers} worker{'s' * (self.num_workers != 1)}"
+        workers = f"{self.num_workers} worker{'s' if self.num_workers != 1 else ''}"
         averages = f", averages={self.averages}" if self.averages else ""
         return f"AsyncStrategy of {workers}: {self.rule}, sync_period={self.sync_period}{averages}"
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfpara.cluster.place import FIT_BEGIN
 from tfpara.sync import division
 from tfpara.sync.exchange import everyones
-from tfpara.sync.reading import Order, ahead, shuffled
+from tfpara.sync.reading import Order, ahead, shuffled, shuffled_rows
 from tfpara.typing import Json
 
 Facts: TypeAlias = dict[str, Json]
@@ -92,7 +92,9 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         in_an_epoch = steps * parts if steps else in_a_pass
         begin = epoch * in_an_epoch
         passes = range(begin // in_a_pass, (begin + in_an_epoch - 1) // in_a_pass + 1)
-        orders = [shuffled(rows, seed, each) if shuffle else range(rows) for each in passes]
+        orders = [
+            shuffled_rows(rows, seed, each) if shuffle else np.arange(rows) for each in passes
+        ]
         numbers = _numbers(strategy, first, in_an_epoch)
         places = [divmod(begin + number, in_a_pass) for number in numbers]
         ordered = tf.constant(np.array(orders), tf.int64)

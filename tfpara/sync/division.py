@@ -146,6 +146,8 @@ def _number(part: object, name: str) -> int | None:
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the rows of all batches but the last; None if the dataset does not say."""
+    if any(spec.shape.rank == 0 for spec in tf.nest.flatten(dataset.element_spec)):
+        return None
     found = int(compute_batch_size(dataset))
     return found if found > 0 else None
 
@@ -184,8 +186,8 @@ _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
     """Returns why the rows that a dataset's function decides on differ; "" if they do not."""
-    graph, where = function.graph.as_graph_def(), f"inside the function of {_method(name)}"
-    bodies = [graph.node, *(each.node_def for each in graph.library.function)]
+    where = f"inside the function of {_method(name)}"
+    bodies = _bodies(function)
     called = {node.op for body in bodies for node in body}
     if not made_anew and any("ShuffleDataset" in operation for operation in called):
         return f"has shuffle {where}, of unknown order"
@@ -200,6 +202,12 @@ def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
     if not made_anew and any(each.dtype == tf.variant for each in function.captured_inputs):
         return f"reads another dataset {where}, of unknown order"
     return ""
+
+
+def _bodies(function: Any) -> list[Any]:
+    """Returns the operations of a dataset's function, and of those that it calls."""
+    graph = function.graph.as_graph_def()
+    return [graph.node, *(each.node_def for each in graph.library.function)]
 
 
 def _is_unseeded_shuffle(node: Any, body: Any) -> bool:
@@ -235,12 +243,60 @@ def _method(name: str) -> str:
     return "_".join(words).lower() or name
 
 
-def check_batched(spec: Nest) -> None:
-    """Raises ValueError if a dataset's elements cannot be batches."""
+def check_files(dataset: tf.data.Dataset, workers: int) -> None:
+    """Raises ValueError if a dataset reads fewer files than there are workers to divide them."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    policies = tf.data.experimental.AutoShardPolicy
+    if workers < 2 or policy not in (policies.AUTO, policies.FILE):
+        return
+    count = files_of(dataset)
+    if count is not None and count < workers:
+        raise ValueError(
+            f"the dataset reads {count} file{'s' if count != 1 else ''}, and files are divided "
+            f"among the {workers} workers. Write the data to at least {workers} files, or let all "
+            "workers read all of them and divide the batches: options = tf.data.Options(); "
+            "options.experimental_distribute.auto_shard_policy = "
+            "tf.data.experimental.AutoShardPolicy.DATA; dataset = dataset.with_options(options). "
+            "(With AutoShardPolicy.OFF every worker would train every row.)"
+        )
+
+
+# Operations that read files, by which TensorFlow divides a dataset.
+_READERS = {
+    name + version
+    for name in ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
+    for version in ("", "V2")
+}
+
+
+def files_of(dataset: tf.data.Dataset) -> int | None:
+    """Returns how many files a dataset reads by tf.data's readers; None if that is not known.
+
+    Of several lists of files it is the shortest one, since each is divided.
+    """
+    counts = []
+    for part in _parts(dataset):
+        names = getattr(part, "_filenames", None)  # private, as above
+        if isinstance(names, tf.data.Dataset):
+            counts.append(int(names.cardinality()))
+        for function in part._functions():
+            read = any(node.op in _READERS for body in _bodies(function.function) for node in body)
+            if read:
+                counts += [int(source.cardinality()) for source in part._inputs()[:1]]
+    return min((count for count in counts if count >= 0), default=None)
+
+
+def check_batched(spec: Nest, several: bool = True) -> None:
+    """Raises ValueError if a dataset's elements cannot be batches.
+
+    Args:
+        spec: the spec of an element.
+        several: whether there are several replicas, among which the elements are divided.
+    """
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
     shapes = [leaf.shape for leaf in leaves if leaf.shape.rank is not None]
     rows = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
-    if len(rows) > 1 or any(shape.rank == 0 for shape in shapes):
+    if (several and len(rows) > 1) or any(shape.rank == 0 for shape in shapes):
         raise ValueError(
             f"the dataset's elements, {spec}, are not batches: their tensors have no first axis in "
             "common, by which they could be divided among the replicas. Write dataset.batch(32)."

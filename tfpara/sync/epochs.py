@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +60,21 @@ class Position:
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen
         self.begun = begun
 
+    def enter(self, epoch: int, steps_seen: int) -> None:
+        """Notes that `fit` is at the begin of an epoch; what is to be skipped of it stays so.
+
+        Args:
+            epoch: number of the epoch.
+            steps_seen: training steps of this process so far.
+        """
+        if epoch != self.epoch or steps_seen > self._steps_seen:
+            self.move(epoch, steps_seen)
+
     def begin(self, steps_seen: int) -> tuple[int, int]:
         """Notes that a pass over the data begins; returns the epoch and `first`.
 
         The pass is of the next epoch if training steps were taken since the last `begin` or `move`.
-        So a pass of an evaluation, or for Keras' look at a first batch, does not count.
+        So a pass for Keras' look at a first batch does not count.
         """
         if steps_seen > self._steps_seen:
             self.move(self.epoch + 1, steps_seen)
@@ -77,11 +88,16 @@ class Position:
         steps, self.steps, self.begun = self.steps, 0, None
         return steps
 
-    @contextlib.contextmanager
-    def within(self, begun: Pass) -> Iterator[None]:
+    def within(self, begun: Pass) -> AbstractContextManager[None]:
         """Sets the position to one within a pass for what begins to read inside."""
+        self.steps = begun.steps
+        return self.at(begun.epoch, begun.first)
+
+    @contextlib.contextmanager
+    def at(self, epoch: int, first: int) -> Iterator[None]:
+        """Sets the epoch and `first` for data that are made inside."""
         former = self.epoch, self.first
-        self.epoch, self.first, self.steps = begun.epoch, begun.first, begun.steps
+        self.epoch, self.first = epoch, first
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import gc
 import hashlib
 import json
@@ -23,7 +24,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -58,12 +61,23 @@ from tfpara.strategy import StateHolder
 from tfpara.sync.control import Control, MismatchError
 from tfpara.sync.devices import card_of, checked_devices
 from tfpara.sync.division import batch_size as batch_size_of
-from tfpara.sync.division import difference, divided_between_workers
+from tfpara.sync.division import (
+    check_batched,
+    check_files,
+    difference,
+    divided_between_workers,
+)
 from tfpara.sync.epochs import Position
 from tfpara.sync.exchange import everyones, joined
 from tfpara.sync.fingerprint import agree
 from tfpara.sync.model_variables import replica_variables
-from tfpara.sync.reading import Order, random_states, set_random_states, shuffled
+from tfpara.sync.reading import (
+    Order,
+    random_states,
+    set_random_states,
+    shuffled,
+    shuffled_rows,
+)
 from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.replaying import Replay
 from tfpara.sync.replicas import Site
@@ -283,8 +297,9 @@ def _resumed(begin: Callable[[], Iterator[Nest]], extended: PeriodicSyncExtended
         synchronizer.step_is_over()
     with _own_iterators():
         iterator = begin()
-    for _ in range(extended.position.take_steps()):
-        next(iterator)
+    if not extended.place.calls:  # an evaluation reads its data whole
+        for _ in range(extended.position.take_steps()):
+            next(iterator)
     return iterator
 
 
@@ -296,10 +311,34 @@ class _UndividedDataset(_input_lib.DistributedDataset):
             return super().__iter__()
 
 
+def _not_read_ahead(data: Any, buffer_size: int) -> Any:
+    """Stands for `prefetch` of distributed data, which are read ahead as they are."""
+    del buffer_size
+    return data
+
+
 class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     """The datasets that a user's function has made for this worker."""
 
     extended: PeriodicSyncExtended
+    _dataset_fn: Callable[..., tf.data.Dataset]
+    # Keras calls `map` and `prefetch` of data that it weighs by `class_weight`.
+    prefetch = _not_read_ahead
+
+    @property
+    def cardinality(self) -> int:
+        """The steps of a pass: the minibatches are for this worker's devices in turn."""
+        minibatches = int(super().cardinality)  # negative if it is not known
+        devices = len(self.extended.worker_devices)
+        return minibatches if minibatches < 0 else -(-minibatches // devices)
+
+    def map(self, function: Callable[..., Nest]) -> _Datasets:
+        """Returns these data with a function of each element."""
+        made = copy.copy(self)
+        made._dataset_fn = lambda context: self._dataset_fn(context).map(function)
+        made._built = False
+        made.build()
+        return made
 
     def __iter__(self) -> Iterator[Nest]:
         return _resumed(super().__iter__, self.extended)
@@ -316,43 +355,38 @@ class _EpochDatasets(_Datasets):
         # Epochs may have different lengths.
         return tf.data.UNKNOWN_CARDINALITY
 
+    def map(self, function: Callable[..., Nest]) -> _EpochDatasets:
+        with self.extended.position.at(*self.built_for[:2]):
+            made = super().map(function)
+        made.dataset_fn = lambda context: self.dataset_fn(context).map(function)
+        return made
+
     def __iter__(self) -> Iterator[Nest]:
-        _forget_length(sys._getframe(1).f_locals.get("self"))
-        position = *self.extended.position.begin(self.extended.steps_seen), self.extended.share
-        # `dataset_fn` leaves out minibatches by `first`, so `_resumed` must not skip them again.
-        self.extended.position.take_steps()
-        if position != self.built_for:
+        epoch, first = self.extended.begin_pass()
+        if not self.extended.place.calls:
+            # `dataset_fn` leaves out minibatches by `first`: `_resumed` must not skip them again.
+            self.extended.position.take_steps()
+        wanted = epoch, first, self.extended.share
+        if wanted != self.built_for:
             self._built = False
-            self.build()
-            self.built_for = position
-        if self._cardinality >= 0:  # the parent's, of this worker's dataset
-            self.extended.note_data(-(-self._cardinality // len(self.extended.worker_devices)))
+            with self.extended.position.at(epoch, first):
+                self.build()
+            self.built_for = wanted
+        if (steps := super().cardinality) >= 0:
+            self.extended.note_data(steps)
         return super().__iter__()
-
-
-def _forget_length(epoch_iterator: Any) -> None:
-    """Keeps Keras from cutting epochs to the length of the first one.
-
-    Keras' EpochIterator stores the number of batches of the first complete pass in `_num_batches`,
-    and takes it for the length of all later ones. No public option prevents this. The iterator is
-    found as the caller of our `__iter__`.
-    """
-    kind = type(epoch_iterator)
-    if hasattr(epoch_iterator, "_enumerate_iterator") and kind.__name__ != "_OfAnyLength":
-        unknown = property(lambda self: None, lambda self, value: None)
-
-        def warn(self: Any) -> None:
-            if self.steps_per_epoch:  # else the data may end wherever they do
-                kind._interrupted_warning(self)
-
-        attributes = {"_num_batches": unknown, "_interrupted_warning": warn}
-        epoch_iterator.__class__ = type("_OfAnyLength", (kind,), attributes)
 
 
 class _Dataset(_input_lib.DistributedDataset):
     """A dataset that is divided among all workers."""
 
     extended: PeriodicSyncExtended
+    given: tf.data.Dataset  # undivided
+    prefetch = _not_read_ahead
+
+    def map(self, function: Callable[..., Nest]) -> Any:
+        """Returns these data with a function of each element."""
+        return self.extended._experimental_distribute_dataset(self.given.map(function), None)
 
     def __iter__(self) -> Iterator[Nest]:
         return _resumed(super().__iter__, self.extended)
@@ -486,6 +520,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._synchronizers_made = 0
         self._told: set[str] = set()  # the notes that the user has read
         self._told_of_syncs = False  # whether one of them is that the syncs are few
+        self._told_of_idle = False  # or that a replica has no rows
         self.period_is_scheduled = False  # whether callbacks of `fit` set the sync period
         self._epochs_to_note = 0  # of a `fit` whose epochs have no known length yet
         self._creates_alone = False  # whether this worker creates variables that others do not
@@ -729,8 +764,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
         """Notes that a model's `fit` runs inside."""
-        former, passes = self._recent, self.passes
+        former, passes, seed = self._recent, self.passes, self.order.seed
         self.passes = None
+        if not self._members_change:
+            self.order.seed = None  # each call draws one, or takes that of a checkpoint
         self._recent = self._entry_of(model) or former
         try:
             with self.place.in_fit():
@@ -739,7 +776,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.passes, self._without_length = passes, None
             self._note_steps(NEVER)  # also where callbacks have not heard of the end
         if self.place.fits:  # this fit was called in a callback of another fit
-            self._recent = former
+            self._recent, self.order.seed = former, seed
 
     # -- synchronizers -----------------------------------------------------------------------
 
@@ -985,6 +1022,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """
         # Where workers come and go it changes within the epoch.
         self._note_steps(NEVER if steps is None or self._members_change else steps)
+        period = self.sync_period
+        if period and self._steps_in_epoch < period and not self.period_is_scheduled:
+            self.note(
+                f"sync_period={period} is longer than an epoch, at whose end the replicas meet in "
+                f"any case: they meet every {self._steps_in_epoch} steps"
+            )
         self._without_length = None if steps or self._members_change else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
@@ -1019,6 +1062,37 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if text and not self._told_of_syncs:
             self._told_of_syncs = True
             self.note(text)
+
+    def note_batches(self, rows: int | None) -> None:
+        """Says so where the batches of `fit` have fewer rows than there are replicas.
+
+        Args:
+            rows: of the largest batch; None: not known.
+        """
+        replicas = self._num_replicas_in_sync
+        if rows is not None and rows < replicas and not self._members_change:
+            self._told_of_idle = True
+            self.note(
+                f"fit divides batches of {rows} row{'s' if rows != 1 else ''} among {replicas} "
+                f"replicas, which leaves {replicas - rows} of them without a row in the whole run. "
+                f"Give batch_size={replicas} at least, better a multiple of it: docs/data.md"
+            )
+
+    def note_idle(self, model: keras.Model) -> None:
+        """Says so where a replica has had no row, at the end of the first epoch of `fit`."""
+        trained = self.trained(model)
+        if trained is None or self._members_change or self._told_of_idle or self.position.first:
+            return
+        idle = np.flatnonzero(trained.graph.weights_seen == 0).tolist()
+        replicas = self._num_replicas_in_sync
+        if idle and len(idle) < replicas:
+            self._told_of_idle = True
+            self.note(
+                f"replicas without a row in this epoch: {', '.join(map(str, idle))} (of 0 … "
+                f"{replicas - 1}). They do not train. Give batches of a multiple of {replicas} "
+                "rows, or, where each worker has its own minibatches, at least one for each of its "
+                "devices: docs/data.md"
+            )
 
     def note_data(self, steps: int) -> None:
         """Notes with how many steps a pass over `datasets_by_epoch` begins.
@@ -1439,33 +1513,45 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return self.dropped.steps + sum(s.graph.statistics().steps for s in self.synchronizers)
 
     def datasets_by_epoch(self, dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Any:
-        self.position.move(0, self.steps_seen)
+        if not self.place.fits:
+            self.position.move(0, self.steps_seen)
         if self.replay is not None:
             dataset_fn = self.replay.dealt(dataset_fn)
-        dataset = self._distribute_datasets_from_function(dataset_fn, None)
+        with self.position.at(0, 0):
+            dataset = self._distribute_datasets_from_function(dataset_fn, None)
         dataset.__class__ = _EpochDatasets
         dataset.dataset_fn = dataset_fn
-        dataset.built_for = (self.position.epoch, self.position.first, self.share)
+        dataset.built_for = (0, 0, self.share)
         return dataset
 
-    def check_data(self, facts: dict[str, Json], shuffled: bool) -> None:
+    def begin_pass(self) -> tuple[int, int]:
+        """Notes that a pass over data begins; returns its epoch and how much of it is done.
+
+        The latter is `Position.first`. An evaluation is no epoch, and reads its data whole.
+        """
+        if self.place.calls:
+            return self.position.epoch, 0
+        return self.position.begin(self.steps_seen)
+
+    def check_data(self, facts: dict[str, Json], drawn: bool) -> None:
         """Compares the data that the workers gave to `fit` or `evaluate`; all must call it.
 
         Args:
             facts: facts about this worker's data; see `division.difference`.
-            shuffled: whether Keras shuffles the data by TensorFlow's seed.
+            drawn: whether the library draws the order of the data. The seed is the chief's, of
+                Python's generator, which `keras.utils.set_random_seed` seeds.
 
         Raises:
             ValueError: on every worker, if they have different data.
         """
-        if self._num_workers == 1 or self.elastic is not None:
+        if self._members_change or self._undivided:
             return
-        if shuffled:
-            facts = {**facts, "shuffle seed": _context.global_seed()}
-        drawn = (
-            random.SystemRandom().getrandbits(48) if self.order.seed is None else self.order.seed
-        )
-        everyone = everyones({"facts": facts, "seed": drawn}, self.control, self.place.of_data())
+        if drawn and self.order.seed is None:
+            self.order.seed = random.getrandbits(48)
+        if self.share == (0, 1):
+            return
+        mine = {"facts": facts, "seed": self.order.seed}
+        everyone = everyones(mine, self.control, self.place.of_data())
         self.order.seed = everyone[0]["seed"]
         problem = difference([one["facts"] for one in everyone])
         if problem:
@@ -1473,9 +1559,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def next_order(self, count: int) -> list[int]:
         """Returns 0 … count − 1 in the order of the epoch that begins, equal on all workers."""
-        if self.order.seed is None:
-            self.order.seed = random.getrandbits(48)
-        return shuffled(count, self.order.seed, self.position.begin(self.steps_seen)[0])
+        return shuffled(count, *self._seed_and_epoch())
+
+    def next_order_of_rows(self, rows: int, batch_size: int | None) -> NDArray[np.int64]:
+        """Returns what `shuffled_rows` does for the epoch that begins, equal on all workers."""
+        return shuffled_rows(rows, *self._seed_and_epoch(), batch_size)
+
+    def _seed_and_epoch(self) -> tuple[int, int]:
+        epoch, _ = self.begin_pass()
+        assert self.order.seed is not None
+        return self.order.seed, epoch
+
+    def host_variable(self, value: Nest, name: str) -> tf.Variable:
+        """Makes a variable of this worker's host alone, also in the strategy's scope."""
+        with tf.device("CPU:0"), tf.init_scope():
+            return _plain_variable(value, name)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -1527,6 +1625,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: object
     ) -> tf.distribute.DistributedDataset:
+        check_batched(dataset.element_spec, self._num_replicas_in_sync > 1)
         dataset = without_tuner(_safe(dataset))
         if self._undivided or self.elastic is not None:
             # Those who come and go would change what is whose: each evaluates all data.
@@ -1535,10 +1634,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             if isinstance(whole, _input_lib.DistributedDataset):
                 whole.__class__ = _UndividedDataset
             return whole
+        check_files(dataset, self._num_workers)
         distributed = super()._experimental_distribute_dataset(dataset, options)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset
-            distributed.extended = self
+            distributed.extended, distributed.given = self, dataset
             if not divided_between_workers(dataset) and distributed._cardinality > 0:
                 # Each worker gives its devices 1/W of a batch per step, so its own data take W
                 # times as many steps, for W workers.

@@ -50,7 +50,7 @@ from keras.src.trainers.data_adapters import array_slicing as _array_slicing
 from keras.src.trainers.data_adapters import data_adapter_utils as _adapter_utils
 
 from tfpara import files, fit_call, program
-from tfpara.cluster.place import EVALUATE, FIT_END, Place
+from tfpara.cluster.place import EVALUATE, FIT_BEGIN, FIT_END, Place
 from tfpara.graph_files import without_tasks
 from tfpara.keras_model import (
     build_optimizer,
@@ -256,8 +256,10 @@ def _together(fit: Method) -> Method:
         strategy = _strategy(model)
         if strategy is None:
             return fit(model, *args, **kwargs)
-        _refuse_spent(signature.bind(model, *args, **kwargs).arguments)
+        given = signature.bind(model, *args, **kwargs).arguments
+        _refuse_spent(given)
         extended = strategy.extended
+        extended.position.enter(given.get("initial_epoch", 0), extended.steps_seen)
         changing: Any = extended.elastic or extended.replay
         if changing is not None:
             bound = signature.bind(model, *args, **kwargs)
@@ -285,10 +287,10 @@ def _deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     if given.get("steps_per_epoch") is not None and not are_arrays(given):
         return  # which the run refuses
     data, class_weight = given.get("x"), given.get("class_weight")
+    if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+        weighted = _adapters.TFDatasetAdapter(data, class_weight=class_weight)
+        given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
     if isinstance(data, tf.data.Dataset):
-        if class_weight:
-            weighted = _adapters.TFDatasetAdapter(data, class_weight=class_weight)
-            given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
         deal_out_dataset(strategy, began, given)
     elif isinstance(data, keras.utils.PyDataset):
         deal_out_py_dataset(strategy, began, given, _batches_of(data, given))
@@ -723,6 +725,8 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             elastic = _elastic(callbacks)
             if name == "on_epoch_begin":
                 place.epoch_begins(*args[:1])
+                extended = _extended(callbacks)
+                extended.position.enter(args[0], extended.steps_seen)
                 changing = elastic or getattr(_extended(callbacks), "replay", None)
                 if changing is not None:
                     changing.begin_epoch(*args[:1])
@@ -736,6 +740,8 @@ def _in_place(name: str) -> Callable[[Method], Method]:
                 # Callbacks may have changed the sync period.
                 steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None
                 _extended(callbacks).note_epoch(callbacks._model, steps)
+            if name == "on_epoch_end" and place.fits and place.in_first_epoch:
+                _extended(callbacks).note_idle(callbacks._model)
             if name == "on_epoch_begin" and place.fits and place.in_first_epoch:
                 epochs = callbacks.params["epochs"]
                 _extended(callbacks).note_syncs(steps, epochs if epochs - args[0] > 1 else 0)
@@ -783,11 +789,16 @@ def _with_divided_data(make: Any) -> Method:
             adapter = _PyDatasetSteps(kwargs["x"], adapter, extended)
         elif isinstance(adapter, _adapters.GeneratorDataAdapter):
             adapter = _GeneratorSteps(adapter, extended)
+        elif isinstance(adapter, _adapters.ArrayDataAdapter) and adapter._shuffle:
+            adapter = _ShuffledArrays.of(adapter, extended)
         divided = extended.share != (0, 1)
         _check(adapter, extended, divided)
         # Within an epoch the workers may be at different steps, so nothing is exchanged there.
-        if divided and not (extended.place.fits and extended.place.calls):
-            extended.check_data(_facts(adapter), bool(getattr(adapter, "_shuffle", False)))
+        if not (extended.place.fits and extended.place.calls):
+            drawn = isinstance(adapter, (_PyDatasetSteps, _ShuffledArrays))
+            extended.check_data(_facts(adapter) if divided else {}, drawn)
+        if extended.place.of_data() == FIT_BEGIN:
+            extended.note_batches(_rows_of_batches(adapter))
         why = _order_of(adapter)
         if isinstance(adapter, _adapters.TFDatasetAdapter):
             dataset = adapter.get_tf_dataset()
@@ -797,7 +808,7 @@ def _with_divided_data(make: Any) -> Method:
                 # Keras counts the steps of an epoch by the distributed dataset's cardinality.
                 dataset = distribute_strategy.experimental_distribute_dataset(dataset)
                 adapter = _adapters.TFDatasetAdapter(dataset)
-        kind = _Epochs if isinstance(adapter, _Steps) else _Passes
+        kind = _Epochs if isinstance(adapter, (_Steps, _ShuffledArrays)) else _Passes
         passes = kind(distribute_strategy=distribute_strategy, x=adapter, **rest)
         passes.extended, passes.why_order_differs = extended, why
         return passes
@@ -810,8 +821,6 @@ def _order_of(adapter: Any) -> Callable[[bool], str]:
 
     It is `division.why_order_differs` of these data, which is "" where the order is the same.
     """
-    if getattr(adapter, "_shuffle", False):
-        return lambda made_anew: "is of arrays that fit shuffles"
     data = adapter.get_tf_dataset() if isinstance(adapter, _adapters.TFDatasetAdapter) else None
     if isinstance(data, tf.data.Dataset):
         return lambda made_anew: division.why_order_differs(data, made_anew)
@@ -820,17 +829,24 @@ def _order_of(adapter: Any) -> Callable[[bool], str]:
 
 def _check(adapter: Any, extended: PeriodicSyncExtended, divided: bool) -> None:
     """Raises ValueError if data cannot be divided between the replicas."""
-    if isinstance(adapter, _adapters.TFDatasetAdapter):
-        dataset = adapter.get_tf_dataset()
-        if isinstance(dataset, tf.data.Dataset) and extended._num_replicas_in_sync > 1:
-            division.check_batched(dataset.element_spec)
-    elif divided and not isinstance(adapter, (_Steps, _adapters.ArrayDataAdapter)):
+    known = (_Steps, _adapters.ArrayDataAdapter, _adapters.TFDatasetAdapter)
+    if divided and not isinstance(adapter, known):
         raise ValueError(
             f"{type(adapter).__name__.removesuffix('Adapter')} data are not divided among workers. "
             "Give each worker its part: data = strategy.distribute_datasets_from_function("
             "lambda context: dataset), with `dataset` a tf.data.Dataset of this worker's "
             "minibatches, and give them `data`."
         )
+
+
+def _rows_of_batches(adapter: Any) -> int | None:
+    """Returns the rows of the largest batch that is divided among replicas; None: not known."""
+    if isinstance(adapter, _adapters.ArrayDataAdapter):
+        return min(adapter.batch_size, adapter._num_samples)
+    dataset = adapter.get_tf_dataset() if isinstance(adapter, _adapters.TFDatasetAdapter) else None
+    if not isinstance(dataset, tf.data.Dataset) or not division.divided_between_workers(dataset):
+        return None
+    return division.batch_size(dataset)
 
 
 def _facts(adapter: Any) -> dict[str, Json]:
@@ -889,6 +905,7 @@ class _Passes(_trainer.TFEpochIterator):
     extended: PeriodicSyncExtended
     why_order_differs: Callable[[bool], str]
     steps_per_epoch: int | None
+    _num_batches: int | None  # None: not known
     _current_iterator: Iterator[Nest] | None
     _began = 0  # the epoch in which the present pass began
 
@@ -897,6 +914,20 @@ class _Passes(_trainer.TFEpochIterator):
         steps = 0 if self._current_iterator is None else self._steps_seen
         first = steps * self.extended._num_replicas_in_sync
         return Pass(self._began, first, steps) if steps else None
+
+    def _interrupted_warning(self) -> None:
+        """Warns that data had an end before `steps_per_epoch`; else they may end where they do."""
+        if self.steps_per_epoch and self.extended._is_chief:
+            super()._interrupted_warning()
+
+    @contextlib.contextmanager
+    def catch_stop_iteration(self) -> Iterator[None]:
+        """Ends an epoch with its data; Keras would cut all later epochs to its length."""
+        length = self._num_batches
+        with super().catch_stop_iteration():
+            yield
+        if not self.steps_per_epoch:
+            self._num_batches = length
 
     def _enumerate_iterator(self) -> Iterator[Nest]:
         place, position = self.extended.place, self.extended.position
@@ -947,7 +978,7 @@ class _Passes(_trainer.TFEpochIterator):
 
 
 class _Epochs(_Passes):
-    """Keras' passes over Python data; each begins when its first batch is used."""
+    """Keras' passes over Python data or shuffled arrays, which begin when a batch is used."""
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
@@ -960,6 +991,58 @@ class _Epochs(_Passes):
         if isinstance(self._current_iterator, type(iter(()))) or self.steps_per_epoch is None:
             self._current_iterator = None
         yield from super()._enumerate_iterator()
+
+
+class _ShuffledArrays(_adapters.ArrayDataAdapter):
+    """Keras' adapter of arrays that `fit` shuffles, in an order that the run keeps by epoch."""
+
+    _extended: PeriodicSyncExtended
+    _order: tf.Variable  # the rows' numbers, as the present pass has them
+    _spec: Nest  # of a batch
+
+    @classmethod
+    def of(cls, adapter: Any, extended: PeriodicSyncExtended) -> _ShuffledArrays:
+        """Makes an adapter of Keras' one of these."""
+        adapter.__class__, adapter._extended = cls, extended
+        numbers = np.arange(adapter._num_samples, dtype=np.int64)
+        adapter._order = extended.host_variable(numbers, "order of rows")
+        return adapter
+
+    def begin_pass(self) -> None:
+        """Draws the order of the next pass over the data."""
+        within = self._batch_size if self._shuffle == "batch" else None
+        self._order.assign(self._extended.next_order_of_rows(self._num_samples, within))
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        # Keras draws by this function an order of all rows, or (shuffle="batch") of each batch.
+        draw, calls = tf.random.shuffle, []
+
+        def ordered(numbers: tf.Tensor) -> tf.Tensor:
+            calls.append(numbers)
+            return tf.gather(self._order, numbers)
+
+        tf.random.shuffle = ordered
+        try:
+            dataset = super().get_tf_dataset()
+        finally:
+            tf.random.shuffle = draw
+        if not calls:
+            raise RuntimeError(
+                f"Keras {keras.__version__} shuffles arrays in a way that tfpara does not know, so "
+                "that a resumed run would train other rows. Take an earlier version of Keras."
+            )
+        self._spec = dataset.element_spec
+        return dataset
+
+    def first_minibatch(self) -> Nest:
+        """Returns the shapes and dtypes of a minibatch of one replica."""
+        replicas = self._extended._num_replicas_in_sync
+        rows = -(-min(self._batch_size, self._num_samples) // replicas)
+
+        def minibatch(spec: tf.TypeSpec) -> tf.TensorSpec:
+            return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
+
+        return keras.tree.map_structure(minibatch, self._spec)
 
 
 class _Steps(_adapters.data_adapter.DataAdapter):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tfpara.typing import Data, Json
 
@@ -61,11 +62,34 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
+def shuffled_rows(
+    rows: int, seed: int, epoch: int, batch_size: int | None = None
+) -> NDArray[np.int64]:
+    """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed.
+
+    It does what `shuffled` does, fast enough for millions of rows.
+
+    Args:
+        rows: number of rows.
+        seed: from 0 to 2⁴⁸ − 1.
+        epoch: number of the epoch, from 0.
+        batch_size: if it is given, rows are shuffled within each batch alone.
+    """
+    # NumPy keeps the numbers of this generator the same in all of its versions.
+    drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])
+    if batch_size is None:
+        return drawn.permutation(rows)
+    order = np.arange(rows)
+    for start in range(0, rows, batch_size):
+        drawn.shuffle(order[start : start + batch_size])
+    return order
+
+
 class Order:
     """How data are shuffled and divided; kept in checkpoints.
 
     Attributes:
-        seed: of the orders of shuffled Python data.
+        seed: of the orders of shuffled Python data; each plain call of `fit` draws one of its own.
         parts: into which an elastic run cuts each batch: the replicas with which it first began.
         devices: that each of its workers had then.
     """

@@ -44,6 +44,7 @@ from tfpara.sync.dealing import Began
 from tfpara.sync.hand_over import hand_over, hand_over_arrays, hand_over_text
 from tfpara.sync.reports import Request
 from tfpara.sync.state import Kind, Slot, slots_of
+from tfpara.sync.statistics import NO_SYNCS
 from tfpara.sync.train_function import stepping
 from tfpara.typing import Json, Nest
 from tfpara.version import __version__
@@ -662,12 +663,14 @@ class Regrouping:
         if not self.joining or self._passes_by:
             return
         if not (self._returns and self._extended.synchronizers):
-            # It traces its step alone, while the others train.
+            # It traces its step alone, while the others train. That step is none of the run.
+            before = [each.graph.statistics() for each in self._extended.synchronizers]
             self._of_one = self._of_plan()
             with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
                 self._logs = model.train_function.inner(self._of_one)  # type: ignore[union-attr]
             (synchronizer,) = self._extended.synchronizers
             synchronizer.finish_block()
+            synchronizer.graph.set_statistics(*before or [NO_SYNCS])
         model._initial_epoch = self.join()
 
     def begin_epoch(self, epoch: int) -> None:

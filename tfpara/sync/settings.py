@@ -305,9 +305,9 @@ def few_syncs(syncs: int, replicas: int) -> str:
     if replicas < _MANY or syncs >= enough:
         return ""
     return (
-        f"fit has {syncs} sync{'s' * (syncs != 1)} of {replicas} replicas. With fewer than some "
-        f"{enough} their model falls behind that of one replica: take a shorter sync_period, if "
-        "only in the first epoch (callbacks.SyncPeriod), or more epochs: docs/rules.md"
+        f"fit has {syncs} sync{'s' if syncs != 1 else ''} of {replicas} replicas. With fewer than "
+        f"some {enough} their model falls behind that of one replica: take a shorter sync_period, "
+        "if only in the first epoch (callbacks.SyncPeriod), or more epochs: docs/rules.md"
     )
 
 

@@ -477,8 +477,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
                 datasets must have the same element spec.
 
         Returns:
-            Data for `fit`. Every pass that follows training steps is the next epoch's. In a resumed
-            run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
+            Data for `fit`, whose epochs they have: `fit(initial_epoch=2)` begins with epoch 2. In a
+            loop of your own every pass that follows training steps is the next epoch's. In a
+            resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
         position = self.extended.position
         return self.extended.datasets_by_epoch(

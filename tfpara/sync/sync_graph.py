@@ -94,6 +94,8 @@ class SyncGraph:
         signatures: for each weight a number that must be equal on all replicas.
         other_signatures: the same for the state, as it was at first or was set, and for the frozen
             weights.
+        weights_seen: for each replica a number that is 0 as long as no sync has had a minibatch of
+            it that counts.
         dealt: in an elastic run, steps of each worker that are in the model since its data were
             dealt out; else None.
     """
@@ -102,6 +104,7 @@ class SyncGraph:
         self._variables = variables
         self._site = site
         self._fragments = settings.fragments
+        self.weights_seen = np.zeros(site.num_replicas)
         self.whole = settings.fragments == 1 and not settings.overlap
         self.replicas = Replicas(variables, settings, site)
         self._make_state(settings)
@@ -334,6 +337,8 @@ class SyncGraph:
         ) -> Sequence[Array | bytes]:
             at = time.monotonic()
             text = apart.decode() or problem_of(table, columns, names, own)
+            if not text and site.members is None:
+                self.weights_seen += table[:, columns.samples].max(1)
             if text and patient and several:
                 time.sleep(_GRACE_SECONDS)
             # With F fragments, each fragment's block is F sync periods long.
@@ -495,6 +500,15 @@ class SyncGraph:
         """Forgets the request of this worker and the one agreed on."""
         self._request.assign(0.0)
         self._agreed.assign(tf.zeros_like(self._agreed))
+
+    def set_statistics(self, past: SyncStatistics) -> None:
+        """Sets what this worker has counted and measured to what it was in the past."""
+        self._steps.assign(past.steps)
+        self._samples.assign(past.samples)
+        self._syncs.assign(past.syncs)
+        self._seconds.assign([past.sync_seconds, past.wait_seconds])
+        self._distance.assign(past.distance)
+        self._bytes_sent.assign(past.bytes_sent)
 
     def statistics(self) -> SyncStatistics:
         """Returns the counts and times of this worker's syncs so far."""

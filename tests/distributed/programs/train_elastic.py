@@ -478,6 +478,7 @@ def main():
     if options["saves"]:
         save(model, options["saves"], faults)
     seen = np.asarray(model.seen.seen).tolist()
+    log("steps", strategy.statistics().steps)
     log("end", digest, seen, elastic.form.number)
     if options["plain"] == "raises":
         raise KeyError("the user's")
