@@ -1759,11 +1759,6 @@ def _refuse(model: keras.Model) -> None:
             "the optimizer has use_ema=True, with which Keras overwrites each replica's weights by "
             'its own average. Use averages={"ema": tfpara.EMA(...)} of the strategy instead.'
         )
-    if getattr(model, "jit_compile", False) is True:
-        raise ValueError(
-            "the model was compiled with jit_compile=True; collectives cannot be compiled by XLA. "
-            "Compile it with jit_compile=False."
-        )
     for variable in model.metrics_variables:
         if isinstance(variable.value, _Metric) and variable.aggregation == "none":
             raise ValueError(_not_aggregated(variable.path))

@@ -59,6 +59,7 @@ from tfpara.keras_model import (
     unbuilt_optimizers,
 )
 from tfpara.sync import chiefs_callbacks, division, reading, scope
+from tfpara.sync.compiled_step import CompiledStep
 from tfpara.sync.dealing import (
     PARTS,
     Batches,
@@ -119,6 +120,58 @@ def install() -> None:
     _replace(keras.Model, "_maybe_symbolic_build", _without_reading)
     _replace(keras.Model, "_maybe_symbolic_build", _looking)  # outside of the line above
     _replace(keras.Model, "_symbolic_build", _of_a_row)
+    _replace(keras.Model, "_resolve_auto_jit_compile", _compiled_by_default)
+    _replace(keras.Model, "_make_function", _compiled_by_replica)
+
+
+# -- compilation by XLA ----------------------------------------------------------------------------
+
+
+def _compiled_by_default(resolve: Method) -> Method:
+    """Replaces what decides for `jit_compile="auto"`: as without a strategy, for our devices."""
+
+    @functools.wraps(resolve)
+    def resolving(model: keras.Model) -> bool:
+        strategy = _strategy(model)
+        if strategy is None:
+            return resolve(model)
+        if not any("GPU" in device.upper() for device in strategy.extended.worker_devices):
+            return False
+        with _without_strategy(model):
+            return resolve(model)
+
+    return resolving
+
+
+@contextlib.contextmanager
+def _without_strategy(model: keras.Model) -> Iterator[None]:
+    former, model._distribute_strategy = model._distribute_strategy, None
+    try:
+        yield
+    finally:
+        model._distribute_strategy = former
+
+
+def _compiled_by_replica(make: Method) -> Method:
+    """Replaces what makes the functions of `fit` and `evaluate`.
+
+    XLA compiles each replica's step, and not the function around it, which has the sync.
+    """
+
+    @functools.wraps(make)
+    def making(model: keras.Model, step: Callable[..., Nest]) -> object:
+        if _strategy(model) is None or not model.jit_compile or model.run_eagerly:
+            return make(model, step)
+        if step.__name__ == "train_step" and model.trainable_variables:
+            build_optimizers(model)  # XLA makes no variables
+        # The attribute, since to set the property would look at all layers again.
+        former, model._jit_compile = model._jit_compile, False
+        try:
+            return make(model, CompiledStep(step))
+        finally:
+            model._jit_compile = former
+
+    return making
 
 
 def watch_fit() -> None:
