@@ -1165,7 +1165,6 @@ def test_a_custom_step_may_branch_and_return_nothing():
     ("optimizer", "options", "message"),
     [
         (lambda: keras.optimizers.SGD(0.1, use_ema=True), {}, "use_ema=True"),
-        (lambda: keras.optimizers.SGD(0.1), {"jit_compile": True}, "jit_compile=True"),
     ],
 )
 def test_what_cannot_work_is_refused(optimizer, options, message):

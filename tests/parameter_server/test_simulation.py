@@ -31,7 +31,9 @@ def data():
     return x, (x @ draw.normal(size=(INPUTS, CLASSES))).argmax(1)
 
 
-def train(strategy, *, epochs=2, chunks=3, optimizer=None, dropout=0.0, **options):
+def train(
+    strategy, *, epochs=2, chunks=3, optimizer=None, dropout=0.0, jit_compile="auto", **options
+):
     """Trains a linear classifier; the model and the history."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -41,6 +43,7 @@ def train(strategy, *, epochs=2, chunks=3, optimizer=None, dropout=0.0, **option
             optimizer or keras.optimizers.SGD(RATE, momentum=MOMENTUM),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
+            jit_compile=jit_compile,
         )
         model.set_weights([np.ones((INPUTS, CLASSES), np.float32) / 8, np.zeros(CLASSES)])
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
@@ -438,3 +441,23 @@ def test_a_model_that_is_forgotten_goes_and_may_be_trained_anew():
     model = asks = None
     gc.collect()
     assert server() is None and gone() is None
+
+
+@pytest.mark.parametrize("rule", [ASGD(), Downpour()])
+def test_a_compiled_minibatch_is_the_minibatch_but_for_rounding(rule, monkeypatch):
+    compiled = []
+    function = tf.function
+
+    def noted(*args, **options):
+        compiled.append(options.get("jit_compile", False))
+        return function(*args, **options)
+
+    monkeypatch.setattr(tf, "function", noted)
+    runs = []
+    for jit_compile in (False, True):
+        compiled.clear()
+        model, history = train(simulate_async(2, rule, sync_period=2), jit_compile=jit_compile)
+        assert any(compiled) is jit_compile
+        runs.append([*model.get_weights(), history["loss"], history["accuracy"]])
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

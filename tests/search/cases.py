@@ -78,6 +78,9 @@ def draw(seed: int, number: int, workers: int, devices: int) -> Case:
         first = dataclasses.replace(fits[0], sync_period=plain_period)
         fits = (first, dataclasses.replace(again, sync_period=plain_period))
     frozen = chance(0.1) and fragments == 1
+    constraint = pick("", "", "", "nonneg", "clip", "unit")
+    if any(fit.new_weights for fit in fits):
+        constraint = ""  # such weights need not be within it
     averages = {}
     if chance(0.5):
         averages["ema"] = {"decay": float(pick(0.3, 0.9)), "num_updates": chance(0.5)}
@@ -103,6 +106,8 @@ def draw(seed: int, number: int, workers: int, devices: int) -> Case:
         weighted=pick("no", "no", "rows", "sum"),
         decay=pick(0.0, 0.0, 0.05),
         frozen=frozen,
+        constraint=constraint,
+        jit_compile=chance(0.15),
         steps_per_execution=per_execution,
         resumed=resumed,
         resumed_on=resumed_on,
@@ -228,6 +233,11 @@ def trained(case: Case, folder: Path) -> tuple[np.ndarray, Result, list[int]]:
     return initial, Result(local, shown, loss), list(strategy.local_replica_ids)
 
 
+class _Clip(keras.constraints.Constraint):
+    def __call__(self, w):
+        return keras.ops.clip(w, -0.3, 0.3)
+
+
 def _made(case: Case):
     rules = {
         "bsp": tfpara.BSP,
@@ -263,12 +273,23 @@ def _made(case: Case):
         "adagrad": keras.optimizers.Adagrad,
     }
     reduction = "mean_with_sample_weight" if case.weighted == "sum" else "sum_over_batch_size"
+    constraint = {
+        "": None,
+        "nonneg": keras.constraints.NonNeg(),
+        "clip": _Clip(),
+        "unit": keras.constraints.UnitNorm(axis=0),
+    }[case.constraint]
     regularizer = keras.regularizers.L2(case.decay) if case.decay else None
     with strategy.scope():
         model = keras.Sequential(
             [
                 keras.Input((6,)),
-                keras.layers.Dense(7, activation="tanh", kernel_regularizer=regularizer),
+                keras.layers.Dense(
+                    7,
+                    activation="tanh",
+                    kernel_regularizer=regularizer,
+                    kernel_constraint=constraint,
+                ),
                 keras.layers.Dense(5, trainable=not case.frozen),
             ]
         )
@@ -276,6 +297,7 @@ def _made(case: Case):
             optimizers[case.optimizer](**case.optimizer_options),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction),
             steps_per_execution=case.steps_per_execution,
+            jit_compile=case.jit_compile,
         )
     return strategy, model, flat(model.get_weights())
 

@@ -58,7 +58,9 @@ class Case:
     weighted: str = "no"  # sample weights: "no", "rows" (divided by rows), "sum" (by their sum)
     decay: float = 0.0  # of the L2 regularizer of the first kernel
     frozen: bool = False  # the second layer
+    constraint: str = ""  # of the first kernel: "nonneg", "clip" to ±0.3 or "unit" norm
     steps_per_execution: int = 1
+    jit_compile: bool = False
     resumed: bool = False  # after the first epoch, as by a new process of the script
     resumed_on: int = 0  # devices of the second fit, which goes on from the first one's checkpoint
 
@@ -87,6 +89,18 @@ def unflat(vector: np.ndarray) -> list[np.ndarray]:
 
 def flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.ravel(array) for array in arrays])
+
+
+def constrained(case: Case, vector: np.ndarray) -> np.ndarray:
+    """Returns flat weights of which the first kernel is within its constraint."""
+    kernel, *others = unflat(vector)
+    if case.constraint == "nonneg":
+        kernel = np.maximum(kernel, 0)
+    elif case.constraint == "clip":
+        kernel = np.clip(kernel, -0.3, 0.3)
+    elif case.constraint == "unit":
+        kernel = kernel / (EPSILON + np.sqrt((kernel**2).sum(0, keepdims=True)))
+    return flat([kernel, *others])
 
 
 # ---------------------------------------------------------------------------- a replica's own step
@@ -414,7 +428,7 @@ class Run:
         """Goes on with other replicas, all from the weights that the rule broadcasts."""
         case = self.case = dataclasses.replace(self.case, devices=devices)
         point = np.concatenate([centre.point for centre in self.centres])
-        self.local = np.array([point] * case.replicas)
+        self.local = np.array([constrained(case, point)] * case.replicas)
         self.optimizers = [Optimizer(case) for _ in range(case.replicas)]
         for centre in self.centres:
             centre.n = case.replicas
@@ -432,9 +446,8 @@ class Run:
                 counts.append(len(batch[1]))
                 worker = r // case.devices * case.devices
                 own = max(len(s) for s in fit.sizes[worker : worker + case.devices])
-                self.local[r] = self.optimizers[r].step(
-                    self.local[r], gradient, *fitted(case, fit, own)
-                )
+                stepped = self.optimizers[r].step(self.local[r], gradient, *fitted(case, fit, own))
+                self.local[r] = constrained(case, stepped)
                 self.weights[:, r] += divisor(case, batch)
                 self.of_devices[r] += divisor(case, batch)
                 self.taken[:, r] += 1
@@ -451,6 +464,7 @@ class Run:
         for fragment in range(case.fragments):
             if self.weights[fragment].sum():
                 self.local[:, self.pieces[fragment]] = self.exchanged(fragment, fit)
+                self.constrain()
         return float(np.average(losses, weights=counts))
 
     def average_devices(self) -> None:
@@ -459,7 +473,7 @@ class Run:
             own = slice(first, first + devices)
             if self.of_devices[own].sum():
                 shares = self.of_devices[own] / self.of_devices[own].sum()
-                self.local[own] = shares @ self.local[own]
+                self.local[own] = constrained(self.case, shares @ self.local[own])
         self.of_devices[:] = 0
 
     def begin_sync(self, fragment: int, step: int, fit: Fit) -> None:
@@ -474,7 +488,12 @@ class Run:
         if self.flight:
             _, piece, before, result = self.flight
             self.local[:, piece] = result + (self.local[:, piece] - before)
+            self.constrain()
         self.flight = None
+
+    def constrain(self) -> None:
+        """Puts what replicas go on from within the constraint."""
+        self.local = np.array([constrained(self.case, w) for w in self.local])
 
     def exchanged(self, fragment: int, fit: Fit) -> np.ndarray:
         case, piece = self.case, self.pieces[fragment]
@@ -508,4 +527,4 @@ def expected(case: Case, initial: np.ndarray, formats: Mapping) -> Result:
     shown = {"global": np.concatenate([centre.w for centre in run.centres])}
     for name in case.averages:
         shown[name] = np.concatenate([centre.averages[name].value for centre in run.centres])
-    return Result(run.local, shown, loss)
+    return Result(run.local, {k: constrained(case, v) for k, v in shown.items()}, loss)

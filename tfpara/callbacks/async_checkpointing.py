@@ -253,7 +253,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
         if manifest["position"]["within"] and "data" in manifest:  # older ones do not have it
             theirs |= manifest["data"]
             mine |= self._running.data_facts
-        check_run(self._store.path(number), {**manifest, "run": theirs}, mine)
+        check_run(self._store.path(number), {**manifest, "run": theirs}, mine, versions())
 
     def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
         (reader,) = self._store.readers(number, manifest)

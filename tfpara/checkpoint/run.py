@@ -157,11 +157,15 @@ class Checkpoints:
                 self._told_of_lock = True
                 warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)
 
+    def _versions(self) -> dict[str, str]:
+        """Returns what the last digits of a run depend on beside its settings."""
+        return {**versions(), "jit_compile": str(bool(getattr(self._model, "jit_compile", False)))}
+
     def _save(self, number: int, position: Mapping[str, Json]) -> None:
         rank = self._strategy.worker_index
         manifest = {
             **self._of_a_run(),
-            "versions": versions(),
+            "versions": self._versions(),
             "replicas": self._strategy.num_replicas,
             "workers": self._strategy.num_workers,
             "bucket_sizes": self.synchronizer.graph.global_state.bucket_sizes,
@@ -199,7 +203,8 @@ class Checkpoints:
             if problem is None:
                 read = self._together(lambda n=number: self.store.read_manifest(n), "manifest")
                 manifest = read[self._strategy.worker_index]
-                check_run(self.store.path(number), manifest, self._of_a_run()["run"])
+                mine = self._of_a_run()["run"]
+                check_run(self.store.path(number), manifest, mine, self._versions())
                 self._together(lambda n=number, m=manifest: self._load(n, m), "load")
                 if manifest["replicas"] != self._strategy.num_replicas:
                     self._start_anew(number, manifest)
@@ -459,7 +464,10 @@ def _lacks(name: str) -> CheckpointError:
 
 
 def check_run(
-    path: str | os.PathLike[str], manifest: Mapping[str, Json], mine: Mapping[str, Json]
+    path: str | os.PathLike[str],
+    manifest: Mapping[str, Json],
+    mine: Mapping[str, Json],
+    versions: Mapping[str, str],
 ) -> None:
     """Compares a checkpoint's settings with those of this run; other versions are a warning.
 
@@ -467,6 +475,7 @@ def check_run(
         path: path of the checkpoint.
         manifest: manifest of the checkpoint.
         mine: settings of this run, by name.
+        versions: what the last digits depend on in this run, by name.
 
     Raises:
         CheckpointError: the settings differ; the message names those that do.
@@ -488,7 +497,7 @@ def check_run(
             f"{path} is of another run. {differing}. Resume with the same settings, or give this "
             "run a directory of its own."
         )
-    others = {k: v for k, v in manifest["versions"].items() if versions().get(k) != v}
+    others = {k: v for k, v in manifest["versions"].items() if versions.get(k) != v}
     if others:
         warnings.warn(
             f"{path} was written with {', '.join(f'{k} {v}' for k, v in others.items())}; numbers "

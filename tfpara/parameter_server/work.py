@@ -228,7 +228,16 @@ class Work:
         return steps(block.weights, optimizer, gradients)
 
     def add(self, block: Block, data: Nest) -> Block:
-        """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight)."""
+        """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight).
+
+        XLA compiles it for a model with `jit_compile=True`.
+        """
+        if not self.model.jit_compile:
+            return self._add(block, data)
+        compiled = tf.function(self._add, jit_compile=True, autograph=False)
+        return compiled(block, data)
+
+    def _add(self, block: Block, data: Nest) -> Block:
         model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         samples = tf.shape(tf.nest.flatten(x)[0])[0]
