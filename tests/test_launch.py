@@ -119,6 +119,36 @@ def test_threads_are_shared_out(arguments, given_omp, wanted):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "given", "wanted"),
+    [
+        (["-n", 2], "0,1,2,3", ["0,1 None", "2,3 None"]),
+        (["-n", 3], "4,5,6,7", ["4 None", "5 None", "6 None"]),
+        (["-n", 4], "0,GPU-7f", ["0 true", "0 true", "GPU-7f true", "GPU-7f true"]),
+        (["-n", 2, "--gpus_per_worker=1"], "3,2,1,-1,0", ["3 None", "2 None"]),
+        (["-n", 2, "--gpus_per_worker=0"], "0,1", ["-1 None", "-1 None"]),
+        (["-n", 2], "", [" None", " None"]),
+        (["--ps=1", "-n", 2], "0,1", ["-1 None", "-1 None", "0 None", "1 None"]),
+    ],
+)
+def test_each_worker_gets_its_gpus(arguments, given, wanted):
+    """There are no GPUs here; CUDA_VISIBLE_DEVICES says which there are."""
+    names = ["CUDA_VISIBLE_DEVICES", "TF_FORCE_GPU_ALLOW_GROWTH"]
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    show = f"import os; print(*[os.environ.get(name) for name in {names}])"
+    command = [*arguments, "--", "python", "-c", show]
+    _, out, _ = launch(*command, env={**env, names[0]: given})
+    assert sorted(line.split("] ", 1)[1] for line in out.splitlines()) == sorted(wanted)
+
+
+def test_more_gpus_than_there_are_are_refused():
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1,2"}
+    command = ["-n", 2, "--gpus_per_worker=2", "--", "python", "-c", "pass"]
+    code, _, err = launch(*command, env=env)
+    assert code == 2
+    assert "2 workers need 4 GPUs, and this machine shows 3" in err
+
+
+@pytest.mark.parametrize(
     ("end", "code", "how"),
     [
         ("sys.exit(3)", 3, "exit code 3"),

@@ -23,6 +23,7 @@ from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster import engines, rendezvous, secret
 from tfpara.cluster.meeting import ADDRESS, NAME, Meeting
+from tfpara.launch import cards
 from tfpara.launch import output as launch_output
 from tfpara.launch import supervisor as launch_workers
 from tfpara.launch.clusters import LaunchError, local_async_clusters, local_clusters, ports
@@ -174,16 +175,22 @@ def _processes(
     """
     if not options.ps:
         environments = _environments(options, stores)
+        gpus = _gpus(options, options.workers)
         return [
-            launch_workers.Process(cluster.label(rank), environment)
+            launch_workers.Process(cluster.label(rank), {**environment, **gpus[rank]})
             for rank, environment in enumerate(environments)
         ]
+    gpus = _gpus(options, options.workers)
     views = local_async_clusters(options.workers, options.ps, options.host, options.port)
     common = _common(options, len(views))
     return [
         launch_workers.Process(
             async_cluster.label(view.task_type, view.task_index),
-            {**common, "TF_CONFIG": view.tf_config()},
+            {
+                **common,
+                "TF_CONFIG": view.tf_config(),
+                **(gpus[view.task_index] if view.task_type == "worker" else cards.NONE),
+            },
             expendable=view.task_type == "worker",
         )
         for view in views
@@ -204,10 +211,12 @@ def _elastic(
     stores.callback(meeting.close)
     host = f"[{options.host}]" if ":" in options.host else options.host
     environment = {**common, ADDRESS: f"{host}:{port}"}
+    gpus = _gpus(options, options.workers + options.spares)
 
     def worker(number: int) -> launch_workers.Process:
         name = f"worker {number}"
-        return launch_workers.Process(name, {**environment, NAME: name}, expendable=True)
+        own = {NAME: name, **gpus[number % len(gpus)]}
+        return launch_workers.Process(name, {**environment, **own}, expendable=True)
 
     return worker, meeting
 
@@ -221,6 +230,11 @@ def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
     for name in ("TF_CONFIG", *engines.variables()):
         common.pop(name, None)
     return common | secret.for_start(common)
+
+
+def _gpus(options: argparse.Namespace, workers: int) -> list[dict[str, str]]:
+    """Returns for each worker the variables by which it has its GPUs."""
+    return cards.divided(cards.of_machine(os.environ), workers, options.gpus_per_worker)
 
 
 def _environments(
@@ -351,6 +365,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="T",
         help="CPU threads per worker, in OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS and "
         "TF_NUM_INTEROP_THREADS (default: what these say, else cores / N, at least 1)",
+    )
+    add(
+        "--gpus_per_worker",
+        type=whole(0, 1000),
+        metavar="G",
+        help="GPUs of each worker, in CUDA_VISIBLE_DEVICES; 0 for none (default: those of this "
+        "machine, divided by the workers; where there are fewer, workers share one, and take its "
+        "memory as they need it). With --ps the chief and the servers have none",
     )
     add(
         "--grace",

@@ -1,0 +1,61 @@
+"""Which GPUs each process of a launcher gets. TensorFlow is not imported."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+from tfpara.launch.clusters import LaunchError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+NONE = {_VISIBLE: "-1"}  # the environment of a process that gets no card
+
+
+def of_machine(environ: Mapping[str, str]) -> list[str]:
+    """Returns the names of the cards that processes with this environment would see.
+
+    These are the entries of CUDA_VISIBLE_DEVICES, else the numbers of all cards of which CUDA's
+    driver knows.
+    """
+    if _VISIBLE in environ:
+        names = [name.strip() for name in environ[_VISIBLE].split(",")]
+        # CUDA leaves out an entry of −1, and all that follow it.
+        end = names.index("-1") if "-1" in names else len(names)
+        return [name for name in names[:end] if name]
+    count = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return []
+    return [] if failed else [str(number) for number in range(count.value)]
+
+
+def divided(cards: Sequence[str], workers: int, per_worker: int | None) -> list[dict[str, str]]:
+    """Returns for each worker the environment that gives it its cards.
+
+    Where there are fewer cards than workers, several workers share one, and TensorFlow then takes
+    memory as it needs it, not all at once.
+
+    Args:
+        cards: as from `of_machine`.
+        workers: their number.
+        per_worker: cards of each worker. None: as many as there are, divided by the workers.
+
+    Raises:
+        LaunchError: there are not as many cards as were asked for.
+    """
+    if not cards and not per_worker:
+        return [{}] * workers if per_worker is None else [NONE] * workers
+    if per_worker is None and len(cards) < workers:
+        shared = [cards[worker * len(cards) // workers] for worker in range(workers)]
+        return [{_VISIBLE: card, "TF_FORCE_GPU_ALLOW_GROWTH": "true"} for card in shared]
+    each = len(cards) // workers if per_worker is None else per_worker
+    if each * workers > len(cards):
+        raise LaunchError(
+            f"--gpus_per_worker={each} and {workers} workers need {each * workers} GPUs, and this "
+            f"machine shows {len(cards)} ({_VISIBLE}, and CUDA's driver, tell how many). Start "
+            "fewer workers, or leave --gpus_per_worker out, so that workers share GPUs."
+        )
+    parts = [cards[worker * each : (worker + 1) * each] for worker in range(workers)]
+    return [{_VISIBLE: ",".join(part)} if part else NONE for part in parts]
