@@ -25,6 +25,11 @@ Suite `faults`: how much of the time is progress while a worker that trains is k
 --kill_every seconds: with elastic=, with a spare worker, and where all workers start again from a
 checkpoint. `goodput` is the time of an epoch without faults over that with faults.
 
+Suite `gpu`: samples/s of six networks on one card: plain Keras as a user has it (which XLA compiles
+on GPUs), tfpara with one worker at sync periods 5, 20 and 80, and PyTorch where it is installed.
+`ratio_to_plain` is of the same round; `sync_ms` is what a sync of one worker takes. Without a card
+the networks are tiny, which shows that the program runs, and no more.
+
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmarks.beside_peers. `predictions` has what the cost model
 says. scripts.benchmarks.page puts the results into the documentation.
@@ -32,6 +37,7 @@ says. scripts.benchmarks.page puts the results into the documentation.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import statistics
@@ -43,17 +49,18 @@ from absl import flags
 
 import tfpara
 from scripts import common
-from scripts.benchmarks import asynchronous, beside_peers, goodput
+from scripts.benchmarks import asynchronous, beside_peers, goodput, gpu_worker
 from scripts.benchmarks.headlines import headlines
 from scripts.benchmarks.prediction import costs_of, predictions
 from scripts.benchmarks.processes import measure
 from scripts.benchmarks.systems import elements_of
+from tfpara.launch import cards
 from tfpara.planner import Link
 
 _SUITE = flags.DEFINE_enum(
     "suite",
     "scaling",
-    ["scaling", "averages", "memory", "input", "peers", "async", "faults"],
+    ["scaling", "averages", "memory", "input", "peers", "async", "faults", "gpu"],
     "what to measure",
 )
 _OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
@@ -94,6 +101,9 @@ _SIZES = {
 }
 
 
+_PLAIN = "plain Keras"
+
+
 def main() -> None:
     """Measures, prints the table and writes the JSON file."""
     # With this, processes and the namespaces of limited links are removed if SIGTERM comes.
@@ -115,13 +125,15 @@ def main() -> None:
         "averages": _averages_systems,
         "memory": _memory_systems,
         "input": _input_systems,
+        "gpu": _gpu_systems,
     }[_SUITE.value]()
     systems = {name: systems[name] for name in beside_peers.chosen(list(systems))}
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
         measured = {}
         for name, (workers, options) in systems.items():
-            measured[name] = measure(workers, options)
+            module = "gpu_worker" if _SUITE.value == "gpu" else "worker"
+            measured[name] = measure(workers, options, module=f"scripts.benchmarks.{module}")
             print(f"round {number + 1}  {name}: {_short(measured[name])}", flush=True)
         rounds.append(measured)
     rows = [_row(name, *systems[name], rounds) for name in systems]
@@ -207,7 +219,7 @@ def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     plain = {"system": "plain", "sync_period": None, "batch": _BATCH.value, "steps": steps}
     plain |= _sizes()
     systems: dict[str, tuple[int, dict[str, Any]]] = {
-        "plain Keras": (1, plain),
+        _PLAIN: (1, plain),
         "plain Keras, independent": (2, plain),
         "tfpara, one worker": (
             1,
@@ -227,6 +239,25 @@ def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
         blocks = max(1, round(_STEPS.value * (period / longest) ** 0.5 / period))
         options = {"system": "tfpara", "sync_period": period, "steps": blocks * period}
         systems[f"tfpara, period {period}"] = (2, {**plain, **options})
+    return systems
+
+
+def _gpu_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    small = not cards.of_machine(os.environ)
+    if small:
+        print("No GPU is to be seen: the networks are tiny, and the figures say nothing.")
+    with_torch = importlib.util.find_spec("torch") is not None
+    systems: dict[str, tuple[int, dict[str, Any]]] = {}
+    for network in gpu_worker.NETWORKS:
+        common_options = {"network": network, "small": small, "steps": _STEPS.value}
+        # A call has as many minibatches for all, so that plain Keras' calls cost as much as ours.
+        common_options["execution"] = min(20, _STEPS.value)
+        systems[f"{network}: {_PLAIN}"] = (1, {**common_options, "system": "keras"})
+        for period in (5, 20, 80):
+            options = {**common_options, "system": "tfpara", "sync_period": period}
+            systems[f"{network}: tfpara, period {period}"] = (1, options)
+        if with_torch and network in gpu_worker.TORCH:
+            systems[f"{network}: PyTorch"] = (1, {**common_options, "system": "torch"})
     return systems
 
 
@@ -269,6 +300,10 @@ def _input_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     return {"input pipeline": (1, options), "training, data in memory": (1, training)}
 
 
+def _plain_of(options: dict[str, Any]) -> str:
+    return f"{options['network']}: {_PLAIN}" if "network" in options else _PLAIN
+
+
 def _row(
     name: str, workers: int, options: dict[str, Any], rounds: list[dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -281,7 +316,7 @@ def _row(
     values = {key: [r[name][key] for r in rounds] for key in rounds[0][name]}
     bases = {
         "ratio_to_independent": ("samples_per_second", "plain Keras, independent"),
-        "ratio_to_plain": ("samples_per_second", "plain Keras"),
+        "ratio_to_plain": ("samples_per_second", _plain_of(options)),
         "ratio_to_training": ("frames_per_second", "training, data in memory"),
     }
     if options["system"] == "syncs":
@@ -292,6 +327,9 @@ def _row(
             measured = [r[base][key] for r in rounds]
             values[ratio] = [a / b for a, b in zip(values[key], measured, strict=True)]
     for key, series in values.items():
+        if isinstance(series[0], str):
+            row[key] = series[0]
+            continue
         row[key] = statistics.median(series)
         row[f"{key}_range"] = [min(series), max(series)]
     return row
@@ -307,7 +345,8 @@ def _machine() -> dict[str, Any]:
 
 
 def _short(figures: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+    texts = {k: v if isinstance(v, str) else f"{v:.4g}" for k, v in figures.items()}
+    return ", ".join(f"{key} {text}" for key, text in texts.items())
 
 
 _COLUMNS = {  # key: (title, width, format)

@@ -132,6 +132,8 @@ def _together(parts: Sequence[dict[str, Any]], shared_interface: bool) -> dict[s
     }
     if "sync_fraction" in parts[0]:
         figures["sync_fraction"] = statistics.mean(p["sync_fraction"] for p in parts)
+    if "device" in parts[0]:
+        figures["device"] = parts[0]["device"]
     if "weights_norm" in parts[0]:
         norms = [p["weights_norm"] for p in parts]
         figures["weights_differ"] = max(norms) / min(norms) - 1.0

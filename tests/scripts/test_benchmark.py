@@ -36,6 +36,23 @@ def test_scaling_writes_rows_and_prints_them(run_well, tmp_path):
     assert "tfpara, one worker" not in rows
 
 
+def test_networks_on_a_card_are_compared_with_plain_keras(run_well, tmp_path):
+    """There is no card here: what is tested is that all runs, with tiny networks."""
+    out = tmp_path / "gpu.json"
+    only = "lstm: plain;lstm: tfpara, period 5"
+    ended = run_well(
+        *("benchmarks", "--suite=gpu", f"--out={out}", "--rounds=1", "--steps=20"),
+        f"--only={only}",
+    )
+    assert "No GPU is to be seen" in ended.out
+    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["lstm: plain Keras"]["ratio_to_plain"] == 1.0
+    row = rows["lstm: tfpara, period 5"]
+    assert row["ratio_to_plain"] > 0
+    assert row["sync_ms"] > 0
+    assert row["device"] == "CPU"
+
+
 def test_memory_falls_with_the_number_of_replicas(run_well, tmp_path):
     out = tmp_path / "memory.json"
     run_well("benchmarks", "--suite=memory", f"--out={out}", "--replicas=1,4")
