@@ -156,7 +156,7 @@ def _torch(options: dict[str, Any]) -> dict[str, Any]:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        float(loss)  # waits for the card
+        loss.item()  # waits for the card
 
     train(options["steps"])
     wait_for_the_others()
