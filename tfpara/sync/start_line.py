@@ -54,10 +54,13 @@ def in_words(given: Rule | Average) -> str:
     """Returns the name of a rule or average with the settings that are not its defaults."""
     if not dataclasses.is_dataclass(given):
         return repr(given)
+    values = {each.name: getattr(given, each.name) for each in dataclasses.fields(given)}
+    if not all(isinstance(value, (int, float, str, type(None))) for value in values.values()):
+        return repr(given)  # of an optimizer the rule says the settings
     told = [
-        f"{each.name}={getattr(given, each.name)!r}"
+        f"{each.name}={values[each.name]!r}"
         for each in dataclasses.fields(given)
-        if each.repr and getattr(given, each.name) != each.default
+        if each.repr and values[each.name] != each.default
     ]
     return type(given).__name__ + (f" ({', '.join(told)})" if told else "")
 
