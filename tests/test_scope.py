@@ -154,9 +154,9 @@ def test_the_strategy_says_what_it_is(capfd):
         "2 workers, 4 replicas: each batch of 64 is 16 rows for each; BMUF (block_momentum=0.75, "
         "warmup=True) every step; workers on GPU:0, GPU:1 each, connected by NCCL"
     )
-    outer = tfpara.DiLoCo(0.7, 0.9)
+    outer = tfpara.Outer(keras.optimizers.SGD(0.7))
     line = start_line(1, [f"{task}CPU:0"], outer, 20, {}, "")
     assert "; Outer(SGD(" in line
-    assert "learning_rate=0.7" in line
+    assert "learning_rate=0.7" in line, line
     own.set_sync_period(None)
     assert "no syncs" in repr(own)
