@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import tempfile
+import threading
 
 import keras
 import numpy as np
@@ -15,6 +16,9 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
 from tfpara import files
+from tfpara.sync.aggregation import Sharded
+from tfpara.sync.global_state import GlobalState
+from tfpara.sync.synchronizer import Synchronizer
 
 K = keras.callbacks
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
@@ -140,6 +144,62 @@ def test_files_have_the_global_model_and_replicas_stay_as_they_are(name, tmp_pat
         np.testing.assert_allclose(loaded.serve(row), model(row), atol=1e-6)
     for mine, was in zip(of_replicas(strategy, model), before, strict=True):
         np.testing.assert_array_equal(mine, was)
+
+
+def test_a_file_within_a_block_waits_for_the_sync_beside_the_training(tmp_path, monkeypatch):
+    """Which writes the global model variable by variable."""
+    strategy = make(tfpara.BSP(), overlap=True, fragments=2)
+    model = network(strategy)
+    half, saved = threading.Event(), threading.Event()
+    commit = GlobalState.commit
+
+    def slow(state, update):
+        def wait():
+            half.set()
+            return saved.wait(0.5)
+
+        for variables in state._states["rule"][0][update.buckets]:
+            variables.global_model.assign(tf.fill(variables.global_model.shape, 1e6))
+        with tf.control_dependencies([tf.numpy_function(wait, [], tf.bool)]):
+            commit(state, update)
+
+    def save(batch, logs):
+        if batch == TAU - 1 and half.wait(20):
+            model.save(tmp_path / "m.keras")
+            saved.set()
+
+    monkeypatch.setattr(GlobalState, "commit", slow)
+    data = data_of(strategy, [[4] * (TAU + 1)] * 2)
+    model.fit(data, verbose=0, callbacks=[K.LambdaCallback(on_train_batch_end=save)])
+    weights = keras.models.load_model(tmp_path / "m.keras", compile=False).get_weights()
+    assert max(np.abs(w).max() for w in weights) < 1e3
+
+
+def test_a_gathered_global_model_knows_of_weights_that_were_set(tmp_path, monkeypatch):
+    """After which BMUFAdam, which counts steps, begins anew with all weights."""
+    monkeypatch.setattr(Synchronizer, "_is_in_parts", True)
+    strategy = make(tfpara.BMUFAdam(0.5), aggregation="sharded")
+    model = network(strategy, optimizer=lambda: keras.optimizers.Adam(0.05))
+    spread, noted = Sharded.spread, []
+
+    def watched(aggregation, *args):
+        if tf.executing_eagerly():
+            (synchronizer,) = strategy.extended.synchronizers
+            noted.append(synchronizer.graph.waiting_since())
+        return spread(aggregation, *args)
+
+    monkeypatch.setattr(Sharded, "spread", watched)
+    model.fit(data_of(strategy, EIGHT), epochs=2, verbose=0)
+    assert min(noted) > 0.0, "a worker that is silent here would not be noticed"
+    output = model.layers[-1]
+    output.set_weights([0.5 * w for w in output.get_weights()])
+    model.save(tmp_path / "m.keras")
+    found = keras.models.load_model(tmp_path / "m.keras", compile=False).get_weights()
+    with strategy.weights(model, "global"):
+        for mine, wanted in zip(found, model.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, wanted, atol=1e-6)
+    (synchronizer,) = strategy.extended.synchronizers
+    assert synchronizer.graph.waiting_since() == 0.0
 
 
 def test_a_save_that_fails_leaves_the_former_file(strategy, tmp_path, monkeypatch):

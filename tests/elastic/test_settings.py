@@ -36,6 +36,7 @@ def test_numbers_outside_their_range(options, sentence):
         ({"overlap": True}, "overlap=True and elastic= contradict"),
         ({"fragments": 2}, "fragments=2 and elastic= contradict"),
         ({"collectives": "horovod"}, "collectives='horovod' and elastic= contradict"),
+        ({"communication": "NCCL"}, "communication='NCCL' and elastic= contradict"),
     ],
 )
 def test_settings_that_need_a_fixed_group(options, sentence):

@@ -1422,14 +1422,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _gather_to_implementation(
         self, value: Nest, destinations: object, axis: int, options: object
     ) -> tf.Tensor:
-        # The parent's method has no timeout, and does not know Horovod's workers.
-        if not tf.executing_eagerly():
-            if self.settings.collectives == "horovod" and self._num_workers > 1:
-                raise NotImplementedError(
-                    "strategy.gather inside a tf.function does not work with Horovod. Call it from "
-                    "Python, outside of the function."
-                )
-            return super()._gather_to_implementation(value, destinations, axis, options)
+        # The parent's method has no timeout, does not know Horovod's workers, and has the values in
+        # the order of the devices' names, 10 before 2.
+        del destinations, options
+        if self._num_workers > 1 and not tf.executing_eagerly():
+            raise ValueError(
+                "strategy.gather inside a tf.function would have the workers wait for each other "
+                "in every step. Call it outside of the function, on every worker."
+            )
         parts = self._container_strategy().experimental_local_results(value)
         mine = tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
         return joined(mine, axis, self.control, _GATHER) if self._num_workers > 1 else mine

@@ -149,8 +149,7 @@ class Flight:
 
     def give_up(self) -> None:
         """Waits for the end of a flight and drops its results."""
-        if self._thread is not None:
-            self._thread.join()
+        self.wait()
         self.state.assign(NONE)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
@@ -208,10 +207,10 @@ class Flight:
         if self._end is not None and not int(self._ends.size()):
             self._ends.enqueue(self._end)
 
-    def wait_a_little(self) -> None:
-        """Waits at most 5 s for the thread, if there is one."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the end of the thread, if there is one, and changes nothing."""
         if self._thread is not None:
-            self._thread.join(_PATIENCE_SECONDS)
+            self._thread.join(seconds)
 
 
 _flights: weakref.WeakSet[Flight] = weakref.WeakSet()
@@ -221,4 +220,4 @@ _flights: weakref.WeakSet[Flight] = weakref.WeakSet()
 def _wait_for_flights() -> None:
     """Waits at exit, since no thread may be in TensorFlow while the interpreter is taken down."""
     for flight in list(_flights):
-        flight.wait_a_little()
+        flight.wait(_PATIENCE_SECONDS)

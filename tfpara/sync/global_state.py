@@ -207,11 +207,16 @@ class GlobalState:
 
     def whole(self, field: str) -> list[tf.Tensor]:
         """Returns the whole buckets of a field; every worker must call it."""
-        per_holder: list[list[tf.Tensor]] = [[] for _ in self.aggregation.holders]
-        for cell in self.cells():
-            if cell.field == field:
-                per_holder[cell.holder].append(cell.variable.read_value())
-        return self.aggregation.spread(per_holder, f"{self._name}/{field}")[0]
+        return list(self.in_turn(field))
+
+    def in_turn(self, field: str) -> Iterator[tf.Tensor]:
+        """Yields the whole buckets of a field one by one; every worker must take all of them."""
+        cells = [cell for cell in self.cells() if cell.field == field]
+        for number in range(len(self.bucket_sizes)):
+            per_holder = [[c.variable.read_value()] for c in cells if c.part.bucket == number]
+            name = f"{self._name}/{field} of bucket {number}"
+            (bucket,) = self.aggregation.spread(per_holder, name, slice(number, number + 1))[0]
+            yield bucket
 
     def value(self, which: str) -> list[tf.Tensor]:
         """Returns the buckets of the "global" model or of a named average.
@@ -245,7 +250,7 @@ class GlobalState:
         rule cannot restart in some elements alone, unless the count is `Rule.lasting`. It restarts
         in all elements, from the weights that it would broadcast.
         """
-        if self._counts and not bool(self.is_new):
+        if self.restarts_whole:
             self._start_anew()
         stop = at + int(values.shape[0])
         for holder, part in self._held():
@@ -266,6 +271,11 @@ class GlobalState:
                     before, after = value[: start - part.start], value[end - part.start :]
                     value = tf.concat([before, piece, after], 0)
                 _assign(state, average.init(value))
+
+    @property
+    def restarts_whole(self) -> bool:
+        """Whether the next `set_part` has the rule restart in all elements."""
+        return self._counts and not bool(self.is_new)
 
     def _start_anew(self) -> None:
         rule = self.rule.last()

@@ -107,6 +107,7 @@ class Settings:
             ("overlap", bool(self.overlap), f"a sync in the air {apart}"),
             ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
             ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
+            ("communication", self.communication == "NCCL", "a worker that joins is left out."),
         ):
             if refused:
                 raise ValueError(

@@ -11,6 +11,7 @@ data left, a sync is of all fragments.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -475,6 +476,15 @@ class SyncGraph:
     def forget_waiting(self) -> None:
         """Notes that the sync no longer waits: all has arrived, or it has failed."""
         self._sync_began.assign(0.0)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Notes that this process waits inside, in an exchange of this model from Python."""
+        self._sync_began.assign(time.monotonic())
+        try:
+            yield
+        finally:
+            self.forget_waiting()
 
     def waiting_since(self) -> float:
         """Returns when the wait of a sync began, on the monotonic clock; 0 if none waits."""

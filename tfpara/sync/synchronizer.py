@@ -38,8 +38,9 @@ class Synchronizer:
         # The replicas' own weights, by device, while the model's variables hold other weights.
         self._own: list[list[tf.Tensor]] | None = None
         self._shown: str | None = None  # the name given to `showing`, inside its context
-        # On the chief, where each worker has a part of it: the global model of this many syncs.
-        self._gathered: list[tf.Tensor] | None = None
+        # On the chief, where each worker has a part of it: the buckets, in the host's memory, of
+        # the global model of this many syncs.
+        self._gathered: list[tf.Tensor] = []
         self._gathered_at = -1
         self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
         self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
@@ -210,23 +211,47 @@ class Synchronizer:
             if self._overlap is not None:
                 self.land()
                 keepers.append(self._overlap.flight)
-            if self._gathered is not None:
-                self._gathered[index] = tf.identity(component)
+            anew = graph.global_state.restarts_whole
             for bucket, at, piece in graph.replicas.layout.places(index):
                 for keeper in keepers:
                     keeper.set_part(bucket, at, value[piece.start : piece.stop])
+            self._set_gathered(index, value, anew)
             graph.signatures[index].assign(signature_of(value))
         if kind in ("state", "frozen"):
             others = index if kind == "state" else len(self._variables.state) + index
             graph.other_signatures[others].assign(signature_of(value))
+
+    def _set_gathered(self, index: int, value: tf.Tensor, anew: bool) -> None:
+        """Takes over a weight that was set into the gathered global model.
+
+        Args:
+            index: of the weight.
+            value: of the weight, flat.
+            anew: whether the rule has begun anew with all weights, from where the replicas are.
+        """
+        graph = self.graph
+        if anew and not graph.global_state.rule.last().overwrites:
+            self._gathered_at = -1  # where the rule has begun anew is on no worker
+        if not self._is_gathered or not self._gathered:
+            return
+        with tf.device("CPU:0"):
+            if anew:
+                self._gathered = [tf.identity(bucket) for bucket in graph.replicas.weights(0)]
+            for bucket, at, piece in graph.replicas.layout.places(index):
+                former, new = self._gathered[bucket], value[piece.start : piece.stop]
+                self._gathered[bucket] = tf.concat([former[:at], new, former[at + len(new) :]], 0)
 
     def global_weights(self, which: str) -> list[tf.Tensor]:
         """Returns the "global" model or a named average, one tensor for each weight.
 
         Weights that have constraints are as these make them. Every worker must call it.
         """
-        buckets = self.graph.global_state.value(which)
-        return self.graph.replicas.constrained(self.graph.replicas.layout.unpack(buckets))
+        with self.graph.waiting():
+            return self._whole_weights(self.graph.global_state.value(which))
+
+    def _whole_weights(self, buckets: Buckets) -> list[tf.Tensor]:
+        replicas = self.graph.replicas
+        return replicas.constrained(replicas.layout.unpack(buckets))
 
     @property
     def shows_others(self) -> bool:
@@ -288,9 +313,12 @@ class Synchronizer:
             return
         weights, has = None, "the weights of the chief's first replica"
         if not self._is_in_parts:
+            if self._overlap is not None:
+                self._overlap.flight.wait()  # a sync beside the training writes the global model
             weights, has = self.global_weights("global"), "the global model of the last sync"
         elif closed and self._is_gathered:
-            weights = self._gathered
+            with tf.device("CPU:0"):
+                weights = self._whole_weights(self._gathered)
         if weights is None or not closed:
             note(
                 f"a model is saved within a block: the file has {has}. Save where an epoch ends, "
@@ -319,15 +347,18 @@ class Synchronizer:
     def _gather(self) -> None:
         """Gathers the global model for the chief, if it is in parts and has changed.
 
-        Every worker must call it, while the block is closed.
+        No worker holds more than a bucket of it on a device. Every worker must call it, while the
+        block is closed.
         """
         if not self._is_in_parts or self._replicas_have_it or self._is_gathered:
             return
-        weights = self.global_weights("global")
+        self._gathered = []
+        with self.graph.waiting():
+            for bucket in self.graph.global_state.in_turn("rule/global_model"):
+                if self._site.collectives.rank == 0:
+                    with tf.device("CPU:0"):
+                        self._gathered.append(tf.identity(bucket))
         self._gathered_at = self.graph.statistics().syncs
-        if self._site.collectives.rank == 0:
-            with tf.device("CPU:0"):
-                self._gathered = [tf.identity(weight) for weight in weights]
 
     def was_put_back(self) -> None:
         """Notes that the state of an earlier point of the run was put back.

@@ -303,17 +303,20 @@ def aggregated(strategy):
 
 
 def refused(strategy):
-    """Returns the message for `strategy.reduce` of several workers inside a tf.function."""
+    """Returns the messages for what several workers cannot do inside a tf.function."""
 
     @tf.function
-    def inside(x):
-        return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(x,)), axis=None)
+    def inside(method, *args, **kwargs):
+        values = strategy.run(lambda: tf.ones([1]))
+        return getattr(strategy, method)(*args, values, **kwargs)
 
-    try:
-        inside(next(iter(strategy.experimental_distribute_dataset(data())))[0])
-    except ValueError as error:
-        return {"message": str(error)}
-    return {"message": "nothing"}
+    found = {}
+    for method, *args in (("reduce", "SUM"), ("gather",)):
+        try:
+            inside(method, *args, axis=None if args else 0)
+        except ValueError as error:
+            found[method] = str(error)
+    return found
 
 
 def main():
