@@ -180,13 +180,12 @@ def test_a_py_dataset_that_other_workers_began_to_read_is_told_of(strategy, mode
     extended = strategy.extended
 
     def resume(epoch, logs):
-        extended.order.set_state({"workers": former})
         extended.position.move(epoch, extended.steps_seen, first=4, steps=2)
 
     for former, told in ((1, 0), (3, 1)):
-        extended.order.workers = None
-        data, callback = kinds.Batches(kinds.arrays()), keras.callbacks.LambdaCallback(resume)
-        model.fit(data, verbose=0, callbacks=[callback])
+        extended.order.set_state({"workers": former})  # as Checkpoint does
+        callback = keras.callbacks.LambdaCallback(on_epoch_begin=resume)
+        model.fit(kinds.Batches(kinds.arrays()), verbose=0, callbacks=[callback])
         text = "divided among 3 workers and now is among 1"
         assert capsys.readouterr().err.count(text) == told
         assert extended.order.get_state()["workers"] == 1
