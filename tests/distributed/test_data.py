@@ -176,6 +176,21 @@ def test_a_resumed_run_goes_on_in_the_orders_that_it_had(tmp_path):
     assert read[1] == [0, 1, *orders[2], *orders[3]]
 
 
+def test_a_py_dataset_that_other_workers_began_to_read_is_told_of(strategy, model, capsys):
+    extended = strategy.extended
+
+    def resume(epoch, logs):
+        extended.position.move(epoch, extended.steps_seen, first=4, steps=2)
+
+    for former, told in ((1, 0), (3, 1)):
+        extended.order.set_state({"workers": former})  # as Checkpoint does
+        callback = keras.callbacks.LambdaCallback(on_epoch_begin=resume)
+        model.fit(kinds.Batches(kinds.arrays()), verbose=0, callbacks=[callback])
+        text = "divided among 3 workers and now is among 1"
+        assert capsys.readouterr().err.count(text) == told
+        assert extended.order.get_state()["workers"] == 1
+
+
 def of_epoch(epoch):
     """Three minibatches, which are full of the epoch's number."""
     return tf.data.Dataset.from_tensors((tf.fill([4, 2], float(epoch)), tf.zeros([4, 1]))).repeat(3)

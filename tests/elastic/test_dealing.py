@@ -114,7 +114,7 @@ def test_a_resumed_run_keeps_the_size_of_its_minibatches():
     """It began with three replicas, and goes on with two."""
     order = Order()
     order.set_state({"seed": 7, "parts": 3, "devices": 1})
-    assert order.get_state() == {"seed": 7, "parts": 3, "devices": 1}
+    assert order.get_state() == {"seed": 7, "parts": 3, "devices": 1, "workers": None}
     (whole,) = dealt_out(np.arange(20), 3, 3, batch_size=6)
     (rest,) = dealt_out(np.arange(20), 2, 2, first=4, order=order, batch_size=6)
     assert rest == whole[4:]

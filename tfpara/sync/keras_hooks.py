@@ -1175,10 +1175,22 @@ class _PyDatasetSteps(_Steps):
         return {"kind": "PyDataset", "batches": self.num_batches, **super().facts()}
 
     def begin_pass(self) -> None:
+        self._note_workers()
         count = self.num_batches
         if count is not None:
             shuffle = self._adapter.shuffle
             self._order = self._extended.next_order(count) if shuffle else range(count)
+
+    def _note_workers(self) -> None:
+        """Says so where a resumed run goes on within a pass that other workers have begun."""
+        order, former = self._extended.order, self._extended.order.workers
+        if self._extended.position.steps and former not in (None, self._workers):
+            self._extended.note(
+                f"the run goes on within an epoch, whose PyDataset was divided among {former} "
+                f"workers and now is among {self._workers}: rows of this epoch may be trained "
+                "twice or not at all. See docs/checkpoints.md, On another number of replicas"
+            )
+        order.workers = self._workers
 
     def _batches(self) -> Iterator[tuple[Data, range, int]]:
         if self.num_batches is None:

@@ -92,11 +92,13 @@ class Order:
         seed: of the orders of shuffled Python data; each plain call of `fit` draws one of its own.
         parts: into which an elastic run cuts each batch: the replicas with which it first began.
         devices: that each of its workers had then.
+        workers: that shared the batches of a `PyDataset`.
     """
 
     seed: int | None = None
     parts: int | None = None
     devices: int | None = None
+    workers: int | None = None
 
     def known(self) -> tuple[int, int, int]:
         """Returns the seed, the parts and the devices, once workers have agreed on them."""
@@ -104,7 +106,8 @@ class Order:
         return self.seed, self.parts, self.devices
 
     def get_state(self) -> Json:
-        return {"seed": self.seed, "parts": self.parts, "devices": self.devices}
+        names = ("seed", "parts", "devices", "workers")
+        return {name: getattr(self, name) for name in names}
 
     def set_state(self, state: Json) -> None:
         # Version 0.1 kept the seed alone. Runs that need none of these have none.
