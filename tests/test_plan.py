@@ -64,7 +64,7 @@ def test_half_the_bits_and_overlap_are_in_the_prediction(run):
 
 
 def test_the_known_errors_are_those_of_the_study():
-    page = (Path(__file__).parents[1] / "docs" / "study.md").read_text()
+    page = (Path(__file__).resolve().parents[1] / "docs" / "study.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `BMUF\(\)` \|(.+; .+%\).+; .+%\).+; .+%\)) \|$", page, re.M)
     found = {int(period): re.findall(r"; ([\d.]+) %\)", cells) for period, cells in rows}
     assert {p: [f"{e[p]:g}" for e in _ERRORS.values()] for p in (5, 20, 80)} == {

@@ -158,7 +158,7 @@ _NOT_KEPT = {
     "request",
     "agreed",
     "pending_steps",
-    "epoch_steps",
+    "steps_of_a_block",
     "device_steps",
     "device_samples",
     "sync_began",

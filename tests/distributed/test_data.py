@@ -216,6 +216,22 @@ def test_data_by_epoch_are_those_of_the_epoch_of_fit(strategy, model):
             assert numbers == [{epoch}, {epoch + 1}] * 2
 
 
+def test_a_fit_in_a_callback_leaves_the_epoch_of_the_outer_one(strategy, model):
+    with strategy.scope():
+        other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        other.compile("sgd", "mse")
+
+    def fit_other(epoch, logs=None):
+        other.fit(strategy.minibatches_by_epoch(of_epoch), epochs=2, verbose=0)
+
+    for hook in ("on_epoch_begin", "on_epoch_end"):
+        epochs = kinds.Epochs()
+        within = keras.callbacks.LambdaCallback(**{hook: fit_other})
+        data = strategy.datasets_by_epoch(lambda epoch, first: of_epoch(epoch))
+        model.fit(data, epochs=3, verbose=0, callbacks=[within, epochs])
+        assert [{row[0] for row in rows} for rows in epochs.rows] == [{0}, {1}, {2}]
+
+
 def test_class_weights_of_data_that_are_not_divided_by_fit(strategy, model):
     x, _, _ = kinds.arrays()
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1] % 3)).batch(4)
@@ -291,7 +307,7 @@ def test_a_replica_without_rows_is_told_of(strategy, model, capsys, monkeypatch)
     text = capsys.readouterr().err
     assert text.count("replicas without a row in this epoch: 2 (of 0 … 2)") == 1
     assert text.count("sync_period=9 is longer than an epoch") == 1
-    assert "they meet every 5 steps" in text
+    assert "in any case, so after 5" in text
 
 
 def test_a_resumed_epoch_of_unknown_length_does_not_cut_the_others(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 
@@ -79,6 +79,14 @@ class Position:
         if steps_seen > self._steps_seen:
             self.move(self.epoch + 1, steps_seen)
         return self.epoch, self.first
+
+    @contextlib.contextmanager
+    def aside(self, steps_seen: Callable[[], int]) -> Iterator[None]:
+        """Keeps the position while another `fit`, which a callback calls inside, has its own."""
+        former, taken = vars(self).copy(), steps_seen() - self._steps_seen
+        yield
+        vars(self).update(former)
+        self._steps_seen = steps_seen() - taken
 
     def take_steps(self) -> int:
         """Returns how many minibatches of each replica to skip; 0 at the next call.

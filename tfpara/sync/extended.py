@@ -762,16 +762,21 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.connected_by = f"the workers' GPUs are connected by {way}: {why}"
 
     @contextlib.contextmanager
-    def in_fit(self, model: keras.Model) -> Iterator[None]:
-        """Notes that a model's `fit` runs inside."""
+    def in_fit(self, model: keras.Model, initial_epoch: int) -> Iterator[None]:
+        """Notes that a model's `fit` runs inside, which begins with that epoch."""
         former, passes, seed = self._recent, self.passes, self.order.seed
         self.passes = None
         if not self._members_change:
             self.order.seed = None  # each call draws one, or takes that of a checkpoint
         self._recent = self._entry_of(model) or former
+        aside: AbstractContextManager[None] = contextlib.nullcontext()
+        if self.place.fits:
+            aside = self.position.aside(lambda: self.steps_seen)
         try:
-            with self.place.in_fit():
-                yield
+            with aside:
+                self.position.enter(initial_epoch, self.steps_seen)
+                with self.place.in_fit():
+                    yield
         finally:
             self.passes, self._without_length = passes, None
             self._note_steps(NEVER)  # also where callbacks have not heard of the end
@@ -1026,7 +1031,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if period and self._steps_in_epoch < period and not self.period_is_scheduled:
             self.note(
                 f"sync_period={period} is longer than an epoch, at whose end the replicas meet in "
-                f"any case: they meet every {self._steps_in_epoch} steps"
+                f"any case, so after {self._steps_in_epoch}"
             )
         self._without_length = None if steps or self._members_change else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):

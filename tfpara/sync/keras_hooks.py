@@ -312,7 +312,7 @@ def _together(fit: Method) -> Method:
         given = signature.bind(model, *args, **kwargs).arguments
         _refuse_spent(given)
         extended = strategy.extended
-        extended.position.enter(given.get("initial_epoch", 0), extended.steps_seen)
+        begins = given.get("initial_epoch", 0)
         changing: Any = extended.elastic or extended.replay
         if changing is not None:
             bound = signature.bind(model, *args, **kwargs)
@@ -320,7 +320,8 @@ def _together(fit: Method) -> Method:
             changing.check(model, bound.arguments)
             args, kwargs = bound.args[1:], bound.kwargs
         elastic = changing.training(model) if changing else contextlib.nullcontext()
-        with program.noting(), extended.in_fit(model), _with_data("fit", strategy), elastic:
+        in_fit = extended.in_fit(model, begins)
+        with program.noting(), in_fit, _with_data("fit", strategy), elastic:
             if extended.elastic is not None:
                 history = extended.elastic.fit(
                     lambda: fit(model, *args, **kwargs),
