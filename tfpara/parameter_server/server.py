@@ -285,7 +285,12 @@ class Server:
             waits: whether to wait for the turn if the rule bounds the staleness. Without waiting,
                 the answer may be not `settled`.
         """
-        parts = [self._part(shard, push) for shard in self.shards]
+        # TensorFlow releases a graph's locks in the order in which they are written there. So a
+        # push that had a lock before the pull is over would keep it until the pull has got its own
+        # locks, and two workers could wait for each other for ever. A weight's gradient may not
+        # depend on what another server has, so the pull is waited for here.
+        with tf.control_dependencies(pulled.versions):
+            parts = [self._part(shard, push) for shard in self.shards]
         settled = accepted = tf.constant(True)
         if self.turns is not None:
             settled, accepted = self._turn(parts[0], pulled, waits)
