@@ -24,7 +24,22 @@ LONG = 60.0  # seconds; reached only by a hang
 pytestmark = pytest.mark.timeout(int(2 * LONG))
 OURS, OTHER = b"a secret of this run", b"a secret of another run"
 DEEP = json.loads("[" * 500 + "]" * 500)
-ODD = [None, True, 0, -1, 7, 1 << 70, 0.5, float("inf"), float("nan"), "", "x", "\ud800", "1" * 99]
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    7,
+    1 << 70,
+    10**400,
+    0.5,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "\ud800",
+    "1" * 99,
+]
 ODD += [[], {}, [[]], [1], ["x", 1], {"x": 1}, DEEP]
 SETTINGS = {"min_workers": 1, "max_workers": None, "grace_seconds": 30.0, "silence_seconds": 10.0}
 MEMBERS = [[0, "127.0.0.1:1"], [1, "127.0.0.1:2"]]
