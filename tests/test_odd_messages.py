@@ -24,22 +24,7 @@ LONG = 60.0  # seconds; reached only by a hang
 pytestmark = pytest.mark.timeout(int(2 * LONG))
 OURS, OTHER = b"a secret of this run", b"a secret of another run"
 DEEP = json.loads("[" * 500 + "]" * 500)
-ODD = [
-    None,
-    True,
-    0,
-    -1,
-    7,
-    1 << 70,
-    10**400,
-    0.5,
-    float("inf"),
-    float("nan"),
-    "",
-    "x",
-    "\ud800",
-    "1" * 99,
-]
+ODD = [None, True, 0, -1, 7, 1 << 70, 0.5, float("inf"), float("nan"), "", "x", "\ud800", "1" * 99]
 ODD += [[], {}, [[]], [1], ["x", 1], {"x": 1}, DEEP]
 SETTINGS = {"min_workers": 1, "max_workers": None, "grace_seconds": 30.0, "silence_seconds": 10.0}
 MEMBERS = [[0, "127.0.0.1:1"], [1, "127.0.0.1:2"]]
@@ -181,6 +166,17 @@ def test_a_meeting_point_listens_on(secret):
             with contextlib.closing(answered):
                 answered.send(**ENROL)
                 assert answered.wait(time.monotonic() + LONG)
+
+
+def test_a_number_without_a_float_is_no_message():
+    """The meeting point would fail later, where it adds the number to the time."""
+    with contextlib.closing(Meeting("127.0.0.1", 0, 1, LONG, OURS)) as service:
+        for grace, comes in ((10**400, False), (30, True)):
+            said = ENROL | {"settings": SETTINGS | {"grace_seconds": grace}}
+            channel = messages.connect(f"127.0.0.1:{service.port}", OURS, "meeting", LONG)
+            with contextlib.closing(channel):
+                channel.send(**said)
+                assert (channel.wait(time.monotonic() + LONG) is not None) == comes
 
 
 def test_an_error_ends_the_connection_that_it_came_by_and_no_other(monkeypatch, died, caplog):

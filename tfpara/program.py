@@ -271,8 +271,9 @@ def _shows_frames(error: BaseException) -> bool:
     if os.environ.get(FRAMES_VARIABLE, "") not in ("", "0"):
         return True
     behind = (raised := _original(error)).__context__
-    shown = behind is not None and not raised.__suppress_context__
-    return shown and whereabouts.line_of_error(behind) != ""
+    if behind is None or raised.__suppress_context__:
+        return False
+    return whereabouts.line_of_error(behind) != ""
 
 
 def _is_elastic() -> bool:

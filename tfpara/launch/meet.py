@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--start_seconds",
         type=float,
         default=300.0,
-        help="longest wait for the others of the first workers, in seconds, from the first one that "
-        "comes (default: 300)",
+        help="longest wait for the first workers, in seconds, once one of them has come "
+        "(default: 300)",
     )
     add(
         "--without_secret",
