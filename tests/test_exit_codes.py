@@ -142,6 +142,26 @@ def test_what_is_no_message_of_ours_has_its_traceback(capsys, monkeypatch):
         assert said.startswith("Traceback"), said
 
 
+def test_an_error_while_the_script_handles_another_shows_both(capsys, monkeypatch):
+    from tfpara.checks import checked_seconds
+
+    def call(suppress):
+        try:
+            raise KeyError("the script's own")
+        except KeyError as first:
+            if not suppress:
+                checked_seconds("x", -1)
+            try:
+                checked_seconds("x", -1)
+            except ValueError as second:
+                raise second from (None if suppress == "hidden" else first)
+
+    for suppress in (False, "hidden"):
+        said = shown(lambda s=suppress: (program.explain_errors(), call(s)), capsys, monkeypatch)
+        assert said.splitlines()[-1].startswith("ValueError: x=-1 must be a positive number of ")
+        assert ('KeyError: "the script\'s own"' in said) == (not suppress), said
+
+
 def in_a_thread(function):
     """What a call in a thread returns, or the error that it raises."""
     ends = []

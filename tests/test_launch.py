@@ -770,6 +770,26 @@ def test_an_elastic_worker_that_is_killed_before_training_is_started_again(place
     assert [line for line in out.splitlines() if "[worker 1]" in line][-1].endswith(last)
 
 
+def test_an_elastic_run_goes_on_where_a_worker_cannot_be_started_for_a_while(script, tmp_path):
+    member = _MEMBER.replace(
+        "        (directory / place).touch()\n",
+        """\
+        (directory / place).touch()
+        os.rename(sys.argv[0], sys.argv[0] + ".away")
+""",
+    )
+    program = script(f"#!{sys.executable}\n{member}").rename(tmp_path / "program")
+    program.chmod(0o755)
+    with Launched(
+        "-n", 2, "--elastic", "--", program, "formed", tmp_path, stderr=subprocess.STDOUT
+    ) as launched:
+        launched.read_until("worker 1 cannot be started: [Errno 2] No such file or directory")
+        os.rename(f"{program}.away", program)
+        code, output, _ = launched.finish()
+    assert code == 0, output
+    assert "restart 2 of 100" in output and "[worker 1] worker 1 joins" in output
+
+
 # Worker 0 fails with 3 after it has trained, or while worker 1 trains on.
 _FAILS = """
 import os, pathlib, sys, time

@@ -2,13 +2,17 @@
 
 import concurrent.futures
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from tfpara.cluster.meeting import Ended, Evicted, Left, Line, Meeting, MeetingError, Passed
+from tfpara.launch import meet as launch_meet
 
 TERMS = {"rule": "BSP()"}
 
@@ -344,3 +348,38 @@ def test_the_meeting_point_is_stopped_and_nobody_meets_for_it():
         # All is as before: they meet where they have reason to.
         form, *_ = meet(lines, 1, False)
         assert form.tasks == (0, 1, 2)
+
+
+# -- the program --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_program_serves_on_where_nobody_reads_what_it_prints(begins):
+    """It ends with 1 if training has not begun: it would not the next time either."""
+    command = [sys.executable, "-m", "tfpara.launch.meet", "-n", "1" if begins else "2"]
+    command += ["--start_seconds=1"]
+    environment = {**os.environ, "TFPARA_SECRET": "secret" * 3}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as program:
+        try:
+            address = program.stdout.readline().decode().strip().partition("=")[2]
+            program.stdout.close()
+            settings = {"min_workers": 2 - begins, "max_workers": None}
+            settings |= {"grace_seconds": 9.0, "silence_seconds": 9.0}
+            own = Line(address, b"secret" * 3, 4000, settings, 9.0)
+            if begins:
+                found([own])
+                own.done()
+            else:
+                with pytest.raises(Ended, match="2 workers were to begin, and 1 have come"):
+                    own.formed()
+                own.close()
+            assert program.wait(60.0) == (0 if begins else 1)
+        finally:
+            program.kill()
+
+
+@pytest.mark.parametrize("wrong", ["--port=70000", "--start_seconds=nan", "--start_seconds=-1"])
+def test_the_program_names_a_wrong_argument(wrong, capsys):
+    with pytest.raises(SystemExit) as ended:
+        launch_meet.main(["-n", "2", wrong])
+    assert ended.value.code == 2 and f"{wrong} must be " in capsys.readouterr().err

@@ -168,6 +168,17 @@ def test_a_meeting_point_listens_on(secret):
                 assert answered.wait(time.monotonic() + LONG)
 
 
+def test_a_number_without_a_float_is_no_message():
+    """The meeting point would fail later, where it adds the number to the time."""
+    with contextlib.closing(Meeting("127.0.0.1", 0, 1, LONG, OURS)) as service:
+        for grace, comes in ((10**400, False), (30, True)):
+            said = ENROL | {"settings": SETTINGS | {"grace_seconds": grace}}
+            channel = messages.connect(f"127.0.0.1:{service.port}", OURS, "meeting", LONG)
+            with contextlib.closing(channel):
+                channel.send(**said)
+                assert (channel.wait(time.monotonic() + LONG) is not None) == comes
+
+
 def test_an_error_ends_the_connection_that_it_came_by_and_no_other(monkeypatch, died, caplog):
     def hear(service, channel, message):
         assert "where" not in message

@@ -23,6 +23,7 @@ from launched import LAUNCH
 from tfpara import cluster, version
 from tfpara.cluster import messages, ports, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
+from tfpara.cluster.door import Door
 from tfpara.launch import meet
 from tfpara.parameter_server.control import lobby, member
 
@@ -142,6 +143,30 @@ def crowd(address, count=200):
         thread.join()
         for stranger in (slow, *silent):
             stranger.close()
+
+
+def test_strangers_leave_a_process_most_of_its_files(monkeypatch):
+    """The launcher starts workers again, which it could not do without a file more."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (40, 40))
+    listener = ports.bind("127.0.0.1", 0)
+    listener.listen(128)
+    door = Door(listener, OURS, "meeting", 1024)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    silent = [connect(address) for _ in range(30)]
+    for _ in silent:
+        door.poll()
+    alive = []
+    for stranger in silent:
+        assert stranger.recv(100).startswith(b"tfpara ")
+        stranger.setblocking(False)
+        try:
+            assert stranger.recv(100) == b""
+        except BlockingIOError:
+            alive.append(stranger)
+    assert alive == silent[-10:]
+    for stranger in silent:
+        stranger.close()
+    door.close()
 
 
 # -- the meeting of workers ---------------------------------------------------------------------

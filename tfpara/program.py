@@ -119,7 +119,7 @@ def _ran(
             sys.excepthook(type(error), error, error.__traceback__)
             first = str(error).strip().splitlines()[:1]
             return 1, False, f"the chief has failed: {': '.join([type(error).__name__, *first])}"
-        if _shows_frames():
+        if _shows_frames(error):
             traceback.print_exception(error)
         _say(name, sentence or told or "")
         return 1, _is_everyones(error), sentence or f"the chief has failed: {told}"
@@ -198,7 +198,7 @@ def _hook(previous: Callable[..., object]) -> Callable[..., None]:
         sentence = _sentence(error)
         if sentence is None and isinstance(error, KeyboardInterrupt) and _has_others():
             sentence = "interrupted"
-        if sentence is None or _shows_frames():
+        if sentence is None or _shows_frames(error):
             previous(kind, error, frames)
         if sentence is not None:
             name = "tfpara" if failures.is_of_tensorflow(error) else kind.__name__
@@ -236,11 +236,9 @@ def _raised_here(error: BaseException) -> BaseException | None:
     """Returns the error if a statement `raise` of tfpara's own has raised it; else None.
 
     Such an error has a message for users. One that Python or a library raises in tfpara's code is
-    a mistake of that code. AutoGraph raises errors anew, with frames in their message; of these
-    the original one is returned.
+    a mistake of that code. Of an error that AutoGraph has raised anew the original is returned.
     """
-    while error.__context__ is not None and "in user code:" in str(error):
-        error = error.__context__
+    error = _original(error)
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -250,6 +248,13 @@ def _raised_here(error: BaseException) -> BaseException | None:
     return error if raised and not isinstance(error, AssertionError) else None
 
 
+def _original(error: BaseException) -> BaseException:
+    """Returns the error that AutoGraph has raised anew, with frames in its message, or `error`."""
+    while error.__context__ is not None and "in user code:" in str(error):
+        error = error.__context__
+    return error
+
+
 def _is_everyones(error: BaseException | None) -> bool:
     """Returns whether all workers raise the error, at the same place."""
     return error is not None and (
@@ -257,8 +262,18 @@ def _is_everyones(error: BaseException | None) -> bool:
     )
 
 
-def _shows_frames() -> bool:
-    return os.environ.get(FRAMES_VARIABLE, "") not in ("", "0")
+def _shows_frames(error: BaseException) -> bool:
+    """Returns whether an error has its traceback beside its sentence.
+
+    It has where that is asked for, and where the script was handling another error, perhaps the
+    cause, of which the sentence says nothing.
+    """
+    if os.environ.get(FRAMES_VARIABLE, "") not in ("", "0"):
+        return True
+    behind = (raised := _original(error)).__context__
+    if behind is None or raised.__suppress_context__:
+        return False
+    return whereabouts.line_of_error(behind) != ""
 
 
 def _is_elastic() -> bool:
@@ -300,10 +315,10 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     """Ends the process, which is one of several, at once.
 
     Args:
-        code: its exit code, or a text to print, as `sys.exit` takes it.
+        code: its exit code, or what to print, as `sys.exit` takes it.
         orderly: whether the other workers come here, too, rather than to an error.
     """
-    if isinstance(code, str):
+    if not isinstance(code, int | None):
         print(code, file=sys.stderr)
     code = code if isinstance(code, int) else int(code is not None)
     if orderly and _strategy is not None:

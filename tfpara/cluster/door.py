@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import resource
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -18,6 +20,7 @@ from tfpara.typing import Json
 _PAUSE_SECONDS = 0.1
 _STRANGER_SECONDS = 10.0  # time for a stranger to be let in, from its connection
 _STRANGERS = 64  # number of strangers at a time, beside one for each process of the run
+_SHARE = 4  # strangers have one of so many of the files that this process may have open
 _NAMED = 8  # number of hosts with another secret that are named in the log
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ class Door:
         listener.setblocking(False)
         self.turned_away = ""
         self._listener, self._secret, self._purpose = listener, secret, purpose
-        self._most = _STRANGERS + guests
+        self._most = min(_STRANGERS + guests, _open_files() // _SHARE)
         self._strangers: dict[Channel, tuple[str, float]] = {}  # host and time of arrival; in order
         self._guests: set[Channel] = set()
         self._named: set[str] = set()
@@ -167,3 +170,9 @@ class Door:
                 run_secret.FILE_VARIABLE,
                 run_secret.VARIABLE,
             )
+
+
+def _open_files() -> int:
+    """Returns how many files this process may have open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if most == resource.RLIM_INFINITY else most

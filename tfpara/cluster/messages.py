@@ -29,6 +29,7 @@ _LONGEST_MESSAGE = 1 << 20  # bytes
 _LONGEST_OF_RUN = 1 << 24  # bytes, from who has shown that it knows the run's secret
 _LONGEST_GREETING = 64  # bytes
 _DEEPEST = 64  # objects and lists inside each other; Python refuses to send some thousand
+_LONGEST_NUMBER = 100  # digits; a longer whole number has no float, and could not be printed
 _READ = 1 << 16  # bytes
 _GREETING = re.compile(rb"tfpara ([0-9a-f]{32})")
 _FRAME = re.compile(rb"([0-9a-f]{64}) (.*)", re.DOTALL)
@@ -213,7 +214,7 @@ class Channel:
         text = self._signer.read(line) if self._signer else None
         if text is not None:
             with contextlib.suppress(ValueError, RecursionError):
-                message = json.loads(text)
+                message = json.loads(text, parse_int=_whole)
         elif self._caller:
             self.differs = line == _REFUSAL and not self.known
         elif _FRAME.fullmatch(line) and not self.known:
@@ -245,6 +246,17 @@ class Channel:
                 self._give_up()
         except OSError:  # the next read finds that the connection has ended
             self._leaving = b""
+
+
+def _whole(digits: str) -> int:
+    """Returns a whole number of a message.
+
+    Raises:
+        ValueError: it is too long for what is done with numbers here.
+    """
+    if len(digits) > _LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _is_flat(value: Json, levels: int) -> bool:

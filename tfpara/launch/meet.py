@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import signal
 import sys
 import threading
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--start_seconds",
         type=float,
         default=300.0,
-        help="longest wait for the first workers, in seconds (default: 300)",
+        help="longest wait for the first workers, in seconds, once one of them has come "
+        "(default: 300)",
     )
     add(
         "--without_secret",
@@ -53,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.workers < 1:
         parser.error(f"--workers={options.workers} must be at least 1")
+    if not 0 <= options.port <= 65535:
+        parser.error(f"--port={options.port} must be from 0 to 65535")
+    if not 0 < options.start_seconds < math.inf:
+        parser.error(f"--start_seconds={options.start_seconds:g} must be a positive number")
+    options.host = options.host.strip("[]")
     try:
         shared = secret.read()
         if not shared:
@@ -72,25 +80,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
     host = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"tfpara-meet: {ADDRESS}={host}:{meeting.port}", flush=True)
+    _say(f"{ADDRESS}={host}:{meeting.port}")
     told = 0
     while not over.wait(0.5):
         for generation in meeting.history[told:]:
             members = ", ".join(map(str, generation.members))
-            print(
-                f"tfpara-meet: generation {generation.number}: workers {members}: {generation.why}",
-                flush=True,
-            )
+            _say(f"generation {generation.number}: workers {members}: {generation.why}")
         told = len(meeting.history)
         if meeting.phase == "ended":
-            print(f"tfpara-meet: {meeting.why_ended}", flush=True)
+            _say(meeting.why_ended)
             break
         if meeting.is_deaf:  # its thread has printed the error
             return 2
     meeting.close()
     if meeting.is_complete:
         return 0
-    return exit_codes.restart() if meeting.phase == "ended" or meeting.has_begun else 1
+    return exit_codes.restart() if meeting.has_begun else 1
+
+
+def _say(text: str) -> None:
+    """Prints a line, for as long as anybody reads stdout; the run does not end with its reader."""
+    try:
+        print(f"tfpara-meet: {text}", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _no_secret(host: str, here: bool) -> str:

@@ -173,9 +173,10 @@ class Launcher:
         terminal = rank == 0 and sys.stdout.isatty()  # Keras draws a progress bar on a terminal
         out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
         err, err_end = os.pipe()
+        ear = parent.Ear()
         if rank in self._ears:
             self._ears[rank].close()
-        ear = self._ears[rank] = parent.Ear()
+        self._ears[rank] = ear
         try:
             worker = subprocess.Popen(
                 self._command,
@@ -186,6 +187,10 @@ class Launcher:
                 start_new_session=True,
                 pass_fds=(ear.writer,),
             )
+        except OSError:
+            os.close(out)
+            os.close(err)
+            raise
         finally:
             for descriptor in (out_end, err_end, ear.writer):
                 os.close(descriptor)
@@ -253,9 +258,11 @@ class Launcher:
             if event is None and due and now < deadline:
                 _, event = spared.pop(due[1])
                 if self._may_restart(event):
-                    running.add(event.rank)
-                    for thread in self._start(event.rank, end, tell_guardian):
-                        thread.start()
+                    if self._starts_now(event.rank, end, tell_guardian):
+                        running.add(event.rank)
+                    else:
+                        self._starts[event.rank] += 1
+                        spared[event.rank] = now + self._pause(event.rank), event
                 elif not self._can_spare(event, running, spared):
                     failure, deadline = event, now + SETTLE_SECONDS
             elif event is None and at_deadline == signal.SIGKILL and self._saves(running, saved_by):
@@ -327,9 +334,23 @@ class Launcher:
         self._processes.append(self._another(rank))
         self._starts.append(0)
         _say(f"{self._processes[rank].name} is added")
-        for thread in self._start(rank, end, tell_guardian):
+        if self._starts_now(rank, end, tell_guardian):
+            return {rank}
+        del self._processes[rank], self._starts[rank]
+        return set()
+
+    def _starts_now(
+        self, rank: int, end: contextlib.ExitStack, tell_guardian: Callable[[int], None]
+    ) -> bool:
+        """Starts a worker while others run; returns whether there are the means to."""
+        try:
+            threads = self._start(rank, end, tell_guardian)
+        except OSError as error:  # too many processes or open files, perhaps for a while
+            _say(f"{self._processes[rank].name} cannot be started: {error}")
+            return False
+        for thread in threads:
             thread.start()
-        return {rank}
+        return True
 
     def _remove(
         self, ends: object, running: set[int], spared: dict[int, tuple[float, _Exit]]
