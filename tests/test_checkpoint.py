@@ -946,6 +946,26 @@ def test_stopping_together_stops_at_the_next_sync():
     assert steps == [0, 1, 2, 3]
 
 
+@pytest.mark.one_version
+@pytest.mark.parametrize("stops", [False, True])
+def test_stopping_together_does_not_forget_that_the_run_is_to_leave(tmp_path, stops):
+    strategy, model = make(small=True)
+    # τ = 2, and the epoch ends with half a block, whose sync tells all of the wish to leave.
+    data, last = epoch_data(strategy, total=2 * STEPS - 2), STEPS - 2
+
+    def wish(batch, logs):
+        if batch == last - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        model.stop_training = stops and batch == last
+
+    ask = keras.callbacks.LambdaCallback(on_train_batch_end=wish)
+    callbacks = [ask, tfpara.callbacks.Checkpoint(tmp_path), tfpara.callbacks.StopTogether()]
+    with pytest.raises(tfpara.callbacks.Preempted):
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+    manifest = json.loads((max(tmp_path.glob("c*")) / "manifest.json").read_text())
+    assert manifest["position"] == {"epoch": 1, "steps": 0, "minibatches": 0, "finished": stops}
+
+
 def test_a_lesser_wish_does_not_replace_a_greater_one():
     from tfpara.sync.reports import Request
 

@@ -301,7 +301,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _act_on(self, request: Request) -> None:
         if request in _ANSWERED:
-            self.model.distribute_strategy.answered()
+            self.model.distribute_strategy.answered(*_ANSWERED)
             self._asked = Request.NOTHING
         if request == Request.LEAVE:
             if self.model.distribute_strategy.is_chief:
@@ -365,7 +365,7 @@ class StopTogether(keras.callbacks.Callback):
         """Takes back the wish to stop if `fit` has failed, so that the next `fit` does not stop."""
         if self._asked:
             self._asked = False
-            self.model.distribute_strategy.answered()
+            self.model.distribute_strategy.answered(Request.STOP)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._watch.begin(self.model)
@@ -381,7 +381,7 @@ class StopTogether(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
         asked = strategy.extended.synchronizer_of(self.model).agreement().request == Request.STOP
-        mine = bool(self.model.stop_training) or asked
+        mine = bool(self.model.stop_training) or self._asked or asked
         self.model.stop_training = any(strategy.everyones(mine, _WISHES))
-        strategy.answered()
+        strategy.answered(Request.STOP)
         self._asked = False
