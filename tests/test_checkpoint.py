@@ -547,6 +547,16 @@ def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itse
     assert older
 
 
+@pytest.mark.one_version
+def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(finished_run):
+    damage(finished_run / "checkpoint-00000002" / "manifest.json")
+    with pytest.warns(UserWarning, match="00000002.*the checkpoint before it"):
+        run(finished_run, epochs=1, small=True, keep=2)
+    assert {p.name[-1] for p in finished_run.glob("c*")} == {"1", "2", "3"}
+    run(finished_run, epochs=2, small=True, keep=2)
+    assert {p.name[-1] for p in finished_run.glob("c*")} == {"3", "4"}
+
+
 def test_a_missing_part_is_damage(finished_run):
     for path in finished_run.glob("checkpoint-*/part-00000.index"):
         path.unlink()

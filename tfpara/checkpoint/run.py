@@ -211,6 +211,7 @@ class Checkpoints:
                 return {**manifest["position"], "number": number}
             warnings.warn(f"{problem}; trying the checkpoint before it.", stacklevel=2)
             problems.append(problem)
+            self.store.damaged.add(number)
         if problems and if_damaged == "refuse":
             raise CheckpointError(
                 f"no checkpoint in {self.store.directory} can be used: {'; '.join(problems)}. To "
