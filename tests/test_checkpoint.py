@@ -708,6 +708,18 @@ def test_one_callback_in_several_fits(tmp_path):
 
 
 @pytest.mark.one_version
+def test_the_callback_of_a_fit_that_has_ended_goes_on_with_another_model(tmp_path):
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    for epoch in range(2):
+        strategy, model = make(small=True, seed=1 + epoch)
+        data, ends = epoch_data(strategy), {"initial_epoch": epoch, "epochs": epoch + 1}
+        model.fit(data, **ends, verbose=0, callbacks=[checkpoint])
+    whole = uninterrupted(small=True, epochs=2)[0]
+    assert_same(run(tmp_path, small=True, epochs=2)[0], whole)  # what was written
+    assert_same(everything(strategy, model), whole)
+
+
+@pytest.mark.one_version
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     from tfpara.checkpoint import store as checkpoint_store
 

@@ -144,9 +144,10 @@ class Checkpoint(keras.callbacks.Callback):
             elastic.states["checkpoints"] = self
             elastic.record = Path(self._directory) / "generations.jsonl"
         ended, self._ended = self._ended, False
-        if self._checkpoints is not None and (ended or elastic is not None):
+        former = self._checkpoints
+        if former is not None and former.is_of(self.model) and (ended or elastic is not None):
             if elastic is None or not elastic.joining:  # else another worker is the chief
-                self._checkpoints.lock()
+                former.lock()
                 self._listen()
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)

@@ -84,6 +84,10 @@ class Checkpoints:
         # Variables and values for `restore_epoch`.
         self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []
 
+    def is_of(self, model: keras.Model) -> bool:
+        """Returns whether they are of this model, and not of another one that looks alike."""
+        return self._model is model
+
     @property
     def synchronizer(self) -> Synchronizer:
         """The model's synchronizer."""
