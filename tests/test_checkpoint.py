@@ -848,6 +848,22 @@ def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
 
 
 @pytest.mark.one_version
+def test_asked_to_end_while_it_writes_the_last_checkpoint_it_leaves(tmp_path):
+    class Asking(Counter):
+        def get_state(self):
+            if len(list(tmp_path.glob("checkpoint-*"))) == 1:  # the second one is being written
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().get_state()
+
+    strategy, model = make(small=True)
+    strategy.keep_state("asking", Asking(0))
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    with pytest.raises(tfpara.callbacks.Preempted):
+        model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[checkpoint])
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+
+
+@pytest.mark.one_version
 @pytest.mark.parametrize("where", ["batch", "begin"])
 def test_the_callback_of_a_fit_that_failed_goes_on_in_the_next_one(tmp_path, where):
     """It failed in a batch, or once more before the first epoch after the checkpoint."""

@@ -25,6 +25,7 @@ from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 _WISHES = of_callback("StopTogether")
+_LEAVING = of_callback("Checkpoint")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # by Checkpoint; StopTogether answers STOP
 
 
@@ -234,6 +235,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._epoch, self._first = self._epoch + 1, 0
                 self._steps_before = self._steps = 0
                 self._save_at_boundary(finished=bool(self.model.stop_training))
+                self._leave_if_asked_meanwhile()
             self._ended = True
         finally:
             self._stand_down()
@@ -299,6 +301,17 @@ class Checkpoint(keras.callbacks.Callback):
         if wish > self._asked:
             strategy.request(wish)
             self._asked = wish
+
+    def _leave_if_asked_meanwhile(self) -> None:
+        """Leaves where a worker was asked to end while the last checkpoint was written.
+
+        No sync comes after it that would tell the others.
+        """
+        strategy = self.model.distribute_strategy
+        if strategy.extended.elastic is None and any(
+            strategy.everyones(self._termination.asked, _LEAVING)
+        ):
+            self._act_on(Request.LEAVE)
 
     def _act_on(self, request: Request) -> None:
         if request in _ANSWERED:
