@@ -284,6 +284,16 @@ class Store:
         cleared(dying)
 
 
+def _release_all() -> None:
+    for store in list(_LOCKS.values()):
+        store.release()
+
+
+# A lock is held until the last process has closed it. A process that a fork has made, such as one
+# that reads data, may live on where this one is killed, and would keep the next run out.
+os.register_at_fork(after_in_child=_release_all)
+
+
 def _mark(path: Path) -> dict[str, Json]:
     digest = hashlib.sha256()
     with open(path, "rb", opener=regular) as file:
