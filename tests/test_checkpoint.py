@@ -547,6 +547,16 @@ def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itse
     assert older
 
 
+@pytest.mark.one_version
+def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(finished_run):
+    damage(finished_run / "checkpoint-00000002" / "manifest.json")
+    with pytest.warns(UserWarning, match="00000002.*the checkpoint before it"):
+        run(finished_run, epochs=1, small=True, keep=2)
+    assert {p.name[-1] for p in finished_run.glob("c*")} == {"1", "2", "3"}
+    run(finished_run, epochs=2, small=True, keep=2)
+    assert {p.name[-1] for p in finished_run.glob("c*")} == {"3", "4"}
+
+
 def test_a_missing_part_is_damage(finished_run):
     for path in finished_run.glob("checkpoint-*/part-00000.index"):
         path.unlink()
@@ -698,6 +708,18 @@ def test_one_callback_in_several_fits(tmp_path):
 
 
 @pytest.mark.one_version
+def test_the_callback_of_a_fit_that_has_ended_goes_on_with_another_model(tmp_path):
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    for epoch in range(2):
+        strategy, model = make(small=True, seed=1 + epoch)
+        data, ends = epoch_data(strategy), {"initial_epoch": epoch, "epochs": epoch + 1}
+        model.fit(data, **ends, verbose=0, callbacks=[checkpoint])
+    whole = uninterrupted(small=True, epochs=2)[0]
+    assert_same(run(tmp_path, small=True, epochs=2)[0], whole)  # what was written
+    assert_same(everything(strategy, model), whole)
+
+
+@pytest.mark.one_version
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     from tfpara.checkpoint import store as checkpoint_store
 
@@ -826,6 +848,22 @@ def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
 
 
 @pytest.mark.one_version
+def test_asked_to_end_while_it_writes_the_last_checkpoint_it_leaves(tmp_path):
+    class Asking(Counter):
+        def get_state(self):
+            if len(list(tmp_path.glob("checkpoint-*"))) == 1:  # the second one is being written
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().get_state()
+
+    strategy, model = make(small=True)
+    strategy.keep_state("asking", Asking(0))
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
+    with pytest.raises(tfpara.callbacks.Preempted):
+        model.fit(epoch_data(strategy), epochs=1, verbose=0, callbacks=[checkpoint])
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+
+
+@pytest.mark.one_version
 @pytest.mark.parametrize("where", ["batch", "begin"])
 def test_the_callback_of_a_fit_that_failed_goes_on_in_the_next_one(tmp_path, where):
     """It failed in a batch, or once more before the first epoch after the checkpoint."""
@@ -944,6 +982,26 @@ def test_stopping_together_stops_at_the_next_sync():
     callbacks = [wish, count, tfpara.callbacks.StopTogether()]
     model.fit(epoch_data(strategy), epochs=3, verbose=0, callbacks=callbacks)
     assert steps == [0, 1, 2, 3]
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("stops", [False, True])
+def test_stopping_together_does_not_forget_that_the_run_is_to_leave(tmp_path, stops):
+    strategy, model = make(small=True)
+    # τ = 2, and the epoch ends with half a block, whose sync tells all of the wish to leave.
+    data, last = epoch_data(strategy, total=2 * STEPS - 2), STEPS - 2
+
+    def wish(batch, logs):
+        if batch == last - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        model.stop_training = stops and batch == last
+
+    ask = keras.callbacks.LambdaCallback(on_train_batch_end=wish)
+    callbacks = [ask, tfpara.callbacks.Checkpoint(tmp_path), tfpara.callbacks.StopTogether()]
+    with pytest.raises(tfpara.callbacks.Preempted):
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+    manifest = json.loads((max(tmp_path.glob("c*")) / "manifest.json").read_text())
+    assert manifest["position"] == {"epoch": 1, "steps": 0, "minibatches": 0, "finished": stops}
 
 
 def test_a_lesser_wish_does_not_replace_a_greater_one():

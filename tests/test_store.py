@@ -115,6 +115,31 @@ def test_a_lock_that_leads_to_another_file_does_not_empty_it(tmp_path, kind):
     store.release()
 
 
+def test_a_forked_process_that_lives_longer_does_not_hold_the_lock(tmp_path):
+    store = Store(tmp_path, 1)
+    store.lock()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os.read(reader, 1)  # until the other end is closed
+        os._exit(0)
+    try:
+        with (
+            open(tmp_path / "lock", "rb+") as lock,
+            pytest.raises(CheckpointError, match="in use"),
+        ):
+            Store(tmp_path, 1)._take(lock.fileno())
+        os.close(store._lock)  # as the end of this process does, by SIGKILL too
+        store._lock = None
+        other = Store(tmp_path, 1)
+        other.lock()
+        other.release()
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+
+
 def test_links_that_look_as_if_left_by_a_kill_go_and_what_they_lead_to_stays(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").touch()

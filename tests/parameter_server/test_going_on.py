@@ -294,6 +294,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_if_it_is_the_last(tmp_p
     ):
         history = train(again, model, 3, [tfpara.AsyncCheckpoint(tmp_path)])
     assert len(history.history["loss"]) == 2
+    # Three whole ones stay; the two that are damaged take no place among them.
+    assert {p.name[-1] for p in tmp_path.glob("checkpoint-*")} == {"1", "2", "3", "4", "5"}
     for path in tmp_path.glob("checkpoint-*/manifest.json"):
         path.write_text(json.dumps({"format": 1}))
     last, model = made()

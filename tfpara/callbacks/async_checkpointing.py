@@ -234,6 +234,7 @@ class AsyncCheckpoint(keras.callbacks.Callback):
             except CheckpointError as error:
                 warnings.warn(f"{error}; trying the checkpoint before it.", stacklevel=2)
                 problems.append(str(error))
+                self._store.damaged.add(number)
                 continue
             try:
                 self._check_run(number, manifest)

@@ -25,6 +25,7 @@ from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 _WISHES = of_callback("StopTogether")
+_LEAVING = of_callback("Checkpoint")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # by Checkpoint; StopTogether answers STOP
 
 
@@ -144,9 +145,10 @@ class Checkpoint(keras.callbacks.Callback):
             elastic.states["checkpoints"] = self
             elastic.record = Path(self._directory) / "generations.jsonl"
         ended, self._ended = self._ended, False
-        if self._checkpoints is not None and (ended or elastic is not None):
+        former = self._checkpoints
+        if former is not None and former.is_of(self.model) and (ended or elastic is not None):
             if elastic is None or not elastic.joining:  # else another worker is the chief
-                self._checkpoints.lock()
+                former.lock()
                 self._listen()
             return
         checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
@@ -233,6 +235,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._epoch, self._first = self._epoch + 1, 0
                 self._steps_before = self._steps = 0
                 self._save_at_boundary(finished=bool(self.model.stop_training))
+                self._leave_if_asked_meanwhile()
             self._ended = True
         finally:
             self._stand_down()
@@ -299,9 +302,20 @@ class Checkpoint(keras.callbacks.Callback):
             strategy.request(wish)
             self._asked = wish
 
+    def _leave_if_asked_meanwhile(self) -> None:
+        """Leaves where a worker was asked to end while the last checkpoint was written.
+
+        No sync comes after it that would tell the others.
+        """
+        strategy = self.model.distribute_strategy
+        if strategy.extended.elastic is None and any(
+            strategy.everyones(self._termination.asked, _LEAVING)
+        ):
+            self._act_on(Request.LEAVE)
+
     def _act_on(self, request: Request) -> None:
         if request in _ANSWERED:
-            self.model.distribute_strategy.answered()
+            self.model.distribute_strategy.answered(*_ANSWERED)
             self._asked = Request.NOTHING
         if request == Request.LEAVE:
             if self.model.distribute_strategy.is_chief:
@@ -365,7 +379,7 @@ class StopTogether(keras.callbacks.Callback):
         """Takes back the wish to stop if `fit` has failed, so that the next `fit` does not stop."""
         if self._asked:
             self._asked = False
-            self.model.distribute_strategy.answered()
+            self.model.distribute_strategy.answered(Request.STOP)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._watch.begin(self.model)
@@ -381,7 +395,7 @@ class StopTogether(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
         asked = strategy.extended.synchronizer_of(self.model).agreement().request == Request.STOP
-        mine = bool(self.model.stop_training) or asked
+        mine = bool(self.model.stop_training) or self._asked or asked
         self.model.stop_training = any(strategy.everyones(mine, _WISHES))
-        strategy.answered()
+        strategy.answered(Request.STOP)
         self._asked = False

@@ -84,6 +84,10 @@ class Checkpoints:
         # Variables and values for `restore_epoch`.
         self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []
 
+    def is_of(self, model: keras.Model) -> bool:
+        """Returns whether they are of this model, and not of another one that looks alike."""
+        return self._model is model
+
     @property
     def synchronizer(self) -> Synchronizer:
         """The model's synchronizer."""
@@ -211,6 +215,7 @@ class Checkpoints:
                 return {**manifest["position"], "number": number}
             warnings.warn(f"{problem}; trying the checkpoint before it.", stacklevel=2)
             problems.append(problem)
+            self.store.damaged.add(number)
         if problems and if_damaged == "refuse":
             raise CheckpointError(
                 f"no checkpoint in {self.store.directory} can be used: {'; '.join(problems)}. To "

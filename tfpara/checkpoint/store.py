@@ -54,6 +54,8 @@ class Store:
 
     Attributes:
         mark: identifies this run; the same on all its workers, and different in other runs.
+        damaged: numbers of checkpoints that this run could not use. They take no place among those
+            that stay, and go when so many newer ones are whole.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Store:
         self.directory = Path(directory)
         self._fields = fields
         self.mark = "0"
+        self.damaged: set[int] = set()
         self._keep = keep
         self._lock: int | None = None
 
@@ -207,7 +210,7 @@ class Store:
             raise CheckpointError(f"cannot write {prefix} ({_first_line(error)})") from error
 
     def commit(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Makes a checkpoint visible, and removes all but the `keep` newest.
+        """Makes a checkpoint visible, and removes those older than the `keep` newest whole ones.
 
         Raises:
             CheckpointError: the manifest cannot be written, or the directory not renamed.
@@ -224,8 +227,11 @@ class Store:
             raise CheckpointError(
                 f"cannot complete {self.path(number)} ({_first_line(error)})"
             ) from error
-        for old in self.numbers()[self._keep :]:
-            self.remove(old)
+        numbers = self.numbers()
+        whole = [number for number in numbers if number not in self.damaged][: self._keep]
+        for old in numbers:
+            if len(whole) == self._keep and old < whole[-1]:
+                self.remove(old)
 
     def abandon(self, number: int) -> None:
         """Removes a checkpoint that is being written."""
@@ -276,6 +282,16 @@ class Store:
         with contextlib.suppress(OSError):
             self.path(number).rename(dying)
         cleared(dying)
+
+
+def _release_all() -> None:
+    for store in list(_LOCKS.values()):
+        store.release()
+
+
+# A lock is held until the last process has closed it. A process that a fork has made, such as one
+# that reads data, may live on where this one is killed, and would keep the next run out.
+os.register_at_fork(after_in_child=_release_all)
 
 
 def _mark(path: Path) -> dict[str, Json]:

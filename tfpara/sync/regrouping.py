@@ -550,7 +550,7 @@ class Regrouping:
         synchronizer.start_from(synchronizer.broadcast_point())
         synchronizer.graph.block.give_up()
         synchronizer.graph._agreed.assign(ahead["agreed"])
-        synchronizer.graph.met()
+        synchronizer.graph.answered(Request.MEET)
 
     def slots(self) -> list[Slot]:
         """What travels to a worker that is behind, or new."""
@@ -629,7 +629,8 @@ class Regrouping:
         self._agreed = self._returns = False
         self.states.clear()  # of the callbacks of an earlier call
         for synchronizer in self._extended.synchronizers:
-            synchronizer.graph.met()  # who wanted in is told of this call, and asks again
+            # A worker that wanted in is told of this call, and asks again.
+            synchronizer.graph.answered(Request.MEET)
         if not self.joining and self._fit:
             self.line.begins(self._fit, self._histories)
         former = None
@@ -756,7 +757,7 @@ class Regrouping:
         request, alike = synchronizer.graph.agreed()
         # Who has no data left waits in a sync, and not for a meeting, until the others have none.
         if request == Request.MEET and alike:
-            synchronizer.graph.met()
+            synchronizer.graph.answered(Request.MEET)
             self.meet(failed=False)
         elif self.line.wanted:
             synchronizer.graph.request(Request.MEET)

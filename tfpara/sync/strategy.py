@@ -541,10 +541,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         position = self.extended.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 
-    def answered(self) -> None:
-        """Forgets the requests and the one agreed on; every worker calls it at the same sync."""
+    def answered(self, *requests: Request) -> None:
+        """Forgets these kinds of requests, and the one agreed on if it is such a one.
+
+        Others stay until they are answered. Every worker calls it at the same sync.
+        """
         for synchronizer in self.extended.synchronizers:
-            synchronizer.graph.answered()
+            synchronizer.graph.answered(*requests)
 
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
         """Sets the weight of a minibatch in the mean of the replicas, before the first step.

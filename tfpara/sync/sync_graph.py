@@ -499,17 +499,13 @@ class SyncGraph:
         request, running, replicas = self._agreed.numpy()
         return Request(int(request)), int(running) in (0, int(replicas))
 
-    def met(self) -> None:
-        """Forgets that members were to meet, and nothing else that is asked for."""
-        wish = self._request.read_value()
-        self._request.assign(tf.where(wish == float(Request.MEET), tf.zeros_like(wish), wish))
+    def answered(self, *requests: Request) -> None:
+        """Forgets the request of this worker, and the one agreed on, where it is one of these."""
+        if int(self._request) in requests:
+            self._request.assign(0.0)
         agreed = self._agreed.numpy()
-        self._agreed.assign([0.0 if agreed[0] == Request.MEET else agreed[0], *agreed[1:]])
-
-    def answered(self) -> None:
-        """Forgets the request of this worker and the one agreed on."""
-        self._request.assign(0.0)
-        self._agreed.assign(tf.zeros_like(self._agreed))
+        if int(agreed[0]) in requests:
+            self._agreed.assign([0.0, *agreed[1:]])
 
     def set_statistics(self, past: SyncStatistics) -> None:
         """Sets what this worker has counted and measured to what it was in the past."""
