@@ -1118,10 +1118,10 @@ def test_with_what_settings_a_run_of_version_0_1_goes_on(state, now, warmup, sai
         pytest.raises(tfpara.CheckpointError, match=said) if said else contextlib.nullcontext()
     )
     with refused:
-        check_run("run", {"run": of_0_1, "versions": versions()}, mine)
+        check_run("run", {"run": of_0_1, "versions": versions()}, mine, versions())
 
 
 def test_a_run_that_was_told_to_keep_its_momentum_does_not_go_on_with_another():
     theirs, mine = ({"local_state": state, "rule": "BSP()"} for state in ("keep", "auto"))
     with pytest.raises(tfpara.CheckpointError, match="local_state: the checkpoint has 'keep'"):
-        check_run("run", {"run": theirs, "versions": versions()}, mine)
+        check_run("run", {"run": theirs, "versions": versions()}, mine, versions())

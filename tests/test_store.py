@@ -119,12 +119,15 @@ def test_a_forked_process_that_lives_longer_does_not_hold_the_lock(tmp_path):
     store = Store(tmp_path, 1)
     store.lock()
     reader, writer = os.pipe()
+    told, tells = os.pipe()
     child = os.fork()
     if not child:
         os.close(writer)
+        os.write(tells, b"x")
         os.read(reader, 1)  # until the other end is closed
         os._exit(0)
     try:
+        os.read(told, 1)  # until the child runs, which closes its copy first of all
         with (
             open(tmp_path / "lock", "rb+") as lock,
             pytest.raises(CheckpointError, match="in use"),
@@ -138,6 +141,8 @@ def test_a_forked_process_that_lives_longer_does_not_hold_the_lock(tmp_path):
     finally:
         os.close(writer)
         os.waitpid(child, 0)
+        for end in (reader, told, tells):
+            os.close(end)
 
 
 def test_links_that_look_as_if_left_by_a_kill_go_and_what_they_lead_to_stays(tmp_path):
