@@ -53,10 +53,9 @@ def main() -> None:
             print(f"  {case}\n  {distances}")
         sys.stdout.flush()
         keras.utils.clear_session()
-    print(
-        f"{arguments.cases} cases: {len(failed)} differ {failed or ''}; the largest difference is "
-    )
-    print(f"  {worst:.2f} of what rounding allows")
+    numbers = f": {', '.join(map(str, failed))}" if failed else ""
+    print(f"{len(failed)} of {arguments.cases} cases differ{numbers}.")
+    print(f"The largest difference is {worst:.2f} of what rounding allows.")
     sys.exit(bool(failed))
 
 

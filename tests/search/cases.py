@@ -330,10 +330,16 @@ def _fit(case: Case, strategy, model, number: int, folder: Path, epochs: int):
     if case.resumed or case.resumed_on:
         callbacks = [tfpara.callbacks.Checkpoint(folder / f"case {case.number}")]
     if fit.arrays:
+        # TensorFlow gives the equal parts of a batch to the workers in turn.
+        by_part = [
+            worker * case.devices + device
+            for device in range(case.devices)
+            for worker in range(case.workers)
+        ]
         every = [
             minibatch(case, number, replica, step)
             for step in range(fit.steps)
-            for replica in range(case.replicas)
+            for replica in by_part
         ]
         x, y, weights = (np.concatenate(parts) for parts in zip(*every, strict=True))
         return model.fit(
