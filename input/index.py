@@ -24,7 +24,7 @@ VERSION = 1
 FILE_NAME = "index.json"
 SPLITS = ("train", "validation", "test")
 COLUMNS = ("shard", "offset", "length", "crc32", "frames", "id", "speaker")
-# What Python and NumPy raise on values of another kind, or out of proportion.
+# Errors of Python and NumPy on values of another kind, or out of proportion.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _REMEDY = "Prepare the corpus again with the program that made it, such as scripts.prepare_speech"
 

@@ -22,7 +22,7 @@ from scripts.benchmarks.systems import elements_of
 from tfpara import plan
 from tfpara.planner import calibrated_link
 
-# What the measured network has where no flag says otherwise: that of the benchmarks.
+# Sizes of the measured network where no flag gives them: those of the benchmarks' network.
 _SIZES = {"batch": 256, "inputs": 1320, "layers": 6, "width": 1024, "classes": 5723}
 
 

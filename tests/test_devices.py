@@ -1,4 +1,4 @@
-"""Which devices are this process's, with devices and a driver that are made up."""
+"""The devices of a process, with made-up lists of devices and a made-up driver."""
 
 import ctypes
 import types

@@ -83,7 +83,7 @@ raise Lost("a sync failed because worker 1 is gone.")
 
 
 def shown(make, capsys, monkeypatch):
-    """What a script prints that ends with the error of a call."""
+    """Returns the output of a script that ends with the error of a call."""
     monkeypatch.setattr(program, "_explains", False)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with pytest.raises(Exception) as caught:

@@ -62,54 +62,54 @@ class Faults:
         return call
 
 
+def failures_at_each_step(faults, folder, name, write):
+    """Writes over old files again and again, with a failure one step later each time.
+
+    Yields the step and the place, which is the first of the files or their folder. The last time
+    nothing fails.
+    """
+    for step in range(1, 100):
+        place = folder / str(step) / name
+        write(place, "old")
+        faults.fired, faults.countdown = False, step
+        with contextlib.suppress(Fault), files.whole(place) as scratch:
+            write(scratch, "new")
+        faults.countdown = 0
+        yield step, place
+        if not faults.fired:
+            break
+    assert not faults.fired and step > 10
+
+
 @pytest.mark.parametrize("swaps", [True, False], ids=["swapped", "renamed"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_failure_at_any_step_leaves_the_old_or_the_new(tmp_path, monkeypatch, after, swaps):
     """Also where the system cannot swap folders, so that there are two renames."""
     if not swaps:
         monkeypatch.setattr(files, "_exchange", lambda one, other: False)
-    faults = Faults(monkeypatch, after)
     seen = set()
-    for step in range(1, 100):
-        place = tmp_path / str(step) / "model"
-        write_model(place, "old")
-        faults.fired, faults.countdown = False, step
-        try:
-            with files.whole(place) as scratch:
-                write_model(scratch, "new")
-        except Fault:
-            pass
-        faults.countdown = 0
+    faults = Faults(monkeypatch, after)
+    for step, place in failures_at_each_step(faults, tmp_path, "model", write_model):
         assert content(place) in ("old", "new"), step
         seen.add(content(place))
         with files.whole(place) as scratch:
             write_model(scratch, "newer")
         assert content(place) == "newer"
         assert os.listdir(place.parent) == ["model"], step
-        if not faults.fired:
-            break
-    assert not faults.fired and step > 10 and seen == {"old", "new"}
+    assert seen == {"old", "new"}
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_failure_at_any_step_leaves_all_old_files_of_several_or_all_new(
     tmp_path, monkeypatch, after
 ):
-    faults = Faults(monkeypatch, after)
     seen = set()
-    for step in range(1, 100):
-        place = tmp_path / str(step) / "w.json"
-        write_set(place, "old")
-        faults.fired, faults.countdown = False, step
-        with contextlib.suppress(Fault), files.whole(place) as scratch:
-            write_set(scratch, "new")
-        faults.countdown = 0
+    faults = Faults(monkeypatch, after)
+    for step, place in failures_at_each_step(faults, tmp_path, "w.json", write_set):
         found = {path.read_text() for path in place.parent.glob("w*")}
         assert len(found) == 1 and len(list(place.parent.glob("w*"))) == 3, (step, found)
         seen |= found
-        if not faults.fired:
-            break
-    assert not faults.fired and step > 10 and seen == {"old", "new"}
+    assert seen == {"old", "new"}
 
 
 # Ends without any clean-up before the n-th operation, as SIGKILL does.

@@ -147,7 +147,7 @@ def test_files_have_the_global_model_and_replicas_stay_as_they_are(name, tmp_pat
 
 
 def test_a_file_within_a_block_waits_for_the_sync_beside_the_training(tmp_path, monkeypatch):
-    """Which writes the global model variable by variable."""
+    """The sync writes the global model variable by variable."""
     strategy = make(tfpara.BSP(), overlap=True, fragments=2)
     model = network(strategy)
     half, saved = threading.Event(), threading.Event()

@@ -237,7 +237,7 @@ def test_of_two_that_name_each_other_the_one_is_first_whom_the_other_named_first
         + f"""
 from tfpara.cluster import parent
 other = ["worker 1", "chief"][rank]
-# What it prints is the program's own, and says nothing to the launcher.
+# The launcher reads nothing from what this program prints.
 print(f"a sync failed because {{other}} (127.0.0.1:1) is gone", file=sys.stderr, flush=True)
 parent.tell(because=[other], at=time.monotonic() + 60 * (rank == {late}))
 if rank == 0: wait_for_end_of(1)

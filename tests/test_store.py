@@ -1,4 +1,4 @@
-"""What the folder of checkpoints does with damage, links, FIFOs and hostile files."""
+"""The folder of checkpoints with damage, links, FIFOs and hostile files in it."""
 
 import json
 import os

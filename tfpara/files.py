@@ -82,7 +82,7 @@ def holds_a_model_alone(folder: Path) -> bool:
 def regular(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a file, as the `opener` of Python's `open`; a FIFO or a device is refused.
 
-    Who opens a FIFO waits for its other end, and a device may have no end.
+    Opening a FIFO waits for its other end, and a device may have no end.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.

@@ -210,6 +210,11 @@ def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
     return float(max(memories, default=0.0))
 
 
+def minibatches_of_a_step(optimizer: keras.optimizers.Optimizer) -> int:
+    """Returns how many minibatches' gradients an optimizer adds up for a step."""
+    return optimizer.gradient_accumulation_steps or 1
+
+
 def told_of_fit(
     optimizer: keras.optimizers.Optimizer, steps: float, fitted: float, factor: float
 ) -> str:

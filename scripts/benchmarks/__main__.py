@@ -128,11 +128,11 @@ def main() -> None:
         "gpu": _gpu_systems,
     }[_SUITE.value]()
     systems = {name: systems[name] for name in beside_peers.chosen(list(systems))}
+    module = "gpu_worker" if _SUITE.value == "gpu" else "worker"
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
         measured = {}
         for name, (workers, options) in systems.items():
-            module = "gpu_worker" if _SUITE.value == "gpu" else "worker"
             measured[name] = measure(workers, options, module=f"scripts.benchmarks.{module}")
             print(f"round {number + 1}  {name}: {_short(measured[name])}", flush=True)
         rounds.append(measured)

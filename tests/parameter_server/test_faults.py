@@ -83,7 +83,7 @@ def test_all_end_with_the_chief(tmp_path):
     ids=["all", "the chief", "ps 0, as the workers die"],
 )
 def test_sigterm_gives_a_checkpoint_within_the_epoch_and_75_everywhere(tmp_path, asked, killed):
-    """Of all at once, as schedulers and the launcher send it, some twice; or of one process."""
+    """All get it at once, as from schedulers and the launcher, some twice; or one process does."""
     with start(tmp_path) as run:
         run["chief"].wait_for("minibatch")
         for number, names in ((signal.SIGTERM, asked), (signal.SIGKILL, killed)):

@@ -1,4 +1,4 @@
-"""What a model.json may say before a model is built from it."""
+"""The check of a model.json, before a model is built from it."""
 
 import json
 from pathlib import Path

@@ -124,7 +124,7 @@ def test_a_directory_in_which_a_run_is_under_way_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["tensorboard", "checkpoints", "deep/down"])
 def test_no_file_is_removed_that_a_link_leads_to(tmp_path, name):
-    """Of a folder that is a link; a link in place of a file goes, and what it leads to stays."""
+    """A link in place of a folder is refused; one in place of a file goes, and its target stays."""
     run_dir, mine = tmp_path / "run", tmp_path / "mine"
     begin(run_dir)
     (run_dir / "deep").mkdir()

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def tolerance(case: reference.Case) -> float:
-    """What rounding to float32, or to 16 bits on the wire, may come to."""
+    """The largest difference that rounding to float32, or to 16 bits on the wire, may make."""
     return {"none": 3e-5, "bf16": 1e-2, "fp16": 2e-3}[case.compression]
 
 

@@ -1,4 +1,4 @@
-"""What a run of replicas must come to, in NumPy, written from the pages of docs/ alone.
+"""The end of a run of replicas, in NumPy, written from the pages of docs/ alone.
 
 All numbers are float64, and no code of tfpara is used. `expected` trains the replicas of a case one
 after the other and applies the equations of docs/rules.md and docs/syncs.md between their blocks.
@@ -124,7 +124,7 @@ def loss_and_gradient(case: Case, vector: np.ndarray, batch: tuple) -> tuple[flo
 
 
 def divisor(case: Case, batch: tuple) -> float:
-    """What a minibatch's loss is divided by, which is how much a replica counts for it."""
+    """The divisor of a minibatch's loss, which is how much a replica counts for it."""
     return float(batch[2].sum()) if case.weighted == "sum" else float(len(batch[1]))
 
 
@@ -220,7 +220,7 @@ class Optimizer:
 
 
 def has_momentum(case: Case) -> bool:
-    """Whether the rule has a momentum of its own."""
+    """Returns whether the rule has a momentum of its own."""
     options = case.rule_options
     if case.rule == "bmuf":
         return block_momentum(case)(NEVER) > 0

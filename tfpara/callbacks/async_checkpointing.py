@@ -35,7 +35,7 @@ from tfpara.whole_number import checked_whole
 # Variables that older checkpoints do not have. They lack frozen weights, too.
 _LATER = ("books/minibatches", "local_rate")
 _FROZEN = "frozen/"
-_FIELDS = {"position.within": bool}  # of the manifest, besides what that of every run has
+_FIELDS = {"position.within": bool}  # the manifest's further keys
 _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all processes again."
 
 

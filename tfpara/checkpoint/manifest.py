@@ -16,7 +16,7 @@ from tfpara.typing import Json
 FORMAT = 2
 _ENDINGS = (".index", ".data-00000-of-00001")  # of the files that TensorFlow writes for a part
 _SUM = "sha256"
-# What every manifest has, and of which type; a key within another one follows a dot.
+# The keys of every manifest, and their types; a key within another one follows a dot.
 _FIELDS = {
     "files": dict,
     "workers": int,
@@ -42,7 +42,7 @@ def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
 
     Args:
         written: the bytes of its file.
-        fields: what such a checkpoint has besides, and of which type, as in `_FIELDS`.
+        fields: further keys of such a manifest, and their types, as in `_FIELDS`.
 
     Raises:
         ValueError: it is damaged, of another format, or of another kind of checkpoint.

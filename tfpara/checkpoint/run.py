@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tfpara.sync.strategy import PeriodicSyncStrategy
 
 IF_DAMAGED = ("refuse", "start")
-# What the manifest has besides what that of every run has, and of which type.
+# The manifest's further keys, beside those of every run, and their types.
 _FIELDS = {
     "replicas": int,
     "bucket_sizes": list,
@@ -454,7 +454,7 @@ class Parts:
         return value
 
 
-# What reading a part, or setting a state that it has, can raise.
+# Errors that come of reading a part, or of setting a state that it has.
 UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
 
 

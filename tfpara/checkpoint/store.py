@@ -50,7 +50,7 @@ class Store:
     Args:
         directory: path of the directory.
         keep: number of the newest checkpoints that stay.
-        fields: what the manifests of such a run have, and of which type, besides what all have.
+        fields: further keys of the manifests of such a run, beside those of all, and their types.
 
     Attributes:
         mark: identifies this run; the same on all its workers, and different in other runs.

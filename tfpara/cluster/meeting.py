@@ -181,7 +181,7 @@ class Meeting:
             while self._open:
                 self._listen()
         finally:
-            self._door.close()  # after an error, too: workers shall not wait for who does not hear
+            self._door.close()  # after an error, too, so that no worker waits for an answer
 
     def _listen(self) -> None:
         self._door.wait(_TICK_SECONDS)

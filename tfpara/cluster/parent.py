@@ -1,4 +1,4 @@
-"""What a process tells the launcher that has started it, and what its output cannot say safely.
+"""Messages of a process to the launcher that has started it, by a pipe of their own.
 
 The launcher gives each process the end of a pipe, and names it in TFPARA_LAUNCHER. A process writes
 lines of JSON: ``because`` (the names of the workers because of which it fails) with ``at`` (when it

@@ -82,7 +82,7 @@ class TensorFlowCollectives:
     @property
     def way(self) -> str:
         """How the workers are connected, for the user."""
-        return "NCCL" if self._communication == "nccl" else "a ring over gRPC"
+        return "NCCL" if self._by_nccl else "a ring over gRPC"
 
     @property
     def rank(self) -> int:
@@ -166,14 +166,18 @@ class TensorFlowCollectives:
         """Waits until every worker has called it."""
         self.all_gather(tf.zeros([1]), f"barrier/{name}")
 
+    def _order_now(self) -> tf.Tensor | list[int] | None:
+        """Returns the ranks in TensorFlow's order of the workers; None if that is by rank."""
+        return self._members.order() if self._members else self._order
+
     def _ordered(self, rows: tf.Tensor) -> tf.Tensor:
         """Returns rows that are by rank in TensorFlow's order of the workers."""
-        order = self._members.order() if self._members else self._order
+        order = self._order_now()
         return rows if order is None else tf.gather(rows, order)
 
     def _by_rank(self, rows: tf.Tensor) -> tf.Tensor:
         """Returns rows that are in TensorFlow's order of the workers by rank."""
-        order = self._members.order() if self._members else self._order
+        order = self._order_now()
         return rows if order is None else tf.gather(rows, tf.math.invert_permutation(order))
 
     @contextlib.contextmanager

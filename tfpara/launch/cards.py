@@ -1,10 +1,10 @@
-"""Which GPUs each process of a launcher gets. TensorFlow is not imported."""
+"""The GPUs that each process of a launcher gets. TensorFlow is not imported."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 
+from tfpara.cluster import cuda
 from tfpara.launch.clusters import LaunchError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -22,13 +22,7 @@ def of_machine(environ: Mapping[str, str]) -> list[str]:
         # CUDA leaves out an entry of −1, and all that follow it.
         end = names.index("-1") if "-1" in names else len(names)
         return [name for name in names[:end] if name]
-    count = ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    except (OSError, AttributeError):
-        return []
-    return [] if failed else [str(number) for number in range(count.value)]
+    return [str(number) for number in range(cuda.count())]
 
 
 def divided(cards: Sequence[str], workers: int, per_worker: int | None) -> list[dict[str, str]]:

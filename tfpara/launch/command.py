@@ -173,14 +173,13 @@ def _processes(
         options: the parsed flags.
         stores: closes the store that is served for Horovod's processes.
     """
+    gpus = _gpus(options, options.workers)
     if not options.ps:
         environments = _environments(options, stores)
-        gpus = _gpus(options, options.workers)
         return [
             launch_workers.Process(cluster.label(rank), {**environment, **gpus[rank]})
             for rank, environment in enumerate(environments)
         ]
-    gpus = _gpus(options, options.workers)
     views = local_async_clusters(options.workers, options.ps, options.host, options.port)
     common = _common(options, len(views))
     return [

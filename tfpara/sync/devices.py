@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Sequence
 
 import tensorflow as tf
+
+from tfpara.cluster import cuda
 
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 
@@ -63,15 +64,4 @@ def card_of(gpu: str) -> str | None:
     Args:
         gpu: the name of a device of this process, which ends with "GPU:" and its number.
     """
-    number = cards_of_gpus()[int(gpu.rpartition(":")[2])]
-    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        failed = (
-            driver.cuInit(0)
-            or driver.cuDeviceGet(ctypes.byref(device), number)
-            or driver.cuDeviceGetUuid(ctypes.byref(uuid), device)
-        )
-    except (OSError, AttributeError):
-        return None
-    return None if failed else bytes(uuid).hex()
+    return cuda.identifier(cards_of_gpus()[int(gpu.rpartition(":")[2])])

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.sync.fingerprint import differences
+from tfpara.sync.start_line import counted
 from tfpara.typing import Json, Nest
 
 # TensorFlow's finding of a dataset's batch size, by which it divides batches between replicas.
@@ -252,7 +253,7 @@ def check_files(dataset: tf.data.Dataset, workers: int) -> None:
     count = files_of(dataset)
     if count is not None and count < workers:
         raise ValueError(
-            f"the dataset reads {count} file{'s' if count != 1 else ''}, and files are divided "
+            f"the dataset reads {counted(count, 'file')}, and files are divided "
             f"among the {workers} workers. Write the data to at least {workers} files, or let all "
             "workers read all of them and divide the batches: options = tf.data.Options(); "
             "options.experimental_distribute.auto_shard_policy = "

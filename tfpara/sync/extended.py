@@ -45,6 +45,7 @@ from tfpara.keras_model import (
     hyperparameters,
     is_seed,
     memory_of,
+    minibatches_of_a_step,
     momentum_of,
     optimizers,
     told_of_fit,
@@ -88,7 +89,7 @@ from tfpara.sync.settings import (
     warn_of_outlasting_momentum,
 )
 from tfpara.sync.sized_rule import check_sizes
-from tfpara.sync.start_line import in_words
+from tfpara.sync.start_line import counted, in_words
 from tfpara.sync.statistics import NO_SYNCS
 from tfpara.sync.synchronizer import Synchronizer
 from tfpara.sync.watchdog import Watchdog
@@ -901,9 +902,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         ]
         agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
         for optimizer in optimizers(model):
-            steps = self._steps_of_a_block(settings.sync_period) / (
-                optimizer.gradient_accumulation_steps or 1
-            )
+            steps = self._steps_of_a_block(settings.sync_period) / minibatches_of_a_step(optimizer)
             warn_of_outlasting_momentum(settings, optimizer, steps)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
@@ -1078,7 +1077,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if rows is not None and rows < replicas and not self._members_change:
             self._told_of_idle = True
             self.note(
-                f"fit divides batches of {rows} row{'s' if rows != 1 else ''} among {replicas} "
+                f"fit divides batches of {counted(rows, 'row')} among {replicas} "
                 f"replicas, which leaves {replicas - rows} of them without a row in the whole run. "
                 f"Give batch_size={replicas} at least, better a multiple of it: docs/data.md"
             )
@@ -1127,7 +1126,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block
-        accumulated = optimizer.gradient_accumulation_steps or 1
+        accumulated = minibatches_of_a_step(optimizer)
         memory = accumulated / (1.0 - momentum_of(optimizer))
         if block < steps < 2 * block and 0 < rest < memory < block:
             self.note(
@@ -1140,9 +1139,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
         if self.sync_period is None:
             return  # as in a warm start
-        steps = self._steps_of_a_block(self.sync_period) / (
-            optimizer.gradient_accumulation_steps or 1
-        )
+        steps = self._steps_of_a_block(self.sync_period) / minibatches_of_a_step(optimizer)
         fitted, factor = in_a_block(memory_of(optimizer), steps)
         text = told_of_fit(optimizer, steps, float(fitted), float(factor))
         if text:
@@ -1159,7 +1156,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if not self.settings.fits_momentum(optimizer):
             return None
         block = self._blocks[_values.values_util.get_current_replica_id_as_int()]
-        steps = block.read_value() / (optimizer.gradient_accumulation_steps or 1)
+        steps = block.read_value() / minibatches_of_a_step(optimizer)
         return in_a_block(memory_of(optimizer), steps)
 
     def _steps_of_a_block(self, period: int | None) -> float:

@@ -137,19 +137,21 @@ def _compiled_by_default(resolve: Method) -> Method:
             return resolve(model)
         if not any("GPU" in device.upper() for device in strategy.extended.worker_devices):
             return False
-        with _without_strategy(model):
+        with _holding(model, "_distribute_strategy", None):
             return resolve(model)
 
     return resolving
 
 
 @contextlib.contextmanager
-def _without_strategy(model: keras.Model) -> Iterator[None]:
-    former, model._distribute_strategy = model._distribute_strategy, None
+def _holding(model: keras.Model, attribute: str, value: object) -> Iterator[None]:
+    """Gives an attribute of a model another value for a while, past the checks of its property."""
+    former = getattr(model, attribute)
+    setattr(model, attribute, value)
     try:
         yield
     finally:
-        model._distribute_strategy = former
+        setattr(model, attribute, former)
 
 
 def _compiled_by_replica(make: Method) -> Method:
@@ -164,12 +166,8 @@ def _compiled_by_replica(make: Method) -> Method:
             return make(model, step)
         if step.__name__ == "train_step" and model.trainable_variables:
             build_optimizers(model)  # XLA makes no variables
-        # The attribute, since to set the property would look at all layers again.
-        former, model._jit_compile = model._jit_compile, False
-        try:
+        with _holding(model, "_jit_compile", False):
             return make(model, CompiledStep(step))
-        finally:
-            model._jit_compile = former
 
     return making
 
@@ -309,18 +307,16 @@ def _together(fit: Method) -> Method:
         strategy = _strategy(model)
         if strategy is None:
             return fit(model, *args, **kwargs)
-        given = signature.bind(model, *args, **kwargs).arguments
-        _refuse_spent(given)
+        bound = signature.bind(model, *args, **kwargs)
+        _refuse_spent(bound.arguments)
         extended = strategy.extended
-        begins = given.get("initial_epoch", 0)
+        in_fit = extended.in_fit(model, bound.arguments.get("initial_epoch", 0))
         changing: Any = extended.elastic or extended.replay
         if changing is not None:
-            bound = signature.bind(model, *args, **kwargs)
             _deal_out(strategy, changing.began, bound.arguments)
             changing.check(model, bound.arguments)
             args, kwargs = bound.args[1:], bound.kwargs
         elastic = changing.training(model) if changing else contextlib.nullcontext()
-        in_fit = extended.in_fit(model, begins)
         with program.noting(), in_fit, _with_data("fit", strategy), elastic:
             if extended.elastic is not None:
                 history = extended.elastic.fit(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfpara.keras_model import optimizers
+from tfpara.keras_model import minibatches_of_a_step, optimizers
 from tfpara.sync.replicas import ReplicaVariables
 from tfpara.sync.settings import Settings
 from tfpara.typing import Variable
@@ -68,7 +68,7 @@ def replica_variables(
         frozen=components(frozen),
         moments=moments,
         counts=components([optimizer._iterations for optimizer in counting]),
-        cycles=[optimizer.gradient_accumulation_steps or 1 for optimizer in counting],
+        cycles=[minibatches_of_a_step(optimizer) for optimizer in counting],
         rates=components([o.learning_rate for o in optimizers(model) if _rate_can_be_set(o)]),
     )
 

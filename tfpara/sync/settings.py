@@ -14,6 +14,7 @@ from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import checked_averages, checked_period, checked_seconds, versions
 from tfpara.collectives.choice import COLLECTIVES, COMMUNICATIONS
 from tfpara.keras_model import inner, is_normalised, memory_can_change, memory_of, momentum_of
+from tfpara.sync.start_line import counted
 from tfpara.typing import Json
 from tfpara.whole_number import checked_whole
 
@@ -306,8 +307,8 @@ def few_syncs(syncs: int, replicas: int) -> str:
     if replicas < _MANY or syncs >= enough:
         return ""
     return (
-        f"fit has {syncs} sync{'s' if syncs != 1 else ''} of {replicas} replicas. With fewer than "
-        f"some {enough} their model falls behind that of one replica: take a shorter sync_period, "
+        f"fit has {counted(syncs, 'sync')} of {replicas} replicas. With fewer than some {enough} "
+        f"their model falls behind that of one replica: take a shorter sync_period, "
         "if only in the first epoch (callbacks.SyncPeriod), or more epochs: docs/rules.md"
     )
 

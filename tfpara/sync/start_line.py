@@ -1,4 +1,4 @@
-"""What a strategy says of itself where it is made."""
+"""The line that a strategy prints where it is made."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def start_line(
         '1 worker, 1 replica; BSP every 20 steps; on GPU:0'
     """
     replicas = workers * len(devices)
-    who = f"{_counted(workers, 'worker')}, {_counted(replicas, 'replica')}"
+    who = f"{counted(workers, 'worker')}, {counted(replicas, 'replica')}"
     if replicas > 1 and divided:
         rows = max(1, 64 // replicas)
-        who += f": each batch of {rows * replicas} is {_counted(rows, 'row')} for each"
+        who += f": each batch of {rows * replicas} is {counted(rows, 'row')} for each"
     parts = [who, f"{in_words(rule)}, no syncs" if period is None else ""]
     if period is not None:
         parts[1] = f"{in_words(rule)} every {'step' if period == 1 else f'{period} steps'}"
@@ -65,5 +65,6 @@ def in_words(given: Rule | Average) -> str:
     return type(given).__name__ + (f" ({', '.join(told)})" if told else "")
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def counted(number: int, what: str) -> str:
+    """Returns a number of things in words, such as "1 row" or "2 rows"."""
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -32,7 +32,7 @@ from tfpara.sync.regrouping import Regrouping
 from tfpara.sync.reports import Request
 from tfpara.sync.settings import Settings
 from tfpara.sync.sized_rule import check_sizes
-from tfpara.sync.start_line import start_line
+from tfpara.sync.start_line import counted, start_line
 from tfpara.sync.statistics import SyncStatistics
 from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
@@ -283,9 +283,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
-        def counted(number: int, what: str) -> str:
-            return f"{number} {what}{'s' * (number != 1)}"
-
         count = f"{counted(self.num_workers, 'worker')}, {counted(self.num_replicas, 'replica')}"
         period = "no syncs" if self.sync_period is None else f"sync_period={self.sync_period}"
         averages = f", averages={self.averages}" if self.averages else ""

@@ -1,0 +1,38 @@
+"""The cards of this machine, as CUDA's driver tells them; TensorFlow is not needed for it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+
+def count() -> int:
+    """Returns the number of cards that this process may use; 0 without a driver."""
+    found = ctypes.c_int()
+    told = _told(lambda driver: driver.cuDeviceGetCount(ctypes.byref(found)))
+    return found.value if told else 0
+
+
+def identifier(card: int) -> str | None:
+    """Returns an identifier that no other card has on any machine; None if the driver has none.
+
+    Args:
+        card: the number that CUDA gives the card in this process.
+    """
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    told = _told(
+        lambda driver: (
+            driver.cuDeviceGet(ctypes.byref(device), card)
+            or driver.cuDeviceGetUuid(ctypes.byref(uuid), device)
+        )
+    )
+    return bytes(uuid).hex() if told else None
+
+
+def _told(ask: Callable[[ctypes.CDLL], int]) -> bool:
+    """Calls functions of the driver, which return 0; returns whether they are there and did."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        return not (driver.cuInit(0) or ask(driver))
+    except (OSError, AttributeError):
+        return False
