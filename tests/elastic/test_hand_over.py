@@ -111,7 +111,7 @@ def test_who_takes_over_has_all_or_nothing(breaks_at):
     history.epoch = []
     block = types.SimpleNamespace(give_up=lambda: done.append("block"))
     graph = types.SimpleNamespace(
-        block=block, _agreed=tf.Variable([0.0]), met=lambda: done.append("met")
+        block=block, _agreed=tf.Variable([0.0]), answered=done.append
     )
     synchronizer = types.SimpleNamespace(
         graph=graph, broadcast_point=list, start_from=lambda weights: done.append("start")
@@ -134,4 +134,4 @@ def test_who_takes_over_has_all_or_nothing(breaks_at):
     assert [v.numpy().tolist() for v in variables] == [[float(whole)]] * 2
     assert holder.weights[0].tolist() == [float(whole)] * 2
     assert history.epoch == ([0, 1] if whole else [])
-    assert done == (["start", "block", "met"] if whole else [])
+    assert done == (["start", "block", Request.MEET] if whole else [])
