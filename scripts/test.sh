@@ -73,8 +73,8 @@ if [ "$stack" = full ]; then
   "$venv/bin/mypy" >"$types" 2>&1 &
   checks_types=$!
 else
-  # Another TensorFlow may break what uses its private names (tfpara/sync/extended.py, keras_hooks.py,
-  # division.py, failures.py), its collectives, iterators, servers and checkpoints, and so programs
+  # Another TensorFlow may break what uses its private names (tfpara/sync/tensorflow, sync/keras,
+  # same_data.py, failures.py), its collectives, iterators, servers and checkpoints, and so programs
   # as a whole. These run here, with one case of each test that is not marked "all_cases". What is left out:
   # rules, schedules, features and recipes, which use public names; the launcher, engines, the
   # meetings and what watches over them, which do not use TensorFlow; what calls and resets Keras'

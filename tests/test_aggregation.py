@@ -4,22 +4,22 @@ import types
 
 import pytest
 
-from tfpara.sync import aggregation
+from tfpara.sync.one_sync import placement
 
-LARGE, SMALL = aggregation.SHARDED_FROM_BYTES // 4, 1000
+LARGE, SMALL = placement.SHARDED_FROM_BYTES // 4, 1000
 
 
 @pytest.mark.parametrize(
     ("workers", "devices", "elements", "full_duplex", "expected"),
     [
-        (1, 1, LARGE, True, aggregation.Replicated),
-        (1, 2, LARGE, True, aggregation.Sharded),
-        (2, 1, LARGE, True, aggregation.Sharded),
-        (2, 1, LARGE - 1, True, aggregation.Replicated),
-        (2, 1, LARGE, False, aggregation.Replicated),
-        (2, 2, LARGE, False, aggregation.Replicated),
-        (3, 1, LARGE, False, aggregation.Sharded),
-        (1, 2, LARGE, False, aggregation.Sharded),
+        (1, 1, LARGE, True, placement.Replicated),
+        (1, 2, LARGE, True, placement.Sharded),
+        (2, 1, LARGE, True, placement.Sharded),
+        (2, 1, LARGE - 1, True, placement.Replicated),
+        (2, 1, LARGE, False, placement.Replicated),
+        (2, 2, LARGE, False, placement.Replicated),
+        (3, 1, LARGE, False, placement.Sharded),
+        (1, 2, LARGE, False, placement.Sharded),
     ],
 )
 def test_large_models_are_sharded_unless_two_workers_take_turns(
@@ -28,6 +28,6 @@ def test_large_models_are_sharded_unless_two_workers_take_turns(
     collectives = types.SimpleNamespace(size=workers, rank=0, full_duplex=full_duplex)
     names = [f"CPU:{number}" for number in range(devices)]
     buckets = [elements - SMALL, SMALL]
-    assert type(aggregation.choose("auto", buckets, collectives, names)) is expected
-    for asked, kind in (("sharded", aggregation.Sharded), ("replicated", aggregation.Replicated)):
-        assert type(aggregation.choose(asked, buckets, collectives, names)) is kind
+    assert type(placement.choose("auto", buckets, collectives, names)) is expected
+    for asked, kind in (("sharded", placement.Sharded), ("replicated", placement.Replicated)):
+        assert type(placement.choose(asked, buckets, collectives, names)) is kind

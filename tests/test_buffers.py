@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfpara.sync.buffers import Layout
+from tfpara.sync.one_sync.buckets import Layout
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=6)
 

@@ -1005,7 +1005,7 @@ def test_stopping_together_does_not_forget_that_the_run_is_to_leave(tmp_path, st
 
 
 def test_a_lesser_wish_does_not_replace_a_greater_one():
-    from tfpara.sync.reports import Request
+    from tfpara.sync.one_sync.reports import Request
 
     strategy, model = make(small=True)
     model.fit(epoch_data(strategy), epochs=1, verbose=0)

@@ -6,7 +6,7 @@ import types
 import pytest
 import tensorflow as tf
 
-from tfpara.sync import devices
+from tfpara.sync.tensorflow import devices
 
 # As TensorFlow lists them on each of two workers, of which the second has a GPU more.
 TWO_WORKERS = [

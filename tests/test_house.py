@@ -11,6 +11,13 @@ MODULES = {
     for path in PACKAGE.rglob("*.py")
 }
 
+# Imports that remain to be turned round: for types alone.
+KNOWN = {
+    "tfpara.sync.tensorflow.extended": ("tfpara.sync.elastic.rejoin", "tfpara.sync.replaying"),
+    "tfpara.parameter_server.errors": ("tfpara.parameter_server.strategy",),
+    "tfpara.parameter_server.fit": ("tfpara.parameter_server.strategy",),
+}
+
 
 def place_of(module):
     """The row of the table in which a module is."""
@@ -20,10 +27,10 @@ def place_of(module):
     return f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py"
 
 
-def imports(module):
-    """The places that a module imports, also within functions."""
+def imported(path):
+    """The modules of tfpara that a file imports, also within functions."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -33,9 +40,14 @@ def imports(module):
         for name in names:
             while name.split(".")[0] == "tfpara" and name not in MODULES:
                 name = name.rpartition(".")[0]
-            if name in MODULES:
-                found.add(place_of(name))
-    return found - {place_of(module)}
+            if name in MODULES and MODULES[name] != path:
+                found.add(name)
+    return found
+
+
+def imports(module):
+    """The places that a module imports."""
+    return set(map(place_of, imported(MODULES[module]))) - {place_of(module)}
 
 
 def rows():
@@ -66,11 +78,40 @@ def test_every_place_has_a_row_and_imports_what_it_says_from_rows_above():
     assert found["examples/"] == {"__init__.py"}
 
 
-def test_every_file_of_a_synchronous_run_is_spoken_of():
+def rooms():
+    """The rooms of a synchronous run, from the bottom up: name, files."""
     text = (ROOT / "docs" / "design.md").read_text().split("Within `sync/`", 1)[1].split("\n\n")[1]
-    named = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in text.splitlines()))
-    there = {path.stem for path in (PACKAGE / "sync").glob("*.py")} - {"__init__"}
-    assert sorted(named) == sorted(there)
+    for line in text.splitlines()[2:]:
+        room, files, _ = line.strip("|").split("|")
+        yield room.strip(" `/"), re.findall(r"`(\w+)`", files)
+
+
+def test_every_file_of_a_synchronous_run_is_in_its_room_and_imports_from_rooms_above():
+    said, files_above = {}, {}
+    for room, files in rooms():
+        place = "tfpara.sync" if room == "sync" else f"tfpara.sync.{room}"
+        for file in files:
+            module = f"{place}.{file}"
+            for name in imported(MODULES[module]):
+                if name.startswith("tfpara.sync."):
+                    own = name.rpartition(".")[0] == place or name in KNOWN.get(module, ())
+                    assert own or name in files_above, f"{module} imports {name}"
+            said[module] = True
+        files_above.update(said)
+    there = {m for m in MODULES if m.startswith("tfpara.sync.")}
+    assert set(said) == {m for m in there if MODULES[m].name != "__init__.py"}
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Also within functions, and where types alone are imported."""
+    graph = {module: imported(path) - {"tfpara"} for module, path in MODULES.items()}
+    for module, known in KNOWN.items():
+        graph[module] -= set(known)
+    while graph:
+        free = [module for module, names in graph.items() if not names & set(graph)]
+        assert free, f"a circle among {sorted(graph)}"
+        for module in free:
+            del graph[module]
 
 
 def public_rows():

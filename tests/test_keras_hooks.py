@@ -1,4 +1,4 @@
-"""Tests of tfpara/sync/keras_hooks.py in one process, which is made another worker by saying so."""
+"""Tests of tfpara/sync/keras/hooks.py in one process, which is made another worker by saying so."""
 
 import csv
 import gc
@@ -16,9 +16,9 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
 from tfpara import files
-from tfpara.sync.aggregation import Sharded
-from tfpara.sync.global_state import GlobalState
-from tfpara.sync.synchronizer import Synchronizer
+from tfpara.sync.one_sync.global_state import GlobalState
+from tfpara.sync.one_sync.placement import Sharded
+from tfpara.sync.one_sync.synchronizer import Synchronizer
 
 K = keras.callbacks
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")

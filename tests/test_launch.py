@@ -735,7 +735,7 @@ for pid in open(sys.argv[1]).read().split():
 _MEMBER = """
 import os, pathlib, signal, sys
 from tfpara.cluster import secret
-from tfpara.cluster.meeting import ADDRESS, NAME, Line
+from tfpara.elastic.meeting import ADDRESS, NAME, Line
 place, directory = sys.argv[1], pathlib.Path(sys.argv[2])
 name = os.environ[NAME]
 def here(where):
@@ -794,7 +794,7 @@ def test_an_elastic_run_goes_on_where_a_worker_cannot_be_started_for_a_while(scr
 _FAILS = """
 import os, pathlib, sys, time
 from tfpara.cluster import secret
-from tfpara.cluster.meeting import ADDRESS, NAME, Ended, Line
+from tfpara.elastic.meeting import ADDRESS, NAME, Ended, Line
 when, again = sys.argv[1], pathlib.Path(sys.argv[2]) / "again"
 settings = {"min_workers": 1, "max_workers": None, "grace_seconds": 9.0, "silence_seconds": 9.0}
 name = os.environ[NAME]
@@ -838,7 +838,7 @@ _REFUSES = """
 import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: print("refused", flush=True))
 from tfpara.cluster import secret
-from tfpara.cluster.meeting import ADDRESS, NAME, Line
+from tfpara.elastic.meeting import ADDRESS, NAME, Line
 settings = {"min_workers": 1, "max_workers": None, "grace_seconds": 9.0, "silence_seconds": 9.0}
 line = Line(os.environ[ADDRESS], secret.read(), 1, settings, 9.0, name=os.environ[NAME])
 assert line.ready(line.formed().number)

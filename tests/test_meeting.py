@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tfpara.cluster.meeting import Ended, Evicted, Left, Line, Meeting, MeetingError, Passed
+from tfpara.elastic.meeting import Ended, Evicted, Left, Line, Meeting, MeetingError, Passed
 from tfpara.launch import meet as launch_meet
 
 TERMS = {"rule": "BSP()"}

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfpara.cluster.membership import Limits, Membership
+from tfpara.elastic.membership import Limits, Membership
 
 TERMS = {"rule": "BSP()", "model": "(3, 2) float32"}
 

@@ -17,7 +17,7 @@ from cluster_of_processes import free_ports
 from tfpara import cluster, version
 from tfpara.cluster import messages, ports, startup, whereabouts
 from tfpara.cluster.asynchronous import AsyncCluster
-from tfpara.cluster.meeting import Line, Meeting, MeetingError
+from tfpara.elastic.meeting import Line, Meeting, MeetingError
 from tfpara.parameter_server.control import lobby, member
 
 LONG = 60.0  # seconds; reached only by a hang

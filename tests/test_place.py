@@ -16,7 +16,7 @@ from tfpara.cluster.place import (
 )
 from tfpara.cluster.whereabouts import Row, mute, silent, waiting_line
 from tfpara.cluster.whereabouts import apart as wait_apart
-from tfpara.sync.reports import EPOCH, MET, PURPOSE, RUNNING, SAMPLES, are_apart
+from tfpara.sync.one_sync.reports import EPOCH, MET, PURPOSE, RUNNING, SAMPLES, are_apart
 
 TRAINS = "trains"
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfpara.steps import with_own_memory
-from tfpara.sync import division, reading
+from tfpara.sync.data import reading, same_data
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
@@ -122,28 +122,28 @@ def facts(**changes):
         (facts(values=[1.0, 2.1]), "rows: those of worker 1 are not those of worker 0"),
         (facts(values=[1.0]), "rows: those of worker 1"),
         (facts(rows=8), "rows: worker 0 has 9, worker 1 has 8"),
-        ({"kind": division.OWN}, "kind: worker 0 has 'arrays'"),
+        ({"kind": same_data.OWN}, "kind: worker 0 has 'arrays'"),
         (facts(**{"shuffle seeds": [[3, 0]]}), "the same seed|set_random_seed"),
     ],
 )
 def test_differences_are_told(theirs, words):
     mine = facts(**{"shuffle seeds": [[2, 0]]}) if "shuffle seeds" in theirs else facts()
-    found = division.difference([mine, theirs])
+    found = same_data.difference([mine, theirs])
     assert bool(found) == bool(words)
     assert any(word in found for word in words.split("|"))
 
 
 def test_own_data_may_differ():
-    assert not division.difference([{"kind": division.OWN}] * 3)
+    assert not same_data.difference([{"kind": same_data.OWN}] * 3)
 
 
 @pytest.mark.parametrize("order", [np.arange(40), np.arange(40).reshape(8, 5)])
 def test_values_tell_orders_apart(order):
-    values = division.values_of({"a": order, "none": None})
-    assert values == division.values_of({"a": tf.constant(order), "none": None})
-    assert values != division.values_of({"a": order[::-1], "none": None})
+    values = same_data.values_of({"a": order, "none": None})
+    assert values == same_data.values_of({"a": tf.constant(order), "none": None})
+    assert values != same_data.values_of({"a": order[::-1], "none": None})
     if order.ndim > 1:
-        assert values != division.values_of({"a": order[:, ::-1], "none": None})
+        assert values != same_data.values_of({"a": order[:, ::-1], "none": None})
 
 
 def test_facts_tell_datasets_apart(tmp_path):
@@ -163,9 +163,9 @@ def test_facts_tell_datasets_apart(tmp_path):
         ),
     ]
     for one, other in pairs:
-        mine, theirs = division.facts_of_dataset(one), division.facts_of_dataset(other)
-        assert not division.difference([mine, division.facts_of_dataset(one)])
-        assert division.difference([mine, theirs]), (mine, theirs)
+        mine, theirs = same_data.facts_of_dataset(one), same_data.facts_of_dataset(other)
+        assert not same_data.difference([mine, same_data.facts_of_dataset(one)])
+        assert same_data.difference([mine, theirs]), (mine, theirs)
 
 
 class Pair(NamedTuple):
@@ -206,16 +206,16 @@ def test_files_that_are_too_few_are_refused(tmp_path):
         (rows.range(8).batch(2), None),
     ]
     for dataset, files in counts:
-        assert division.files_of(dataset) == files
-        division.check_files(dataset, files or 9)
+        assert same_data.files_of(dataset) == files
+        same_data.check_files(dataset, files or 9)
     with pytest.raises(ValueError, match=r"reads 2 files, .* among the 3 workers.*AutoShardPolicy"):
-        division.check_files(counts[1][0], 3)
+        same_data.check_files(counts[1][0], 3)
     for policy in ("DATA", "OFF"):
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = getattr(
             tf.data.experimental.AutoShardPolicy, policy
         )
-        division.check_files(counts[0][0].with_options(options), 2)
+        same_data.check_files(counts[0][0].with_options(options), 2)
 
 
 def test_batches_have_a_first_axis_in_common():
@@ -223,14 +223,14 @@ def test_batches_have_a_first_axis_in_common():
         return tf.TensorSpec(shape)
 
     for good in [(spec(None, 4), spec(None)), spec(8, 3), {"a": spec(8, 3), "b": spec(8)}]:
-        division.check_batched(good)
-    division.check_batched((tf.RaggedTensorSpec([None, None]), spec(None)))
-    division.check_batched(tf.TensorSpec(None))
+        same_data.check_batched(good)
+    same_data.check_batched((tf.RaggedTensorSpec([None, None]), spec(None)))
+    same_data.check_batched(tf.TensorSpec(None))
     for bad in [(spec(4), spec()), (spec(64), spec(10)), spec()]:
         with pytest.raises(ValueError, match=r"Write dataset.batch\(32\)"):
-            division.check_batched(bad)
+            same_data.check_batched(bad)
     # One replica divides nothing, so that tensors may differ in rows.
-    division.check_batched((spec(64), spec(10)), several=False)
+    same_data.check_batched((spec(64), spec(10)), several=False)
     with pytest.raises(ValueError, match=r"Write dataset.batch\(32\)"):
-        division.check_batched((spec(4), spec()), several=False)
-    assert division.batch_size(tf.data.Dataset.range(8)) is None
+        same_data.check_batched((spec(4), spec()), several=False)
+    assert same_data.batch_size(tf.data.Dataset.range(8)) is None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tfpara import cluster
 from tfpara.cluster import failures
-from tfpara.sync.reports import SAMPLES, Columns, decide, problem_of, report_of
+from tfpara.sync.one_sync.reports import SAMPLES, Columns, decide, problem_of, report_of
 from tfpara.sync.settings import NEVER
 
 COLUMNS = Columns.of(parts=2, counts=1, rates=1)

@@ -25,7 +25,7 @@ from tfpara.schedules import (
     Quadratic,
 )
 from tfpara.steps import without_tuner
-from tfpara.sync.training_state import TrainingState
+from tfpara.sync.keras.training_state import TrainingState
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(96, 4)).astype("float32")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tfpara
-from tfpara.sync import scope as scopes
+from tfpara.sync.keras import scope as scopes
 from tfpara.sync.start_line import start_line
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")

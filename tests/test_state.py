@@ -11,8 +11,8 @@ from replicas_here import data_of, make, network
 import tfpara
 from tfpara.checkpoint.run import Parts
 from tfpara.checkpoint.store import CheckpointError
-from tfpara.sync import extended
-from tfpara.sync.state import Kind, Slot, model_slots, slots_of
+from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
+from tfpara.sync.tensorflow import extended
 
 
 class Reader:

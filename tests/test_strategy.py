@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.steps import without_tuner
-from tfpara.sync import extended
+from tfpara.sync.tensorflow import extended
 
 DEVICES = ["CPU:0", "CPU:1"]
 STEPS, TAU, BATCH = 8, 3, 6

@@ -16,10 +16,10 @@ from replicas_here import TAU, data_of, make, network, of_replicas
 
 import tfpara
 from tfpara.collectives import Loopback
-from tfpara.sync import compression, reports
-from tfpara.sync.averaging import Shares
-from tfpara.sync.overlap import Overlap
-from tfpara.sync.sync_graph import SyncGraph
+from tfpara.sync.one_sync import compression, reports
+from tfpara.sync.one_sync.graph import SyncGraph
+from tfpara.sync.one_sync.overlap import Overlap
+from tfpara.sync.one_sync.weight_exchange import Shares
 
 RULES = {
     "bsp": (tfpara.BSP(), "bsp", {}),

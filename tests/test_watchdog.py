@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tfpara.sync.watchdog import Watchdog
+from tfpara.sync.workers.watchdog import Watchdog
 
 
 class Syncs:
@@ -58,7 +58,7 @@ def test_each_sync_that_lasts_too_long_is_ended_once(syncs):
 
 
 def test_a_wait_is_told_of_at_growing_intervals(monkeypatch):
-    monkeypatch.setattr("tfpara.sync.watchdog._TELL_SECONDS", 100.0)
+    monkeypatch.setattr("tfpara.sync.workers.watchdog._TELL_SECONDS", 100.0)
     syncs = Syncs()
     watchdog = Watchdog(
         1e6, syncs.waiting_since, syncs.told.append, lambda: syncs.aborted.append(1)
@@ -77,7 +77,7 @@ def test_a_wait_is_told_of_at_growing_intervals(monkeypatch):
 
     watchdog._stop = steps = Steps()
     watchdog._waiting_since = lambda: began
-    monkeypatch.setattr("tfpara.sync.watchdog.time.monotonic", lambda: began + steps.now)
+    monkeypatch.setattr("tfpara.sync.workers.watchdog.time.monotonic", lambda: began + steps.now)
     watchdog._watch()
     assert syncs.told == [101, 201, 401]
     assert len(syncs.aborted) == 1

@@ -44,9 +44,9 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.checkpoint.store import CheckpointError as CheckpointError
     from tfpara.cluster.startup import StartupError as StartupError
     from tfpara.elastic.settings import Elastic as Elastic
-    from tfpara.parameter_server.books import Pushed as Pushed
     from tfpara.parameter_server.chunks import Chunks as Chunks
     from tfpara.parameter_server.control.lobby import ParameterServerError as ParameterServerError
+    from tfpara.parameter_server.counters import Pushed as Pushed
     from tfpara.parameter_server.errors import ChunkError as ChunkError
     from tfpara.parameter_server.errors import DivergedError as DivergedError
     from tfpara.parameter_server.search import ChunkRateSearch as ChunkRateSearch
@@ -56,11 +56,11 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.parameter_server.strategy import AsyncStrategy as AsyncStrategy
     from tfpara.program import run as run
     from tfpara.saved_model import export as export
-    from tfpara.sync.control import MismatchError as MismatchError
-    from tfpara.sync.fingerprint import FingerprintError as FingerprintError
+    from tfpara.sync.one_sync.statistics import SyncStatistics as SyncStatistics
     from tfpara.sync.simulation import simulate as simulate
-    from tfpara.sync.statistics import SyncStatistics as SyncStatistics
     from tfpara.sync.strategy import PeriodicSyncStrategy as PeriodicSyncStrategy
+    from tfpara.sync.workers.meetings import MismatchError as MismatchError
+    from tfpara.sync.workers.settings_check import FingerprintError as FingerprintError
 
 _LOCATION = {
     "ASGD": "tfpara.algorithms",
@@ -86,11 +86,11 @@ _LOCATION = {
     "Elastic": "tfpara.elastic.settings",
     "MA": "tfpara.algorithms",
     "Outer": "tfpara.algorithms",
-    "FingerprintError": "tfpara.sync.fingerprint",
-    "MismatchError": "tfpara.sync.control",
+    "FingerprintError": "tfpara.sync.workers.settings_check",
+    "MismatchError": "tfpara.sync.workers.meetings",
     "ParameterServerError": "tfpara.parameter_server.control.lobby",
     "PeriodicSyncStrategy": "tfpara.sync.strategy",
-    "Pushed": "tfpara.parameter_server.books",
+    "Pushed": "tfpara.parameter_server.counters",
     "Rule": "tfpara.algorithms",
     "RunningThenMean": "tfpara.algorithms",
     "SlowMo": "tfpara.algorithms",
@@ -99,7 +99,7 @@ _LOCATION = {
     "run": "tfpara.program",
     "StartMean": "tfpara.callbacks.start_mean",
     "StartupError": "tfpara.cluster.startup",
-    "SyncStatistics": "tfpara.sync.statistics",
+    "SyncStatistics": "tfpara.sync.one_sync.statistics",
     "simulate": "tfpara.sync.simulation",
     "simulate_async": "tfpara.parameter_server.simulated",
 }

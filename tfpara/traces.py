@@ -2,7 +2,7 @@
 recorded.
 
 The profiler names every operation that ran, when and for how long. Those of a sync carry the name
-of their phase (`tfpara.sync.averaging.phase`); a training step is marked by `STEP`.
+of their phase (`tfpara.sync.one_sync.weight_exchange.phase`); a training step is marked by `STEP`.
 """
 
 from __future__ import annotations

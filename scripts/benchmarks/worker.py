@@ -102,7 +102,7 @@ def _all_reduce(options: dict[str, Any]) -> dict[str, Any]:
     import tensorflow as tf
 
     import tfpara
-    from tfpara.sync.buffers import Layout
+    from tfpara.sync.one_sync.buckets import Layout
 
     strategy = tfpara.PeriodicSyncStrategy(
         tfpara.BSP(), sync_period=1, **options.get("strategy", {})

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfpara
 from tfpara import cluster
 from tfpara.collectives import choice, horovod
-from tfpara.sync.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 
 TWO = {"cluster": {"worker": ["127.0.0.1:4000", "127.0.0.1:4001"]}}
 WITH_TF_CONFIG = {"TF_CONFIG": json.dumps({**TWO, "task": {"type": "worker", "index": 1}})}

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from tfpara.cluster import Cluster
-from tfpara.sync import horovod_group
+from tfpara.sync.workers import horovod_group
 
 DEFAULTS = {
     "HOROVOD_CYCLE_TIME": "5",

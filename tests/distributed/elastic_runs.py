@@ -13,7 +13,7 @@ import time
 import warm
 
 import tfpara
-from tfpara.cluster.meeting import ADDRESS, Line, Meeting
+from tfpara.elastic.meeting import ADDRESS, Line, Meeting
 
 PROGRAM = pathlib.Path(__file__).with_name("programs") / "train_elastic.py"
 DEADLINE = 180.0  # seconds; reached only by a hang

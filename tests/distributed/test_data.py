@@ -16,7 +16,7 @@ import tensorflow as tf
 from cluster_of_processes import run_all_well
 
 import tfpara
-from tfpara.sync import reading
+from tfpara.sync.data import reading
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,7 +15,7 @@ import pytest
 import warm
 from launched import Launched, launch
 
-from tfpara.cluster.meeting import ADDRESS
+from tfpara.elastic.meeting import ADDRESS
 
 KILLED, AGAIN = -signal.SIGKILL, 75
 MIXED = {"devices": 2, "adam": True, "norm": True, "dropout": True, "rule": "tfpara.BMUF()"}

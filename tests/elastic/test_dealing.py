@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfpara.sync import dealing, keras_hooks
-from tfpara.sync.reading import Order
+from tfpara.sync.data import elastic_data
+from tfpara.sync.data.reading import Order
+from tfpara.sync.keras import hooks
 
 Dataset = tf.data.Dataset
 
@@ -21,8 +22,8 @@ def _no_seed_for_all():
 
 def test_arrays_of_different_lengths():
     with pytest.raises(ValueError, match=r"the arrays have 4, 3 rows"):
-        dealing.deal_out_arrays(
-            None, dealing.Began(2, 1), {"x": np.ones((4, 2)), "y": np.ones((3, 1))}
+        elastic_data.deal_out_arrays(
+            None, elastic_data.Began(2, 1), {"x": np.ones((4, 2)), "y": np.ones((3, 1))}
         )
 
 
@@ -60,7 +61,7 @@ def dealt_out(data, parts, replicas, epochs=1, first=0, devices=1, order=None, *
         ids = list(range(begin, begin + devices))
         strategy = strategy_of(order, replicas, ids)
         arguments = {"x": data, **given}
-        keras_hooks._deal_out(strategy, dealing.Began(parts, devices), arguments)
+        hooks._deal_out(strategy, elastic_data.Began(parts, devices), arguments)
         for epoch in range(epochs):
             numbers = (s + own for s in range(first, 10_000, replicas) for own in ids)
             for number, own in zip(numbers, arguments["x"].made(epoch, first), strict=False):
@@ -95,18 +96,18 @@ def test_epochs_of_so_many_steps_go_on_in_the_arrays(workers):
 def test_arrays_are_divided_and_weighted_as_by_fit():
     x, y = np.arange(10.0), np.arange(10) % 3
     given = {"x": x, "y": y, "validation_split": 0.3, "class_weight": {0: 2.0, 2: 0.5}}
-    keras_hooks._divide_and_weight(given)
+    hooks._divide_and_weight(given)
     assert given["x"].tolist() == x[:7].tolist() and given["y"].tolist() == y[:7].tolist()
     assert given["sample_weight"].tolist() == [2.0, 1.0, 0.5, 2.0, 1.0, 0.5, 2.0]
     assert [part.tolist() for part in given["validation_data"][:2]] == [[7, 8, 9], [1, 2, 0]]
     assert not given["validation_split"] and given["class_weight"] is None
     with pytest.raises(ValueError, match="class_weight weighs the only labels"):
-        keras_hooks._divide_and_weight({"x": x, "y": y, "sample_weight": x, "class_weight": {0: 1}})
+        hooks._divide_and_weight({"x": x, "y": y, "sample_weight": x, "class_weight": {0: 1}})
 
 
 def test_what_is_no_array_is_left_alone():
     given = {"x": iter([]), "batch_size": 3}
-    dealing.deal_out_arrays(None, dealing.Began(2, 1), given)
+    elastic_data.deal_out_arrays(None, elastic_data.Began(2, 1), given)
     assert given["batch_size"] == 3
 
 
@@ -195,7 +196,7 @@ def test_rows_of_a_py_dataset_are_trained_once(parts, replicas, first, devices, 
 def test_each_part_of_each_batch_has_one_place(workers, devices, count):
     parts = workers * devices
     numbers = range(count * parts)
-    places = [dealing._place(number, count, parts, devices) for number in numbers]
+    places = [elastic_data._place(number, count, parts, devices) for number in numbers]
     assert sorted(places) == [(batch, part) for batch in range(count) for part in range(parts)]
 
 
@@ -313,16 +314,16 @@ def of_value(value):
 
 def test_workers_that_begin_with_other_data(monkeypatch):
     """Each hears of it, before the first step."""
-    other = {"seed": 1, "facts": dealing.division.facts_of_dataset(of_value(2.0))}
-    monkeypatch.setattr(dealing, "everyones", lambda mine, *_: [mine, other])
+    other = {"seed": 1, "facts": elastic_data.same_data.facts_of_dataset(of_value(2.0))}
+    monkeypatch.setattr(elastic_data, "everyones", lambda mine, *_: [mine, other])
     order = Order()
     strategy = strategy_of(order, 2, [0])
     strategy.extended.elastic.joining = False
     strategy.extended.control = None
     with pytest.raises(ValueError, match="rows: those of worker 1 are not those of worker 0"):
-        keras_hooks._deal_out(strategy, dealing.Began(2, 1), {"x": of_value(1.0)})
+        hooks._deal_out(strategy, elastic_data.Began(2, 1), {"x": of_value(1.0)})
     assert order.seed is None
-    keras_hooks._deal_out(strategy, dealing.Began(2, 1), {"x": of_value(2.0)})
+    hooks._deal_out(strategy, elastic_data.Began(2, 1), {"x": of_value(2.0)})
     assert order.seed is not None
 
 
@@ -349,7 +350,7 @@ def test_minibatches_by_epoch():
     for epoch in (0, 3):
         whole = [own.numpy().tolist() for own in made(epoch)]
         for ids in ([0], [1, 2]):
-            data = dealing.by_epoch(strategy_of(Order(), 3, ids), made)
+            data = elastic_data.by_epoch(strategy_of(Order(), 3, ids), made)
             for first in (0, 2):
                 found = [own.numpy().tolist() for own in data.made(epoch, first)]
                 numbers = [s + own for s in range(first, 5, 3) for own in ids]
@@ -357,7 +358,7 @@ def test_minibatches_by_epoch():
 
 
 def test_rows_that_are_no_number_are_no_other_rows():
-    data = dealing.by_epoch(strategy_of(Order(), 1, [0]), lambda epoch: of_value(np.nan))
+    data = elastic_data.by_epoch(strategy_of(Order(), 1, [0]), lambda epoch: of_value(np.nan))
     assert len(list(data.made(0, 0))) == 4
 
 
@@ -365,7 +366,7 @@ def test_a_seeded_shuffle_inside_a_function_of_an_epoch():
     def made(epoch):
         return eight().interleave(lambda n: eight().shuffle(8, seed=epoch + 1)).batch(4)
 
-    data = dealing.by_epoch(strategy_of(Order(), 1, [0]), made)
+    data = elastic_data.by_epoch(strategy_of(Order(), 1, [0]), made)
     first, again = ([own.numpy().tolist() for own in data.made(2, 0)] for _ in range(2))
     assert first == again != [own.numpy().tolist() for own in data.made(3, 0)]
 
@@ -387,11 +388,13 @@ def test_a_seeded_shuffle_inside_a_function_of_an_epoch():
 )
 def test_functions_of_an_epoch_that_are_refused(make, error, sentence):
     with pytest.raises(error, match=sentence):
-        dealing.by_epoch(strategy_of(Order(), 1, [0]), make).made(0, 0)
+        elastic_data.by_epoch(strategy_of(Order(), 1, [0]), make).made(0, 0)
 
 
 def test_a_seed_for_all_is_no_seed_of_a_function_of_an_epoch():
     tf.random.set_seed(1)
-    data = dealing.by_epoch(strategy_of(Order(), 1, [0]), lambda epoch: eight().shuffle(3).batch(2))
+    data = elastic_data.by_epoch(
+        strategy_of(Order(), 1, [0]), lambda epoch: eight().shuffle(3).batch(2)
+    )
     with pytest.raises(ValueError, match="has other rows, or seeds, when it is called again"):
         data.made(0, 0)

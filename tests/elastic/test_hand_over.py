@@ -10,10 +10,11 @@ import pytest
 import tensorflow as tf
 
 from tfpara.collectives import TensorFlowCollectives
-from tfpara.sync.chiefs_callbacks import HAS_WEIGHTS
-from tfpara.sync.hand_over import hand_over, hand_over_arrays, hand_over_text
-from tfpara.sync.regrouping import Regrouping
-from tfpara.sync.state import Kind, Slot
+from tfpara.sync.elastic.rejoin import Regrouping
+from tfpara.sync.elastic.state_transfer import hand_over, hand_over_arrays, hand_over_text
+from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
+from tfpara.sync.one_sync.reports import Request
+from tfpara.sync.one_sync.state_vars import Kind, Slot
 
 LARGEST = {
     "float16": 65504.0,
@@ -110,9 +111,7 @@ def test_who_takes_over_has_all_or_nothing(breaks_at):
     )
     history.epoch = []
     block = types.SimpleNamespace(give_up=lambda: done.append("block"))
-    graph = types.SimpleNamespace(
-        block=block, _agreed=tf.Variable([0.0]), answered=done.append
-    )
+    graph = types.SimpleNamespace(block=block, _agreed=tf.Variable([0.0]), answered=done.append)
     synchronizer = types.SimpleNamespace(
         graph=graph, broadcast_point=list, start_from=lambda weights: done.append("start")
     )

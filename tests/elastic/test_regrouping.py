@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from tfpara.cluster.meeting import Form
-from tfpara.sync.regrouping import Regrouping
+from tfpara.elastic.meeting import Form
+from tfpara.sync.elastic.rejoin import Regrouping
 
 
 def test_who_joins_ends_where_all_others_are_lost():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfpara
-from tfpara.sync.sized_rule import SizedRule, check_sizes, sized_fields
+from tfpara.sync.one_sync.sized_rule import SizedRule, check_sizes, sized_fields
 
 pytestmark = pytest.mark.quick
 

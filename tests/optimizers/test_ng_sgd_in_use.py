@@ -17,7 +17,7 @@ from networks import (
 import tfpara
 from tfpara.optimizers import NGSGD
 from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS
-from tfpara.sync.model_variables import replica_variables
+from tfpara.sync.tensorflow.model_variables import replica_variables
 
 layers = keras.layers
 

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import tfpara
-from tfpara.parameter_server.server import Place, Push, Server
+from tfpara.parameter_server.messages import Place, Push
+from tfpara.parameter_server.server import Server
 
 WEIGHTS, SIZE, LENGTH = 3, 2, 4  # weights of a model, elements of one, minibatches of a chunk
 RATE, ZETA, ALPHA, LAMBDA, DECAY = 0.1, 0.5, 0.3, 0.5, 0.7

@@ -16,7 +16,8 @@ import warm
 
 from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
 from tfpara.algorithms.asgd import RunningThenMean
-from tfpara.parameter_server.server import Place, Push, Server
+from tfpara.parameter_server.messages import Place, Push
+from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.shard import NOT_FINITE
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "async_run.py"

@@ -5,7 +5,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfpara.parameter_server.turns import may_pull, may_push
+from tfpara.parameter_server.staleness import may_pull, may_push
 
 
 @pytest.fixture(scope="module", autouse=True)

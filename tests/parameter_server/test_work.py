@@ -7,8 +7,8 @@ import tensorflow as tf
 from keras import layers
 
 from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
-from tfpara.parameter_server.server import Place, Pulled
-from tfpara.parameter_server.work import Work, clipped
+from tfpara.parameter_server.messages import Place, Pulled
+from tfpara.parameter_server.worker_step import Work, clipped
 
 SAMPLES = 8
 

@@ -17,9 +17,9 @@ from tfpara.callbacks.termination import Termination
 from tfpara.checkpoint.run import IF_DAMAGED, Checkpoints, taken_up
 from tfpara.cluster import exit_codes
 from tfpara.cluster.place import of_callback
-from tfpara.sync.epochs import Pass
-from tfpara.sync.reports import Request
-from tfpara.sync.statistics import Agreement
+from tfpara.sync.data.position import Pass
+from tfpara.sync.one_sync.reports import Request
+from tfpara.sync.one_sync.statistics import Agreement
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole

@@ -19,7 +19,7 @@ from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.cluster.place import of_callback
 from tfpara.keras_model import carried_states
 from tfpara.strategy import Strategy
-from tfpara.sync.regrouping import Regrouping
+from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Data, Json, Logs
 from tfpara.whole_number import checked_whole

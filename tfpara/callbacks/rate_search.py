@@ -15,7 +15,7 @@ from tfpara.cluster.place import of_callback
 from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
 from tfpara.strategy import Strategy
-from tfpara.sync.training_state import TrainingState
+from tfpara.sync.keras.training_state import TrainingState
 from tfpara.typing import Data, Json, Logs, Nest
 
 _TRIED = of_callback("SearchRate")

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfpara import fit_call
 from tfpara.schedules import AdaComm, AdaCommState, Piecewise
 from tfpara.strategy import Strategy
-from tfpara.sync.regrouping import Regrouping
+from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole

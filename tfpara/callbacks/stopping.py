@@ -9,7 +9,7 @@ import keras
 from tfpara.callbacks.held_out import HeldOut
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.schedules import NewbobRule, NewbobState, OverfittingRule, OverfittingState
-from tfpara.sync.training_state import EpochStart
+from tfpara.sync.keras.training_state import EpochStart
 from tfpara.typing import Data, Json, Logs
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import keras
 
-from tfpara.sync.statistics import Agreement
-from tfpara.sync.synchronizer import Synchronizer
+from tfpara.sync.one_sync.statistics import Agreement
+from tfpara.sync.one_sync.synchronizer import Synchronizer
 
 
 class SyncWatch:

@@ -12,7 +12,7 @@ import numpy as np
 from tfpara import fit_call
 from tfpara.callbacks.scalars import Scalars
 from tfpara.strategy import Strategy
-from tfpara.sync.statistics import SyncStatistics
+from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.typing import Logs
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfpara import files, fit_call, traces
 from tfpara.cluster.place import Purpose
 from tfpara.strategy import Strategy
-from tfpara.sync import keras_hooks
+from tfpara.sync.keras import hooks
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
@@ -67,7 +67,7 @@ class Trace(keras.callbacks.Callback):
         self._steps = None if steps is None else _checked(steps)
         self._mark: Any = None
         self._recording = False
-        keras_hooks.watch_fit()
+        hooks.watch_fit()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         period = Strategy.of(self.model).sync_period

@@ -31,12 +31,12 @@ from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.checks import versions
 from tfpara.cluster.place import Purpose
 from tfpara.strategy import StateHolder
-from tfpara.sync.exchange import everyones
-from tfpara.sync.fingerprint import differences
-from tfpara.sync.keras_hooks import build_optimizers
-from tfpara.sync.reading import random_states, set_random_states
-from tfpara.sync.state import Kind, Slot, slots_of
-from tfpara.sync.synchronizer import Synchronizer
+from tfpara.sync.data.reading import random_states, set_random_states
+from tfpara.sync.keras.hooks import build_optimizers
+from tfpara.sync.one_sync.state_vars import Kind, Slot, slots_of
+from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Array, Json
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ class HorovodCollectives:
     """Collectives between the lead devices of the processes of Horovod's group.
 
     Horovod matches operations by their names, so a name may be in use once at a time. The process
-    must have joined the group before (`tfpara.sync.horovod_group.join`).
+    must have joined the group before (`tfpara.sync.workers.horovod_group.join`).
 
     Args:
         size: number of workers.

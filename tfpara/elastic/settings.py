@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from tfpara.cluster.meeting import ADDRESS
+from tfpara.elastic.meeting import ADDRESS
 from tfpara.whole_number import checked_whole
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster import engines, rendezvous, secret
-from tfpara.cluster.meeting import ADDRESS, NAME, Meeting
+from tfpara.elastic.meeting import ADDRESS, NAME, Meeting
 from tfpara.launch import cards
 from tfpara.launch import output as launch_output
 from tfpara.launch import supervisor as launch_workers

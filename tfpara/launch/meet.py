@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from tfpara.cluster import exit_codes, secret
-from tfpara.cluster.meeting import ADDRESS, Meeting
+from tfpara.elastic.meeting import ADDRESS, Meeting
 
 _EPILOG = f"""
 Workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) enrol here, are watched,

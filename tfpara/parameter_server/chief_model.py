@@ -9,8 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpara.parameter_server.server import Moment, Server
-from tfpara.parameter_server.work import Work
+from tfpara.parameter_server.messages import Moment
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.worker_step import Work
 from tfpara.typing import Array, Variable
 
 

@@ -16,14 +16,14 @@ import tensorflow as tf
 from tfpara import program
 from tfpara.cluster import asynchronous as cluster
 from tfpara.cluster import quiet, taking_part
-from tfpara.parameter_server.cluster_run import Cluster
+from tfpara.parameter_server.chunk_runner import Cluster
 from tfpara.parameter_server.control import serving
 from tfpara.parameter_server.control.lobby import Lobby
 
 if TYPE_CHECKING:
     from tfpara.parameter_server.chunks import Chunks
     from tfpara.parameter_server.server import Server
-    from tfpara.parameter_server.work import ChooseRate, Work
+    from tfpara.parameter_server.worker_step import ChooseRate, Work
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
 _joined: dict[str, Processes] = {}  # by TF_CONFIG; several strategies share the processes

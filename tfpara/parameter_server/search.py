@@ -12,12 +12,12 @@ import tensorflow as tf
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.work import Work
+from tfpara.parameter_server.worker_step import Work
 from tfpara.schedules import candidate_rates
 from tfpara.typing import Nest
 
 if TYPE_CHECKING:
-    from tfpara.parameter_server.server import Pulled
+    from tfpara.parameter_server.messages import Pulled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ import tensorflow as tf
 from tfpara.algorithms.asgd import ASGD, AsyncAverage, AsyncBMUF, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.keras_model import constrained
-from tfpara.parameter_server.books import Change, Progress
+from tfpara.parameter_server.counters import Change, Progress
 from tfpara.typing import Array, State
 
 if TYPE_CHECKING:
-    from tfpara.parameter_server.server import Pulled, Push
+    from tfpara.parameter_server.messages import Pulled, Push
 
 NOT_FINITE = "a push would make this weight infinite or NaN:"
 

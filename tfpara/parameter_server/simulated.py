@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara import program
 from tfpara.algorithms.asgd import AsyncRule
-from tfpara.parameter_server.books import Pushed
+from tfpara.parameter_server.counters import Pushed
 from tfpara.parameter_server.simulation import Simulation, Speed
 from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.whole_number import checked_whole
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tfpara.parameter_server.chunks import Chunks
     from tfpara.parameter_server.server import Server
     from tfpara.parameter_server.simulation import Kept
-    from tfpara.parameter_server.work import ChooseRate, Work
+    from tfpara.parameter_server.worker_step import ChooseRate, Work
 
 _ALIKE = Speed(spread=0.2)
 

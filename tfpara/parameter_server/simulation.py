@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.chunks import Chunks
-from tfpara.parameter_server.server import Place, Server
-from tfpara.parameter_server.work import Block, Work, stream_of
+from tfpara.parameter_server.counters import Pushed
+from tfpara.parameter_server.messages import Place
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.worker_step import Block, Work, stream_of
 from tfpara.typing import Nest
 
 if TYPE_CHECKING:
-    from tfpara.parameter_server.server import Answer, Pulled
-    from tfpara.parameter_server.work import ChooseRate
+    from tfpara.parameter_server.messages import Answer, Pulled
+    from tfpara.parameter_server.worker_step import ChooseRate
 
 
 @dataclasses.dataclass(frozen=True)

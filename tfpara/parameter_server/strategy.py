@@ -18,12 +18,12 @@ from tfpara.checks import check_backend, checked_averages, checked_period, check
 from tfpara.cluster import quiet
 from tfpara.keras_model import is_normalised, memory_can_change, memory_of
 from tfpara.parameter_server import processes
-from tfpara.parameter_server.books import Pushed
 from tfpara.parameter_server.chief_model import ChiefModel
+from tfpara.parameter_server.counters import Pushed
 from tfpara.parameter_server.errors import lost
 from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.work import Work
+from tfpara.parameter_server.worker_step import Work
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.typing import Data, Nest
 from tfpara.whole_number import checked_whole
@@ -31,11 +31,11 @@ from tfpara.whole_number import checked_whole
 if TYPE_CHECKING:
     import numpy as np
 
+    from tfpara.parameter_server.chunk_runner import Cluster
     from tfpara.parameter_server.chunks import Chunks
-    from tfpara.parameter_server.cluster_run import Cluster
     from tfpara.parameter_server.search import ChunkRateSearch
     from tfpara.parameter_server.simulation import Simulation
-    from tfpara.parameter_server.work import ChooseRate
+    from tfpara.parameter_server.worker_step import ChooseRate
 
 
 class AsyncStatistics(NamedTuple):

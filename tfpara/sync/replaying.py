@@ -13,15 +13,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.elastic import record
-from tfpara.sync.dealing import Began, slice_of
-from tfpara.sync.state import Kind, model_slots
-from tfpara.sync.train_function import stepping
+from tfpara.sync.data.elastic_data import Began, slice_of
+from tfpara.sync.keras.train_function import stepping
+from tfpara.sync.one_sync.state_vars import Kind, model_slots
 from tfpara.typing import Nest
 
 if TYPE_CHECKING:
     import keras
 
-    from tfpara.sync.extended import PeriodicSyncExtended
+    from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 
 
 class Replay:

@@ -12,8 +12,8 @@ import tensorflow as tf
 from tfpara import cluster, program
 from tfpara.algorithms.rule import Rule
 from tfpara.elastic.settings import Elastic
+from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.replaying import Replay
-from tfpara.sync.sized_rule import check_sizes
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.threads import check_threads
 from tfpara.whole_number import checked_whole

@@ -16,24 +16,26 @@ from tfpara import cluster, program
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import check_backend, checked_seconds
 from tfpara.cluster import quiet, startup
-from tfpara.cluster.meeting import ADDRESS as MEETING
 from tfpara.cluster.place import Purpose, call
 from tfpara.collectives.choice import choose, of_horovod
+from tfpara.elastic.meeting import ADDRESS as MEETING
 from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
-from tfpara.sync import average_loss, horovod_group, keras_hooks, scope
-from tfpara.sync.dealing import by_epoch
-from tfpara.sync.devices import default_devices
-from tfpara.sync.exchange import everyones
-from tfpara.sync.extended import PeriodicSyncExtended, in_replica
-from tfpara.sync.regrouping import Regrouping
-from tfpara.sync.reports import Request
+from tfpara.sync.data.elastic_data import by_epoch
+from tfpara.sync.elastic.rejoin import Regrouping
+from tfpara.sync.keras import hooks, scope
+from tfpara.sync.one_sync.reports import Request
+from tfpara.sync.one_sync.sized_rule import check_sizes
+from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.sync.settings import Settings
-from tfpara.sync.sized_rule import check_sizes
 from tfpara.sync.start_line import counted, start_line
-from tfpara.sync.statistics import SyncStatistics
+from tfpara.sync.tensorflow import average_loss
+from tfpara.sync.tensorflow.devices import default_devices
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended, in_replica
+from tfpara.sync.workers import horovod_group
+from tfpara.sync.workers.json_exchange import everyones
 from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
 
@@ -229,7 +231,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         if found.num_workers > 1:
             extended.connect(found)
         scope.watch(self)
-        keras_hooks.install()
+        hooks.install()
         quiet.install()
         average_loss.install()
         if self.is_chief:
@@ -260,7 +262,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         program.watch(self, cluster.ALONE, settings.timeout_seconds)
         extended.start()
         scope.watch(self)
-        keras_hooks.install()
+        hooks.install()
         quiet.install()
         average_loss.install()
         if regrouping.joining:

@@ -41,11 +41,11 @@ import tensorflow as tf
 import tfpara
 from tfpara.checkpoint import store as checkpoint_store
 from tfpara.collectives import TensorFlowCollectives
-from tfpara.sync import regrouping
-from tfpara.sync.block import Block
-from tfpara.sync.control import Control
-from tfpara.sync.global_state import GlobalState
-from tfpara.sync.sync_graph import SyncGraph
+from tfpara.sync.elastic import rejoin
+from tfpara.sync.one_sync.block import Block
+from tfpara.sync.one_sync.global_state import GlobalState
+from tfpara.sync.one_sync.graph import SyncGraph
+from tfpara.sync.workers.meetings import Control
 
 PLACES = {
     "step": "in a training step",
@@ -145,9 +145,9 @@ def install(faults, log):
     if faults.place == "build":
         faults.before(Control, "broadcast", "build")
     if faults.place == "anew":
-        faults.before(regrouping.Regrouping, "check_step", "anew")
+        faults.before(rejoin.Regrouping, "check_step", "anew")
     if faults.place == "enabling":
-        faults.before(regrouping.Regrouping, "_become", "enabling")
+        faults.before(rejoin.Regrouping, "_become", "enabling")
     if faults.place == "checkpoint":
         faults.before(checkpoint_store.Store, "write_part", "checkpoint")
 
@@ -156,7 +156,7 @@ def install(faults, log):
         elastic = strategy.extended.elastic
         return "dropped" if elastic is not None and elastic.joining else "synced"
 
-    together = regrouping.Regrouping.together
+    together = rejoin.Regrouping.together
 
     def exchanging(this, operation):
         def failing():
@@ -167,7 +167,7 @@ def install(faults, log):
 
         return together(this, failing if faults.place == "exchange" else operation)
 
-    regrouping.Regrouping.together = exchanging
+    rejoin.Regrouping.together = exchanging
     note = SyncGraph.note
 
     def noting(this, reports, committed, seconds):
@@ -184,7 +184,7 @@ def install(faults, log):
 
     Block.give_up = giving_up
     # As TensorFlow names an error of a function of Python's.
-    regrouping.LOST += (tf.errors.UnknownError,)
+    rejoin.LOST += (tf.errors.UnknownError,)
 
 
 class Seen(keras.layers.Layer):

@@ -23,7 +23,7 @@ import tensorflow as tf
 import tfpara
 from tfpara.checkpoint import run as checkpoint
 from tfpara.checkpoint import store as checkpoint_store
-from tfpara.sync import global_state
+from tfpara.sync.one_sync import global_state
 
 TAU = 2
 MINIBATCHES = 17  # of an epoch, over all replicas: not a multiple of their number

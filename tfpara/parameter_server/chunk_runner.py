@@ -1,0 +1,269 @@
+"""The training of a chunk on a worker of a cluster, as one graph that the chief sends to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import tensorflow as tf
+
+from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.messages import Place
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.worker_step import Block, Work, stream_of
+from tfpara.typing import Nest
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.worker_step import ChooseRate
+
+
+class Cluster:
+    """Trains chunks on the workers of a cluster.
+
+    If a worker dies, its chunk is given to another one, which goes on with the first minibatch that
+    is not in the model yet.
+
+    Args:
+        coordinator: TensorFlow's coordinator of the cluster.
+        server, work, chunks, sync_period, choose_rate: as for `chunk_function`.
+        order: numbers that random layers depend on, beside the epoch and chunk. They are read when
+            a chunk is scheduled.
+    """
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        server: Server,
+        work: Work,
+        chunks: Chunks,
+        sync_period: int,
+        choose_rate: ChooseRate | None = None,
+        *,
+        order: Sequence[int],
+    ) -> None:
+        self._coordinator = coordinator
+        self._server = server
+        self._chunks = chunks
+        self._order = order
+        self._scheduled: list[
+            tuple[tuple[int, int], tf.distribute.coordinator.RemoteValue]
+        ] = []  # (epoch, chunk) and the result, which may not be there yet
+        self._train = chunk_function(server, work, chunks, sync_period, choose_rate)
+
+    def submit(self, epoch: int, chunks: Sequence[int]) -> None:
+        """Schedules chunks of an epoch on the workers; each worker gets one at a time."""
+        for chunk in chunks:
+            stream = stream_of(self._order, epoch, chunk)
+            numbers = (epoch, chunk, self._server.generation, stream)
+            place = [tf.constant(number, tf.int64) for number in numbers]
+            arguments = tf.nest.map_structure(
+                tf.convert_to_tensor, self._chunks.arguments(epoch, chunk)
+            )
+            value = self._coordinator.schedule(self._train, args=(*place, *arguments))
+            self._scheduled.append(((epoch, chunk), value))
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; returns whether the runs of all chunks have ended.
+
+        A run ends at the end of its chunk, after a push that was left out, or when workers are
+        halted.
+
+        Raises:
+            tf.errors.OpError: a chunk has failed; the others are given up. The attribute `chunk`
+                has its epoch and number, or None if these are not known.
+        """
+        until = time.monotonic() + seconds
+        try:
+            while not self._coordinator.done():
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(min(0.01, seconds))
+            self._coordinator.join()
+        except tf.errors.OpError as error:
+            error.chunk = self._chunk_of(error)
+            raise
+        self._scheduled.clear()
+        return True
+
+    def _chunk_of(self, error: tf.errors.OpError) -> tuple[int, int] | None:
+        """Returns epoch and number of the chunk that failed; None if a process was lost instead."""
+        if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+            return None
+        for place, value in self._scheduled:
+            try:
+                value.fetch()
+            except tf.errors.CancelledError:
+                continue
+            except tf.errors.OpError:
+                return place
+        return None
+
+    def halt(self) -> None:
+        """Does nothing: workers end their chunks themselves when `Books.halted` is set."""
+
+
+class _At(NamedTuple):
+    """A worker's position in a chunk: the loop variables of a `tf.while_loop`.
+
+    Attributes:
+        element: the next minibatch, a `tf.experimental.Optional`.
+        own: the model's state that is the worker's own (`Block.own`).
+        done: minibatches of the chunk before this one.
+        go: whether to go on after the last push.
+    """
+
+    element: tf.experimental.Optional
+    own: list[tf.Tensor]
+    done: tf.Tensor
+    go: tf.Tensor
+
+
+def chunk_function(
+    server: Server,
+    work: Work,
+    chunks: Chunks,
+    sync_period: int,
+    choose_rate: ChooseRate | None = None,
+) -> Callable[..., tf.Tensor]:
+    """Returns a graph function for `ClusterCoordinator.schedule` that trains one chunk.
+
+    It is called as `fn(epoch, chunk, generation, stream, *arguments)`: int64 scalars, of which the
+    last is the chunk's `stream_of`, and the chunk's arguments. It starts with the first minibatch
+    that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. It ends early
+    when workers are halted or a push is left out.
+
+    Args:
+        server: the global model.
+        work: the computation of a minibatch.
+        chunks: the data.
+        sync_period: τ, minibatches of a push; the last push of a chunk may have fewer.
+        choose_rate: returns the learning rate of a chunk, given its minibatches.
+    """
+    local = _LocalModel(work, server) if work.local else None
+
+    @tf.function(reduce_retracing=True, autograph=False)
+    def train(
+        epoch: tf.Tensor,
+        chunk: tf.Tensor,
+        generation: tf.Tensor,
+        stream: tf.Tensor,
+        *arguments: Nest,
+    ) -> tf.Tensor:
+        worker = tf.cast(
+            tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
+        )
+        done = server.begin(worker, chunk)
+        halted = server.halted()
+        dataset = chunks.dataset(epoch, chunk, *arguments).skip(done)
+        rate = tf.constant(-1.0)
+        if choose_rate is not None:
+            rate = tf.cond(halted, lambda: rate, lambda: choose_rate(dataset))
+        iterator = iter(dataset)
+
+        def block(at: _At) -> tuple[_At]:
+            with tf.control_dependencies([at.go]):
+                pulled = server.pull(worker)
+                weights, optimizer = local.read(pulled.weights, generation) if local else ([], [])
+            begun = work.begin(pulled, at.own, weights, optimizer, rate)
+            trained, element = _minibatches(work, begun, at.element, iterator, sync_period)
+            place = Place(epoch, chunk, at.done)
+            answer = server.push(work.push(trained, pulled, worker, place, rate), pulled)
+            written = [*answer.versions]
+            if local:
+                written += local.write(*work.kept(trained, answer.moves), generation)
+            with tf.control_dependencies(written):
+                # Once a push is left out, all later ones of this chunk would be left out too,
+                # because each must have the chunk's next minibatches.
+                go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
+                return (_At(element, trained.own, at.done + trained.minibatches, go),)
+
+        first = iterator.get_next_as_optional()
+        at = _At(first, work.own_start(stream + done), done, tf.logical_not(halted))
+        (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
+        with tf.control_dependencies([at.go]):
+            # If the last push was left out, the chunk is not finished and is handed out again.
+            all_in = server.done(chunk) >= at.done
+            ended = tf.logical_and(tf.logical_not(at.element.has_value()), all_in)
+            return server.finish(epoch, chunk, ended)
+
+    return train
+
+
+def _minibatches(
+    work: Work,
+    block: Block,
+    element: tf.experimental.Optional,
+    iterator: tf.data.Iterator,
+    count: int,
+) -> tuple[Block, tf.experimental.Optional]:
+    """Adds up to `count` minibatches to a block; there must be at least one."""
+    block = work.add(block, element.get_value())
+    element = iterator.get_next_as_optional()
+    if count == 1:
+        return block, element
+    return tf.while_loop(
+        lambda b, e: tf.logical_and(b.minibatches < count, e.has_value()),
+        lambda b, e: (work.add(b, e.get_value()), iterator.get_next_as_optional()),
+        (block, element),
+    )
+
+
+class _LocalModel:
+    """A worker's local optimizer, and local weights if the rule has them, kept between blocks.
+
+    They are variables in the worker's process. The graph finds them by name on whichever worker it
+    runs, so the next `fit` goes on with them. A worker begins with the server's model if it has no
+    such variables (it is new or was restarted), or if these are of an earlier generation of the
+    server's model.
+    """
+
+    def __init__(self, work: Work, server: Server) -> None:
+        self._run = f"tfpara_local_{server.number}"
+        self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
+        self._count = len(server.names) if work.local_models else 0
+
+    def read(
+        self, weights: Sequence[tf.Tensor], generation: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the local weights and optimizer; at first `weights` and a new optimizer."""
+        first = [*weights[: self._count], *self._start, generation]
+        handles = self._handles(first)
+
+        def kept(number: int) -> tf.Tensor:
+            return tf.raw_ops.ReadVariableOp(resource=handles[number], dtype=first[number].dtype)
+
+        there = tf.cond(
+            tf.raw_ops.VarIsInitializedOp(resource=handles[-1]),
+            lambda: tf.equal(kept(-1), generation),
+            lambda: False,
+        )
+        values = tf.cond(
+            there,
+            lambda: [kept(k) for k in range(len(first))],
+            lambda: [tf.identity(value) for value in first],
+        )
+        for value, start in zip(values, first, strict=True):
+            value.set_shape(start.shape)
+        return values[: self._count], values[self._count : -1]
+
+    def write(
+        self,
+        weights: Sequence[tf.Tensor],
+        optimizer: Sequence[tf.Tensor],
+        generation: tf.Tensor,
+    ) -> list[tf.Operation]:
+        """Writes both, and the generation that they belong to; returns the operations."""
+        values = [*weights, *optimizer, generation]
+        return [
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+            for handle, value in zip(self._handles(values), values, strict=True)
+        ]
+
+    def _handles(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return [
+            tf.raw_ops.VarHandleOp(
+                dtype=value.dtype, shape=value.shape, shared_name=f"{self._run}_{k}"
+            )
+            for k, value in enumerate(values)
+        ]

@@ -1,0 +1,181 @@
+"""Counters of the pushes, their staleness, and the minibatches done of each chunk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from tfpara.parameter_server.messages import Push
+
+# Pushes of a higher staleness are counted in the last row of the histogram, that of this one.
+LARGEST_STALENESS = 255
+
+# A variable and its next value.
+Change = tuple[tf.Variable, tf.Tensor]
+
+
+class Pushed(NamedTuple):
+    """A line of a record: push number `version` (from 0) of a run.
+
+    Attributes:
+        worker: index of the worker that pushed.
+        chunk: number of the chunk that the minibatches are from.
+        pulled: pushes before the pull.
+        version: pushes before this one; `version − pulled` is its staleness.
+    """
+
+    worker: int
+    chunk: int
+    pulled: int
+    version: int
+
+
+class Books:
+    """Counters on the first parameter server, written inside its lock.
+
+    The variables are created on the current device.
+
+    Args:
+        num_workers: number of workers.
+        record: whether to keep a line for each push.
+
+    Attributes:
+        histogram: int64 [256], pushes by staleness; the last counts all staler ones too.
+        by_worker: int64 [workers], pushes of each worker.
+        samples, minibatches: int64, totals of all pushes.
+        progress: int64 [chunks], minibatches of each chunk of this epoch that are in the weights
+            of the first parameter server.
+        finished: bool [chunks], whether all minibatches of the chunk are in the model.
+        halted: whether workers have to stop; they read it with each pull, and push once more.
+    """
+
+    def __init__(self, num_workers: int, record: bool) -> None:
+        def counter(shape: list[int]) -> tf.Variable:
+            return tf.Variable(tf.zeros(shape, tf.int64), trainable=False)
+
+        self.histogram = counter([LARGEST_STALENESS + 1])
+        self.by_worker = counter([num_workers])
+        self.samples = counter([])
+        self.minibatches = counter([])
+        self.halted = tf.Variable(False, trainable=False)
+        self._log: tf.lookup.experimental.MutableHashTable | None = None
+        if record:
+            self._log = tf.lookup.experimental.MutableHashTable(
+                tf.int64, tf.int64, tf.constant([-1, -1, -1], tf.int64)
+            )
+        self.divide(1, Progress(1))
+
+    def divide(self, num_chunks: int, progress: Progress) -> None:
+        """Sets the number of chunks of the next epochs; on the current device, outside graphs."""
+        self.progress = progress.done
+        self.finished = tf.Variable(tf.zeros([num_chunks], tf.bool), trainable=False)
+
+    def begin_epoch(self) -> None:
+        """Marks all chunks as not finished."""
+        self.finished.assign(tf.zeros_like(self.finished))
+
+    def changes(self, push: Push, staleness: tf.Tensor) -> list[Change]:
+        """Returns the counters that a push changes, with their next values; inside the lock."""
+        row = tf.minimum(staleness, LARGEST_STALENESS)
+        one = tf.ones([], tf.int64)
+        return [
+            _counted(self.histogram, row, one),
+            _counted(self.by_worker, push.worker, one),
+            (self.samples, self.samples + push.samples),
+            (self.minibatches, self.minibatches + push.minibatches),
+        ]
+
+    def record(self, push: Push, staleness: tf.Tensor, pulled: tf.Tensor) -> None:
+        """Keeps a line for a push, if lines are kept; inside the lock."""
+        if self._log is not None:
+            line = tf.stack([push.worker, push.place.chunk, pulled])
+            self._log.insert([pulled + staleness], [line])
+
+    def finish(self, chunk: tf.Tensor, finished: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
+        """Sets the chunk's element of `finished`; inside the lock. Returns `ended`."""
+        now = tf.tensor_scatter_nd_update(self.finished.read_value(), [[chunk]], [finished])
+        with tf.control_dependencies([self.finished.assign(now)]):
+            return tf.identity(ended)
+
+    def lines(self) -> list[Pushed]:
+        """Returns the record, in the order of the pushes.
+
+        Raises:
+            ValueError: no record is kept.
+        """
+        if self._log is None:
+            raise ValueError("no record is kept: give the strategy record=True.")
+        versions, rows = (tensor.numpy() for tensor in self._log.export())
+        found = []
+        for k in versions.argsort():
+            worker, chunk, pulled = map(int, rows[k])
+            found.append(Pushed(worker, chunk, pulled, int(versions[k])))
+        return found
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that a checkpoint must hold, by name.
+
+        `by_worker` and the record are of this process only, so they are left out. The progress is
+        among the variables of each `Shard`.
+        """
+        kept = {"histogram": self.histogram, "samples": self.samples, "finished": self.finished}
+        kept["minibatches"] = self.minibatches
+        return {f"books/{name}": variable for name, variable in kept.items()}
+
+
+class Progress:
+    """The number of minibatches of each chunk that are in the weights of one parameter server.
+
+    A worker may die after its push and before it gets the answer; another worker then pushes the
+    same minibatches again. With these numbers the second push is recognised and left out.
+
+    The variables are created on the current device, and used inside the server's lock.
+
+    Args:
+        num_chunks: chunks of an epoch.
+
+    Attributes:
+        done: int64 [chunks], minibatches of each chunk that are in the weights.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        # A new variable for each number of chunks: TensorFlow's workers abort on a variable whose
+        # shape is not fixed.
+        self.done = tf.Variable(tf.zeros([num_chunks], tf.int64), trainable=False)
+        self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def open(self, epoch: int, anew: bool) -> None:
+        """Accepts pushes of an epoch; with `anew` the epoch starts with no minibatch done."""
+        if anew:
+            self.done.assign(tf.zeros_like(self.done))
+        self._epoch.assign(epoch)
+
+    def close(self) -> tf.Tensor:
+        """Accepts no push from here on."""
+        return tf.identity(self._epoch.assign(-1))
+
+    def is_of(self, epoch: tf.Tensor) -> tf.Tensor:
+        """Returns whether pushes of this epoch are accepted."""
+        return tf.equal(self._epoch, epoch)
+
+    def next_is(self, push: Push) -> tf.Tensor:
+        """Returns whether a push has the next minibatches of its chunk."""
+        done = tf.gather(self.done.read_value(), push.place.chunk)
+        return tf.logical_and(self.is_of(push.place.epoch), tf.equal(done, push.place.start))
+
+    def includes(self, push: Push) -> tf.Tensor:
+        """Returns whether the minibatches of a push are in the weights."""
+        done = tf.gather(self.done.read_value(), push.place.chunk)
+        return tf.logical_and(
+            self.is_of(push.place.epoch), done >= push.place.start + push.minibatches
+        )
+
+    def change(self, push: Push) -> Change:
+        """Returns `done` and its value after a push."""
+        return _counted(self.done, push.place.chunk, push.minibatches)
+
+
+def _counted(counters: tf.Variable, index: tf.Tensor, by: tf.Tensor) -> Change:
+    return counters, tf.tensor_scatter_nd_add(counters.read_value(), [[index]], [by])

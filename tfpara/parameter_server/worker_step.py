@@ -1,0 +1,549 @@
+"""The computation of a worker between a pull and a push, as pure functions of tensors.
+
+The Keras model is called with tensors in place of its variables (`keras.StatelessScope`). So all
+workers can run the same traced function, and it does not change the chief's model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.algorithms.asgd import ASGD, AsyncRule
+from tfpara.algorithms.keras_step import KerasSteps
+from tfpara.algorithms.local_momentum import in_a_block
+from tfpara.keras_model import (
+    carried_states,
+    constrained,
+    memory_can_change,
+    memory_of,
+    momentum_of,
+    told_of_fit,
+)
+from tfpara.parameter_server.messages import Place, Pulled, Push
+from tfpara.parameter_server.server import metric_variables
+from tfpara.typing import Nest
+
+# 2^64 divided by the golden ratio, as a signed number. Its multiples differ in the upper bits.
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+_SEEDS = 1 << 31
+
+# Chooses the learning rate of a chunk from its minibatches.
+ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
+
+
+def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
+    """Returns the first random stream of a chunk: there is one for each minibatch to begin with.
+
+    Args:
+        order: numbers that the order of the data depends on, beside the epoch.
+        epoch, chunk: their numbers.
+    """
+    return int(np.random.default_rng([*order, epoch, chunk]).integers(1 << 62))
+
+
+class Block(NamedTuple):
+    """A worker's state between a pull and a push: lists of tensors.
+
+    Attributes:
+        weights: the weights for the next minibatch: as pulled (ASGD), or after local steps.
+        gradients: sums over the block's minibatches; empty before the first, and for local steps.
+        squares: sums of the gradients' squares; empty where the rule does not need them.
+        optimizer: the local optimizer's state; empty for ASGD.
+        before: minibatches in the model before the block, for a local optimizer's schedule.
+        state: moving statistics that workers share.
+        kept: the factor, in [0, 1], with which each element of the pulled state is still contained
+            in `state`.
+        own: state of the worker's own: random seeds and carried recurrent states.
+        metrics: values of the metrics' variables, summed over the block's minibatches.
+        minibatches, samples: their numbers in the block so far, int64.
+    """
+
+    weights: list[tf.Tensor]
+    gradients: list[tf.Tensor]
+    squares: list[tf.Tensor]
+    optimizer: list[tf.Tensor]
+    before: tf.Tensor
+    state: list[tf.Tensor]
+    kept: list[tf.Tensor]
+    own: list[tf.Tensor]
+    metrics: list[tf.Tensor]
+    minibatches: tf.Tensor
+    samples: tf.Tensor
+
+
+class Work:
+    """The functions by which a worker trains on minibatches, for one model and rule.
+
+    Args:
+        model: built and compiled.
+        rule: a resolved rule of `tfpara.algorithms.asgd`.
+        spec: the element spec of the minibatches.
+        sync_period: τ, minibatches of a block.
+
+    Attributes:
+        model: the Keras model.
+        optimizer: the optimizer that it was compiled with.
+        weights: the weights that are trained.
+        state: the model's variables whose values are in `Block.state`.
+        local, local_models: whether workers have local optimizers, and local models.
+        frozen, frozen_values: weights that are not trained, and their values in the graphs.
+        fit: how the local momentum is fitted to the block, in words; empty where it is not.
+
+    Raises:
+        ValueError: the model is not built or compiled, or has a training step of its own.
+    """
+
+    def __init__(self, model: keras.Model, rule: AsyncRule, spec: Nest, sync_period: int) -> None:
+        _check(model)
+        _build_metrics(model, spec)
+        self.model = model
+        self.optimizer = model.optimizer
+        self.weights = model.trainable_variables
+        self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
+        states = carried_states(model)  # Keras does not list them among the model's variables
+        carried = {id(v) for v in states}
+        frozen = [v for v in model.non_trainable_variables if v.value.trainable]
+        rest = [v for v in model.non_trainable_variables if not v.value.trainable]
+        self.state = [v for v in rest if v.value.dtype.is_floating and id(v) not in carried]
+        shared = {id(v) for v in self.state} | carried
+        self._own = [v for v in rest if id(v) not in shared]
+        self._seeded = [not v.value.dtype.is_floating for v in self._own]
+        self._own += states
+        self._seeded += [False for _ in states]
+        self.frozen = frozen
+        self.read_frozen()
+        self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
+        self._metrics = metric_variables(model)
+        _check_sums(self._metrics)
+        self.local, self.local_models = rule.local_steps, rule.local_models
+        # The server squares the gradient of a single minibatch itself.
+        self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
+        self._steps: KerasSteps | None = None
+        self.fit = ""
+        if self.local:
+            self._steps = KerasSteps(model.optimizer, self.weights, told_rate=True)
+            if getattr(rule, "has_momentum", False) and memory_can_change(model.optimizer):
+                memory = memory_of(model.optimizer)
+                shorter, factor = in_a_block(memory, float(sync_period), delayed=True)
+                of_rate = float(factor) if momentum_of(model.optimizer) else 1.0
+                self._steps.limit_memory(float(shorter), of_rate)
+                self.fit = told_of_fit(model.optimizer, sync_period, float(shorter), of_rate)
+
+    @property
+    def has_these_weights(self) -> bool:
+        """Whether the model still trains the same weights by the same optimizer."""
+        same = _are_same(self.weights, self.model.trainable_variables)
+        return same and self.optimizer is self.model.optimizer
+
+    @property
+    def has_these_metrics(self) -> bool:
+        """Whether the model still has the same metrics: compiling makes others."""
+        return _are_same(self._metrics, metric_variables(self.model))
+
+    def read_frozen(self) -> None:
+        """Reads the present values of the frozen weights, for graphs that are made from here on."""
+        self.frozen_values = [v.numpy() for v in self.frozen]
+
+    @property
+    def optimizer_start(self) -> list[np.ndarray]:
+        """The initial state of the local optimizers; empty if the rule has none."""
+        return [] if self._steps is None else list(self._steps.initial)
+
+    def own_start(self, stream: tf.Tensor) -> list[tf.Tensor]:
+        """Returns a worker's own state (`Block.own`) at the beginning of its work on a chunk.
+
+        Args:
+            stream: int64; different streams have different random numbers.
+        """
+        shift = tf.math.floormod(tf.bitwise.right_shift(stream * _MIX, 33), _SEEDS)
+        return [
+            # The state of a Keras seed generator is a seed and a counter.
+            tf.stack([(value[0] + tf.cast(shift, value.dtype)) % _SEEDS, value[1]])
+            if seeded and value.shape == (2,)
+            else tf.convert_to_tensor(value)
+            for value, seeded in zip(self._own_values, self._seeded, strict=True)
+        ]
+
+    def begin(
+        self,
+        pulled: Pulled,
+        own: Sequence[tf.Tensor],
+        weights: Sequence[tf.Tensor] = (),
+        optimizer: Sequence[tf.Tensor] = (),
+        rate: tf.Tensor | None = None,
+    ) -> Block:
+        """Returns a block without minibatches.
+
+        Args:
+            pulled: the servers' model.
+            own: `Block.own` of the former block in the same chunk, or `own_start`.
+            weights, optimizer: the local model and optimizer, if the rule has them.
+            rate: the chunk's learning rate, for local steps; if negative or None, the servers'
+                rate is used.
+        """
+        pulled_weights = [tf.identity(w) for w in pulled.weights]  # sent to this worker only once
+        zero = tf.zeros([], tf.int64)
+        return Block(
+            weights=list(weights) if self.local_models else pulled_weights,
+            gradients=[],
+            squares=[tf.zeros_like(w) for w in pulled_weights] if self._squares else [],
+            optimizer=self._told(list(optimizer), pulled.rate, rate),
+            before=zero if pulled.minibatches is None else tf.identity(pulled.minibatches),
+            state=[tf.identity(s) for s in pulled.state],
+            kept=[tf.ones_like(s) for s in pulled.state],
+            own=list(own),
+            metrics=[tf.zeros_like(v.value) for v in self._metrics],
+            minibatches=zero,
+            samples=zero,
+        )
+
+    def _told(
+        self, optimizer: list[tf.Tensor], servers: tf.Tensor | None, chunks: tf.Tensor | None
+    ) -> list[tf.Tensor]:
+        """Returns the local optimizer's state with the present rate, unless it is a schedule."""
+        if servers is not None:
+            at: Any = self._steps and self._steps.rate_index
+            rate = servers if chunks is None else tf.where(chunks >= 0.0, chunks, servers)
+            optimizer[at] = tf.cast(rate, optimizer[at].dtype)
+        return optimizer
+
+    def _step(
+        self, block: Block, gradients: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns weights and optimizer state after a step of the local optimizer.
+
+        A learning rate schedule counts the minibatches in the global model, and those of the block.
+        """
+        steps: Any = self._steps
+        optimizer = list(block.optimizer)
+        if steps.schedule is not None:
+            rate = steps.schedule(block.before + block.minibatches)
+            at = steps.rate_index
+            optimizer[at] = tf.cast(rate, optimizer[at].dtype)
+        return steps(block.weights, optimizer, gradients)
+
+    def add(self, block: Block, data: Nest) -> Block:
+        """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight).
+
+        XLA compiles it for a model with `jit_compile=True`.
+        """
+        if not self.model.jit_compile:
+            return self._add(block, data)
+        compiled = tf.function(self._add, jit_compile=True, autograph=False)
+        return compiled(block, data)
+
+    def _add(self, block: Block, data: Nest) -> Block:
+        model = self.model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        samples = tf.shape(tf.nest.flatten(x)[0])[0]
+        of_state = tf.GradientTape(watch_accessed_variables=False)
+        with tf.GradientTape() as tape, of_state:
+            scope = self._scope(block.weights, block.state, block.own, block.metrics, tape)
+            tape.watch(block.weights)
+            of_state.watch(block.state)
+            with scope:
+                outputs = model(x, training=True)
+                loss = _loss(model, x, y, outputs, sample_weight, training=True)
+        self._check_assigned(scope.assigned)
+        stood = [
+            [weight, *scope.assigned.get(id(v), ())]
+            for weight, v in zip(block.weights, self.weights, strict=True)
+        ]
+        zero = tf.UnconnectedGradients.ZERO
+        gradients = [
+            tf.add_n([tf.convert_to_tensor(g) for g in of_one])
+            for of_one in tape.gradient(loss, stood, unconnected_gradients=zero)
+        ]
+        with scope:
+            for metric in model.metrics:
+                if metric.name == "loss":
+                    metric.update_state(loss, sample_weight=samples)
+            model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+        def now(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+            return [tf.convert_to_tensor(_current(scope, v)) for v in variables]
+
+        state = now(self.state)
+        weights, optimizer, squares = block.weights, block.optimizer, block.squares
+        if self._steps is not None:
+            moved = block._replace(weights=[tensors[-1] for tensors in stood])
+            weights, optimizer = self._step(moved, gradients)
+            gradients = []
+        else:
+            gradients = clipped(model.optimizer, gradients)
+            if self._squares:
+                squares = [s + g * g for s, g in zip(squares, gradients, strict=True)]
+            if block.gradients:  # empty before the block's first minibatch
+                gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
+        return Block(
+            weights=weights,
+            gradients=gradients,
+            squares=squares,
+            optimizer=optimizer,
+            before=block.before,
+            state=state,
+            kept=_left(of_state, block, state),
+            own=now(self._own),
+            metrics=now(self._metrics),
+            minibatches=block.minibatches + 1,
+            samples=block.samples + tf.cast(samples, tf.int64),
+        )
+
+    def _check_assigned(self, assigned: Mapping[int, object]) -> None:
+        """Refuses what a layer assigns to weights where it would be lost.
+
+        Raises:
+            ValueError: the message names a weight.
+        """
+        for variable in self.frozen:
+            if id(variable) in assigned:
+                raise ValueError(
+                    f"a layer assigns to the frozen weight {variable.path!r} when it is called, "
+                    "and workers have frozen weights as constants. Unfreeze its layer, or train "
+                    "with tfpara.PeriodicSyncStrategy."
+                )
+        for variable in self.weights:
+            if id(variable) in assigned and not self.local:
+                raise ValueError(
+                    f"a layer assigns to the trained weight {variable.path!r} when it is called "
+                    f"(as SpectralNormalization does), and {type(self._rule).__name__} sends "
+                    "gradients alone. Take a rule with steps on the workers: tfpara.Downpour(), "
+                    "tfpara.AsyncBMUF() or tfpara.AsyncEASGD()."
+                )
+
+    def loss(
+        self,
+        weights: Sequence[tf.Tensor],
+        state: Sequence[tf.Tensor],
+        own: Sequence[tf.Tensor],
+        data: Nest,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the loss of a minibatch, as in evaluation, and its number of samples (float)."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        zeros = [tf.zeros_like(v.value) for v in self._metrics]
+        with self._scope(weights, state, own, zeros):
+            outputs = self.model(x, training=False)
+            loss = _loss(self.model, x, y, outputs, sample_weight, training=False)
+        return tf.cast(loss, tf.float32), tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+
+    def _scope(
+        self,
+        weights: Sequence[tf.Tensor],
+        state: Sequence[tf.Tensor],
+        own: Sequence[tf.Tensor],
+        metrics: Sequence[tf.Tensor],
+        tape: tf.GradientTape | None = None,
+    ) -> _Scope:
+        """Returns the scope in which these tensors take the place of the model's variables."""
+        variables = [
+            *self.weights,
+            *self.frozen,
+            *self.state,
+            *self._own,
+            *self._metrics,
+        ]
+        values = [
+            *weights,
+            *map(tf.convert_to_tensor, self.frozen_values),
+            *state,
+            *own,
+            *metrics,
+        ]
+        weighed = [*self.weights, *self.frozen]
+        return _Scope(list(zip(variables, values, strict=True)), weighed, tape)
+
+    def push(
+        self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
+    ) -> Push:
+        """Returns the push of a finished block.
+
+        Args:
+            block: the block.
+            pulled: the pulled model with which it began.
+            worker: index of the worker.
+            place: position of the block's first minibatch.
+            rate: learning rate of the push; negative for the servers' rate.
+        """
+        values, squares = block.weights, block.squares
+        if self.local and not self.local_models:
+            between = zip(block.weights, pulled.weights, strict=True)
+            values = [self._rule.difference(w, pulled=p) for w, p in between]
+        elif not self.local:
+            values = block.gradients
+            if self._rule.reduction == "mean":
+                count = tf.cast(tf.maximum(block.minibatches, 1), tf.float32)
+                values = [v / tf.cast(count, v.dtype) for v in values]
+                squares = [s / tf.cast(count, s.dtype) for s in squares]
+        return Push(
+            values=values,
+            state=[
+                after - kept * before
+                for after, kept, before in zip(block.state, block.kept, pulled.state, strict=True)
+            ],
+            kept=block.kept,
+            metrics=block.metrics,
+            worker=worker,
+            place=place,
+            minibatches=block.minibatches,
+            samples=block.samples,
+            rate=rate,
+            squares=squares,
+        )
+
+    def kept(
+        self, block: Block, moves: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the local weights (empty if there are none) and optimizer for the next block.
+
+        The weights are by their constraints.
+
+        Args:
+            block: the block that was pushed.
+            moves: `Answer.moves` of the push.
+        """
+        if not self.local_models:
+            return [], block.optimizer
+        moved = [w - m for w, m in zip(block.weights, moves, strict=True)]
+        return constrained(moved, [v.constraint for v in self.weights]), block.optimizer
+
+
+class _Scope(keras.StatelessScope):
+    """A scope that tells what layers assign to weights, such as SpectralNormalization.
+
+    In Keras the gradient of a weight is that of its variable, before and after such an assignment,
+    but not through it. Here it is the sum of the gradients of all tensors that stood for the
+    weight.
+
+    Args:
+        mapping: variables, each with the tensor that stands for it at first.
+        weights: those of them whose assigned values are kept.
+        tape: watches these values.
+
+    Attributes:
+        assigned: by the variable's id, the values that were assigned to a weight, in order.
+    """
+
+    def __init__(
+        self,
+        mapping: list[tuple[keras.Variable, tf.Tensor]],
+        weights: Sequence[keras.Variable],
+        tape: tf.GradientTape | None,
+    ) -> None:
+        super().__init__(state_mapping=mapping, collect_losses=True)
+        self._weights, self._tape = {id(v) for v in weights}, tape
+        self.assigned: dict[int, list[tf.Tensor]] = {}
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        variable, value = update
+        if id(variable) in self._weights:
+            value = tf.stop_gradient(value)
+            if self._tape is not None:
+                self._tape.watch(value)
+            self.assigned.setdefault(id(variable), []).append(value)
+        super().add_update((variable, value))
+
+
+def _loss(
+    model: keras.Model, x: Nest, y: Nest, outputs: Nest, sample_weight: Nest, training: bool
+) -> tf.Tensor:
+    """Calls `compute_loss` as Keras does: an overridden one may lack the argument `training`."""
+    known = "training" in inspect.signature(model.compute_loss).parameters
+    told = {"training": training} if known else {}
+    return model.compute_loss(x, y, outputs, sample_weight, **told)
+
+
+def _build_metrics(model: keras.Model, spec: Nest) -> None:
+    """Creates the variables of the model's metrics, which Keras creates at the first minibatch.
+
+    Args:
+        model: built and compiled.
+        spec: the element spec of its minibatches.
+    """
+
+    @tf.function(autograph=False)
+    def measure(data: Nest) -> None:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        outputs = model(x, training=False)
+        _loss(model, x, y, outputs, sample_weight, training=False)
+        model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+    # The graph is never run: its minibatch may have dimensions that are not known. Keras makes the
+    # variables when the scope ends, and what the graph assigns to others is forgotten then.
+    weights = [(v, v.value) for v in model.trainable_variables]  # regularizers read them there
+    with keras.StatelessScope(weights, collect_losses=True):
+        measure.get_concrete_function(spec)
+
+
+def _are_same(some: Sequence[keras.Variable], others: Sequence[keras.Variable]) -> bool:
+    return [id(v) for v in some] == [id(v) for v in others]
+
+
+def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns `Block.kept` after one more minibatch.
+
+    Each element is multiplied by the derivative of the new state with respect to the former one:
+    ρ for S ← ρ S + (1 − ρ) x, and 1 if S is not changed or only added to. It is clipped to [0, 1].
+
+    Args:
+        tape: has recorded the minibatch, and watches `block.state`.
+        block: the block before the minibatch.
+        state: the state after the minibatch.
+    """
+    zero = tf.UnconnectedGradients.ZERO
+    slopes = tape.gradient(state, block.state, unconnected_gradients=zero) if state else []
+    return [
+        kept * tf.clip_by_value(tf.cast(slope, kept.dtype), 0.0, 1.0)
+        for kept, slope in zip(block.kept, slopes, strict=True)
+    ]
+
+
+def clipped(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Returns the gradients, clipped as the Keras optimizer is set up to do."""
+    if optimizer.clipnorm:
+        return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
+    if optimizer.global_clipnorm:
+        return list(tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)[0])
+    if optimizer.clipvalue:
+        bound = optimizer.clipvalue
+        return [tf.clip_by_value(g, -bound, bound) for g in gradients]
+    return list(gradients)
+
+
+def _current(scope: keras.StatelessScope, variable: keras.Variable) -> tf.Tensor:
+    value = scope.get_current_value(variable)
+    return variable.value if value is None else value
+
+
+def _check_sums(metrics: Sequence[keras.Variable]) -> None:
+    """Raises ValueError for a metric whose state is not added up."""
+    for variable in metrics:
+        if variable.aggregation != "sum":
+            raise ValueError(
+                f"the metric's variable {variable.path!r} has aggregation="
+                f"{variable.aggregation!r}, but parameter servers add up what workers push, from 0 "
+                "in each push. Leave the metric out of compile(), and compute it on the chief, in "
+                "a callback; or write it with sums."
+            )
+
+
+def _check(model: keras.Model) -> None:
+    if not getattr(model, "compiled", False):
+        raise ValueError("the model is not compiled. Call model.compile(...) in strategy.scope().")
+    if not model.built:
+        raise ValueError(
+            "the model is not built, so it has no weights to send to the parameter servers. Give "
+            "it a keras.Input, or call model.build(input_shape)."
+        )
+    if type(model).train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"{type(model).__name__} has a train_step of its own, which the workers of the "
+            "asynchronous strategy cannot run. Override compute_loss and compute_metrics instead."
+        )

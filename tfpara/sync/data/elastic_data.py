@@ -1,0 +1,386 @@
+"""Data given to `fit` in an elastic run, as minibatches that can be dealt out anew.
+
+A replica's minibatch is a part of a batch, which is cut for the N replicas with which the run
+began. Minibatches have numbers, from 0 in each epoch. Any worker can read those with any numbers,
+so what a lost worker has not trained can be given to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.cluster.place import FIT_BEGIN
+from tfpara.sync.data import same_data
+from tfpara.sync.data.reading import Order, ahead, shuffled, shuffled_rows
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.typing import Json
+
+Facts: TypeAlias = dict[str, Json]
+PARTS = ("x", "y", "sample_weight")  # arguments of `fit`
+_BATCH_SIZE = 32  # Keras' own
+
+
+class Began(NamedTuple):
+    """The replicas with which a run began, and how many of them each worker had."""
+
+    replicas: int
+    devices: int
+
+
+def leaves_of(given: Mapping[str, Any]) -> list[Any]:
+    """Returns all data among the arguments of `fit`."""
+    parts = [given.get(name) for name in PARTS]
+    return [leaf for part in parts for leaf in tf.nest.flatten(part) if leaf is not None]
+
+
+def are_arrays(given: Mapping[str, Any]) -> bool:
+    """Returns whether the data among the arguments of `fit` are NumPy's arrays, or tensors."""
+    leaves = leaves_of(given)
+    return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
+
+
+def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
+    """Replaces arrays among the arguments of `fit` by `strategy.datasets_by_epoch`.
+
+    A replica's minibatch has `batch_size` / N rows, rounded up, for the N replicas with which the
+    run begins, as without `elastic=`; where replicas are lost or come it stays as large. Each row
+    of an epoch is trained once. With `shuffle` (as by default) each epoch has an order of its own.
+    With `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps,
+    and goes on in the arrays where the one before has ended.
+
+    Args:
+        strategy: of the run.
+        began: N, and the devices of each worker.
+        given: the arguments of `fit`, changed in place; left alone if they are no arrays.
+
+    Raises:
+        ValueError: arrays of different lengths.
+    """
+    parts = [given.get(name) for name in PARTS]
+    leaves = leaves_of(given)
+    if not are_arrays(given):
+        return
+    rows = len(leaves[0])
+    if any(len(leaf) != rows for leaf in leaves):
+        raise ValueError(
+            f"the arrays have {', '.join(str(len(leaf)) for leaf in leaves)} rows. Give as many."
+        )
+    batch_size = given.get("batch_size") or _BATCH_SIZE
+    facts: Facts = {"kind": "arrays", "rows": rows, "batch_size": batch_size}
+    order = _agree(strategy, began, {**facts, "values": same_data.values_of(leaves)})
+    shuffle = given.get("shuffle", True)
+    while len(parts) > 1 and parts[-1] is None:
+        parts.pop()
+    with tf.device("CPU:0"):
+        arrays = tf.nest.map_structure(tf.convert_to_tensor, tuple(parts))
+
+    steps = given.get("steps_per_epoch")
+
+    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
+        seed, parts, _ = order.known()
+        size = -(-batch_size // parts)
+        in_a_pass = -(-rows // size)  # minibatches
+        in_an_epoch = steps * parts if steps else in_a_pass
+        begin = epoch * in_an_epoch
+        passes = range(begin // in_a_pass, (begin + in_an_epoch - 1) // in_a_pass + 1)
+        orders = [
+            shuffled_rows(rows, seed, each) if shuffle else np.arange(rows) for each in passes
+        ]
+        numbers = _numbers(strategy, first, in_an_epoch)
+        places = [divmod(begin + number, in_a_pass) for number in numbers]
+        ordered = tf.constant(np.array(orders), tf.int64)
+        from_first = [[each - passes.start, number] for each, number in places]
+        dataset = tf.data.Dataset.from_tensor_slices(np.array(from_first, np.int64).reshape(-1, 2))
+
+        def taken(place: tf.Tensor) -> Any:
+            own = ordered[place[0], place[1] * size : (place[1] + 1) * size]
+            gathered = tf.nest.map_structure(lambda array: tf.gather(array, own), arrays)
+            return gathered if len(gathered) > 1 else gathered[0]
+
+        return dataset.map(taken, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+    given["x"] = strategy.datasets_by_epoch(minibatches)
+    given["x"].facts = facts
+    for name in ("y", "sample_weight", "batch_size", "steps_per_epoch"):
+        given[name] = None
+
+
+def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None:
+    """Replaces a `tf.data.Dataset` of batches among the arguments of `fit`, as arrays are.
+
+    Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
+    differ by one at most. Every worker reads the whole dataset, and keeps the parts that are its
+    own.
+
+    Args:
+        strategy: of the run.
+        began: N, and the devices of each worker.
+        given: the arguments of `fit`, changed in place; left alone if they are no such dataset.
+
+    Raises:
+        ValueError: the dataset has no batches, or no end, or another order whenever it is read; or
+            each worker has a part of its own; or workers have different data.
+    """
+    dataset = given.get("x")
+    if not isinstance(dataset, tf.data.Dataset):
+        return
+    same_data.check_batched(dataset.element_spec)
+    if not same_data.divided_between_workers(dataset):
+        raise ValueError(
+            "the dataset has AutoShardPolicy.OFF, so each worker has data of its own, and elastic= "
+            "gives what a lost worker has not trained to others. Give all workers the same data."
+        )
+    _check_order(
+        dataset,
+        "For one order in all epochs give shuffle a seed and reshuffle_each_iteration=False; for "
+        f"an order of each epoch's own, give fit data = {_BY_EPOCH}.",
+    )
+    facts = same_data.facts_of_dataset(dataset)
+    order = _agree(strategy, began, facts)
+
+    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
+        return _parts_of(dataset, order.known()[1], _Own(strategy, first))
+
+    given["x"] = strategy.datasets_by_epoch(minibatches)
+    given["x"].facts = _without_values(facts)
+
+
+class Batches(NamedTuple):
+    """The batches of a `keras.utils.PyDataset`, as `deal_out_py_dataset` needs them.
+
+    Attributes:
+        number: of the batches.
+        signature: the spec of a batch.
+        values: some of the first batches' values, by which workers' data are compared.
+        standard: makes what the dataset returns a batch.
+        part_of: returns part k of n of a batch.
+    """
+
+    number: int
+    signature: Any
+    values: list[Json]
+    standard: Callable[[Any], Any]
+    part_of: Callable[[Any, int, int], Any]
+
+
+def deal_out_py_dataset(
+    strategy: Any, began: Began, given: dict[str, Any], batches: Batches
+) -> None:
+    """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, as arrays are.
+
+    Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
+    differ by one at most. As without `elastic=` a worker reads every W-th batch, while there are W
+    workers as at the begin; where members have come or gone, it reads each that it needs a part of.
+
+    Args:
+        strategy: of the run.
+        began: N, and the devices of each worker.
+        given: the arguments of `fit`, changed in place.
+        batches: of the dataset.
+
+    Raises:
+        ValueError: the dataset changes itself between epochs, or reads in processes; or workers
+            have different data.
+    """
+    data: keras.utils.PyDataset = given["x"]
+    for hook in ("on_epoch_begin", "on_epoch_end"):
+        if getattr(type(data), hook, None) is not getattr(keras.utils.PyDataset, hook, None):
+            raise ValueError(
+                f"{type(data).__name__}.{hook} changes the dataset, and a worker that joins an "
+                "elastic run would not have called it. Leave the order to fit(shuffle=True)."
+            )
+    if data.use_multiprocessing and data.workers > 0:
+        raise ValueError(
+            "PyDataset(use_multiprocessing=True) would start its processes anew at each change of "
+            "an elastic run's members. Write use_multiprocessing=False, for threads."
+        )
+    facts: Facts = {"kind": "PyDataset", "batches": batches.number}
+    order = _agree(strategy, began, {**facts, "values": batches.values})
+    shuffle = given.get("shuffle", True)
+
+    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
+        count, (seed, parts, devices) = batches.number, order.known()
+        numbers = _numbers(strategy, first, count * parts)
+        places = [_place(number, count, parts, devices) for number in numbers]
+        in_order = shuffled(count, seed, epoch) if shuffle else range(count)
+        runs = [
+            (in_order[place], [part for _, part in own])
+            for place, own in itertools.groupby(places, operator.itemgetter(0))
+        ]
+
+        def read() -> Iterator[Any]:
+            wanted = (number for number, _ in runs)
+            found = ahead(data, wanted, data.workers, False, data.max_queue_size)
+            with contextlib.closing(found):
+                for batch, (_, own) in zip(found, runs, strict=True):
+                    batch = batches.standard(batch)
+                    for part in own:
+                        yield batches.part_of(batch, part, parts)
+
+        return tf.data.Dataset.from_generator(read, output_signature=batches.signature)
+
+    given["x"] = strategy.datasets_by_epoch(minibatches)
+    given["x"].facts = facts
+    given["class_weight"] = None
+
+
+def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any:
+    """Returns what `strategy.minibatches_by_epoch` does."""
+    facts: Facts = {}
+
+    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
+        dataset = dataset_fn(epoch)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(f"the function gave {dataset!r} for epoch {epoch}: no tf.data.Dataset.")
+        same_data.check_batched(dataset.element_spec)
+        _check_order(dataset, "Give a seed to all that is drawn.", made_anew=True)
+        if not facts:
+            # What has no seed of its own gets another each time where TensorFlow has one for all.
+            facts.update(same_data.facts_of_dataset(dataset))
+            if same_data.difference([facts, same_data.facts_of_dataset(dataset_fn(epoch))]):
+                raise ValueError(
+                    f"the function's dataset of epoch {epoch} has other rows, or seeds, when it is "
+                    "called again, and so another order. Let the epoch decide what is drawn: "
+                    "dataset.shuffle(1000, seed=epoch), np.random.default_rng(epoch)."
+                )
+        own = _Own(strategy, 0)
+        numbered = dataset.skip(first).enumerate()
+        return numbered.filter(lambda number, element: own.has(number)).map(
+            lambda number, element: element
+        )
+
+    data = strategy.datasets_by_epoch(minibatches)
+    data.facts = _without_values(facts)
+    return data
+
+
+_BY_EPOCH = (
+    "strategy.minibatches_by_epoch(lambda epoch: files.shuffle(1000, seed=epoch).batch(32)), with "
+    "batches for one replica"
+)
+
+
+def _check_order(dataset: tf.data.Dataset, fix: str, made_anew: bool = False) -> None:
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError("the dataset has no end, which an epoch needs: write dataset.take(1000).")
+    problem = same_data.why_order_differs(dataset, made_anew)
+    if problem:
+        raise ValueError(
+            f"the dataset {problem}. Workers that come in the middle of an epoch, and a resumed "
+            f"run, need its order. {fix}"
+        )
+
+
+def _without_values(facts: Facts) -> Facts:
+    """Facts that are compared as they are: machines may compute the last digits of values."""
+    return {name: fact for name, fact in facts.items() if name != "values"}
+
+
+def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
+    """Returns the run's order of data, with a seed that is equal on all workers.
+
+    Raises:
+        ValueError: the workers with which the run begins have different data.
+    """
+    extended = strategy.extended
+    if extended.order.seed is None:
+        drawn = random.getrandbits(48)
+        if extended.elastic is not None and not extended.elastic.joining:
+            mine = {"seed": drawn, "facts": facts}
+            everyone = everyones(mine, extended.control, FIT_BEGIN)
+            drawn = everyone[0]["seed"]
+            problem = same_data.difference(
+                [each["facts"] for each in everyone], "Give all workers of an elastic run the same."
+            )
+            if problem:
+                raise ValueError(problem)
+        extended.order.seed = drawn
+    if extended.order.parts is None:
+        extended.order.parts, extended.order.devices = began
+    return extended.order
+
+
+def _numbers(strategy: Any, first: int, count: int) -> list[int]:
+    """The numbers of this worker's minibatches, of `count` in an epoch, from `first` on."""
+    starts = range(first, count, strategy.num_replicas)
+    numbers = [start + own for start in starts for own in strategy.local_replica_ids]
+    return [number for number in numbers if number < count]
+
+
+class _Own:
+    """The numbers of this worker's minibatches from `first` on, for graphs."""
+
+    def __init__(self, strategy: Any, first: int) -> None:
+        self._first, self._replicas = first, strategy.num_replicas
+        self._ids = np.array(strategy.local_replica_ids, np.int64)
+
+    def has(self, number: tf.Tensor) -> tf.Tensor:
+        since = number - self._first - self._ids
+        return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
+
+
+def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Dataset:
+    """Returns those minibatches of a dataset of batches that are a worker's own."""
+
+    def cut(batch: tf.Tensor, element: Any) -> tf.data.Dataset:
+        leaves = tf.nest.flatten(element)
+        rows = _rows_of(leaves[0])
+        alike = [
+            tf.debugging.assert_equal(_rows_of(leaf), rows, "the tensors of a batch differ in rows")
+            for leaf in leaves[1:]
+        ]
+
+        def part(number: tf.Tensor) -> Any:
+            begin, end = (rows * (number % parts + k) // parts for k in (0, 1))
+            return tf.nest.map_structure(lambda leaf: slice_of(leaf, begin, end), element)
+
+        with tf.control_dependencies(alike):
+            first = tf.identity(batch) * parts
+        return tf.data.Dataset.range(first, first + parts).filter(own.has).map(part)
+
+    return dataset.enumerate().flat_map(cut)
+
+
+def _rows_of(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
+
+
+def slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+    """The rows of a batch from `begin` to before `end`, as far as there are any."""
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[begin:end]
+    count = tf.minimum(end, leaf.dense_shape[0]) - begin
+    rest = leaf.dense_shape[1:]
+    start, size = (
+        tf.concat([[first], others], 0)
+        for first, others in ((begin, tf.zeros_like(rest)), (count, rest))
+    )
+    sliced = tf.sparse.slice(leaf, start, size)
+    sliced.set_shape([None, *leaf.shape[1:]])
+    return sliced
+
+
+def _place(number: int, count: int, parts: int, devices: int) -> tuple[int, int]:
+    """The batch, by its place in the epoch's order, and the part of it that is a minibatch.
+
+    With W = parts / devices workers, W batches at a time are W steps: each worker's steps are the
+    parts of one batch. The last batches, which do not go round, are a step each.
+    """
+    workers = parts // devices
+    step, device = divmod(number, devices)
+    if number < count // workers * workers * parts:
+        group, rest = divmod(step, workers * workers)
+        part, rank = divmod(rest, workers)
+        return group * workers + rank, part * devices + device
+    return divmod(number, parts)

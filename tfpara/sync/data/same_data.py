@@ -1,0 +1,304 @@
+"""The check that all workers have the same data, which `fit` divides among them.
+
+Each worker takes its part of the data that all were given, so rows would be left out if the data
+differed. Before the first step the workers compare a few facts and numbers of their data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.sync.start_line import counted
+from tfpara.sync.workers.settings_check import differences
+from tfpara.typing import Json, Nest
+
+# TensorFlow's finding of a dataset's batch size, by which it divides batches between replicas.
+from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
+
+_ROWS = 16  # number of rows of each array that are compared
+OWN = "each worker its own"  # the "kind" of data that are not divided
+
+_REMEDY = (
+    "fit and evaluate divide their data among the workers, so all must give the same (what is "
+    "drawn at random, by np.random.default_rng(1) with the same seed). Where each worker "
+    "has its own part already, write data = strategy.distribute_datasets_from_function("
+    "lambda context: dataset), with `dataset` a tf.data.Dataset of this worker's minibatches, and "
+    "give them `data`."
+)
+
+
+def difference(facts: Sequence[Mapping[str, Json]], remedy: str = _REMEDY) -> str:
+    """Returns a text on what differs between the workers' data, and the fix; "" if nothing does.
+
+    Args:
+        facts: facts about each worker's data, by rank. The floats in "values" may differ by 1e-3 of
+            their size, since machines may compute the last digits differently.
+        remedy: what to do, in a sentence.
+    """
+    if all(one.get("kind") == OWN for one in facts):
+        return ""
+    texts = [{k: v for k, v in one.items() if k != "values"} for one in facts]
+    differing = differences({f"worker {rank}": one for rank, one in enumerate(texts)})
+    if not differing:
+        values = [one.get("values") or [] for one in facts]
+        odd = [rank for rank, v in enumerate(values) if not _close(v, values[0])]
+        differing = f"rows: those of worker {odd[0]} are not those of worker 0" if odd else ""
+    if not differing:
+        return ""
+    if differing.startswith("shuffle"):
+        return (
+            f"the workers shuffle their data in different orders ({differing}). Write "
+            "keras.utils.set_random_seed(1) on every worker, after the strategy is made, or "
+            "dataset.shuffle(…, seed=1)."
+        )
+    return f"the workers have different data ({differing}). {remedy}"
+
+
+def _close(a: Sequence[Json], b: Sequence[Json]) -> bool:
+    if len(a) != len(b):
+        return False
+    return all(
+        np.isclose(x, y, rtol=1e-3, atol=1e-6, equal_nan=True)
+        if isinstance(x, float) and isinstance(y, float)
+        else x == y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def values_of(structure: Nest) -> list[Json]:
+    """Returns some values by which the rows of arrays, and their order, can be compared."""
+    values: list[Json] = []
+    for leaf in keras.tree.flatten(structure):
+        rows = getattr(leaf, "shape", None)
+        if rows is None or not len(rows) or not rows[0]:
+            continue
+        values.append(int(rows[0]))
+        for row in np.unique(np.linspace(0, rows[0] - 1, _ROWS).astype(int)):
+            values.append(_value(leaf, int(row)))
+    return values
+
+
+def _value(leaf: Nest, row: int) -> Json:
+    try:
+        array = np.asarray(leaf.iloc[row] if hasattr(leaf, "iloc") else leaf[row])
+        if array.dtype.kind in "biuf":
+            weights = np.linspace(1.0, 2.0, array.size)  # columns in another order differ then
+            return float((array.astype(np.float64).ravel() * weights).mean())
+        if array.dtype.kind in "SUO":
+            return hashlib.blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest()
+    except (TypeError, ValueError, IndexError, NotImplementedError):
+        pass
+    return None  # sparse and ragged arrays, and those that Python cannot index
+
+
+def divided_between_workers(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a dataset is to be divided among the workers.
+
+    It is not if its options turn auto-sharding off, since each worker has its own part then.
+    """
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return policy != tf.data.experimental.AutoShardPolicy.OFF
+
+
+def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
+    """Returns facts by which a dataset is compared with another worker's, without reading it."""
+    if not divided_between_workers(dataset):
+        return {"kind": OWN}
+    shards, values = [], []
+    for part in _parts(dataset):
+        # Private: the names of tf.data's classes and attributes say what a dataset is made of, and
+        # nothing public does. A TensorFlow version that lacks a name has one fact less.
+        name = type(part).__name__
+        if "Shard" in name:
+            shards.append([_number(part, "_num_shards"), _number(part, "_index")])
+        if hasattr(part, "_tensors"):
+            values += values_of([t for t in part._tensors if t.dtype != tf.variant])
+    return {
+        "kind": "tf.data.Dataset",
+        "batches": int(dataset.cardinality()),
+        "elements": repr(dataset.element_spec),
+        "shard(number of shards, index)": shards,
+        "values": values,
+        "shuffle seeds": seeds_of(dataset),
+    }
+
+
+def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    waiting = [dataset]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        # Private: the input datasets. Datasets of files wrap one in `_dataset` or `_filenames`.
+        wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
+        waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
+
+
+def _number(part: object, name: str) -> int | None:
+    value = getattr(part, name, None)
+    return None if value is None else int(value)
+
+
+def batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Returns the rows of all batches but the last; None if the dataset does not say."""
+    if any(spec.shape.rank == 0 for spec in tf.nest.flatten(dataset.element_spec)):
+        return None
+    found = int(compute_batch_size(dataset))
+    return found if found > 0 else None
+
+
+def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
+    """Returns why a dataset may have another order whenever it is read; "" if it has one alone.
+
+    Args:
+        dataset: the dataset.
+        made_anew: whether it is made anew each time, so that a seed gives the same order again.
+    """
+    if dataset.options().deterministic is False:
+        return "has the option deterministic=False, which lets it reorder what is ready first"
+    for part in _parts(dataset):
+        # Private names, as above. What TensorFlow calls otherwise in another version is not found.
+        name = type(part).__name__
+        if getattr(part, "_deterministic", None) == "false":
+            return f"has {_method(name)}(deterministic=False), which reorders what is ready first"
+        if _is_drawn(part) and not any(_seeds(part)):
+            return f"has {_method(name)} without a seed, so each worker has an order of its own"
+        if not made_anew and any(getattr(part, each, False) for each in _EACH_ITERATION):
+            return f"has {_method(name)}, which gives another order whenever it is read"
+        for function in part._functions():
+            problem = _why_function_differs(function.function, name, made_anew)
+            if problem:
+                return problem
+    return ""
+
+
+# Attributes of datasets that are drawn anew whenever they are read.
+_EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
+# Operations that draw, and methods whose functions decide by them which rows there are.
+_DRAWING = {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "Multinomial"}
+_CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
+
+
+def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
+    """Returns why the rows that a dataset's function decides on differ; "" if they do not."""
+    where = f"inside the function of {_method(name)}"
+    bodies = _bodies(function)
+    called = {node.op for body in bodies for node in body}
+    if not made_anew and any("ShuffleDataset" in operation for operation in called):
+        return f"has shuffle {where}, of unknown order"
+    if any(_is_unseeded_shuffle(node, body) for body in bodies for node in body):
+        return f"has shuffle without a seed {where}"
+    if "GeneratorDataset" in called and not made_anew:
+        return "reads a Python function (from_generator), of unknown order"
+    if any(node.attr["deterministic"].s == b"false" for body in bodies for node in body):
+        return f"reorders what is ready first (deterministic=False) {where}"
+    if "RandomShuffle" in called or (called & _DRAWING and any(k in name for k in _CHOOSING)):
+        return f"draws at random which rows there are {where}"
+    if not made_anew and any(each.dtype == tf.variant for each in function.captured_inputs):
+        return f"reads another dataset {where}, of unknown order"
+    return ""
+
+
+def _bodies(function: Any) -> list[Any]:
+    """Returns the operations of a dataset's function, and of those that it calls."""
+    graph = function.graph.as_graph_def()
+    return [graph.node, *(each.node_def for each in graph.library.function)]
+
+
+def _is_unseeded_shuffle(node: Any, body: Any) -> bool:
+    """Whether an operation is a dataset's shuffle with the seeds (0, 0)."""
+    if "ShuffleDataset" not in node.op:
+        return False
+    made = {other.name: other for other in body}
+    seeds = [made.get(name.partition(":")[0]) for name in node.input[2:4]]
+    values = [
+        int(tf.make_ndarray(seed.attr["value"].tensor)) if seed and seed.op == "Const" else 1
+        for seed in seeds
+    ]
+    return not any(values)
+
+
+def seeds_of(dataset: tf.data.Dataset) -> list[list[int | None]]:
+    """Returns the seeds of all parts of a dataset whose order is drawn at random."""
+    return [_seeds(part) for part in _parts(dataset) if _is_drawn(part)]
+
+
+def _is_drawn(part: tf.data.Dataset) -> bool:
+    # Private names of classes, as above.
+    return "Shuffle" in type(part).__name__ or "Random" in type(part).__name__
+
+
+def _seeds(part: tf.data.Dataset) -> list[int | None]:
+    return [_number(part, "_seed"), _number(part, "_seed2")]
+
+
+def _method(name: str) -> str:
+    """The method that makes a dataset of a class with this name, as `map` for _MapDataset."""
+    words = re.findall("[A-Z][a-z]*", name.replace("Dataset", "").replace("Parallel", ""))
+    return "_".join(words).lower() or name
+
+
+def check_files(dataset: tf.data.Dataset, workers: int) -> None:
+    """Raises ValueError if a dataset reads fewer files than there are workers to divide them."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    policies = tf.data.experimental.AutoShardPolicy
+    if workers < 2 or policy not in (policies.AUTO, policies.FILE):
+        return
+    count = files_of(dataset)
+    if count is not None and count < workers:
+        raise ValueError(
+            f"the dataset reads {counted(count, 'file')}, and files are divided "
+            f"among the {workers} workers. Write the data to at least {workers} files, or let all "
+            "workers read all of them and divide the batches: options = tf.data.Options(); "
+            "options.experimental_distribute.auto_shard_policy = "
+            "tf.data.experimental.AutoShardPolicy.DATA; dataset = dataset.with_options(options). "
+            "(With AutoShardPolicy.OFF every worker would train every row.)"
+        )
+
+
+# Operations that read files, by which TensorFlow divides a dataset.
+_READERS = {
+    name + version
+    for name in ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
+    for version in ("", "V2")
+}
+
+
+def files_of(dataset: tf.data.Dataset) -> int | None:
+    """Returns how many files a dataset reads by tf.data's readers; None if that is not known.
+
+    Of several lists of files it is the shortest one, since each is divided.
+    """
+    counts = []
+    for part in _parts(dataset):
+        names = getattr(part, "_filenames", None)  # private, as above
+        if isinstance(names, tf.data.Dataset):
+            counts.append(int(names.cardinality()))
+        for function in part._functions():
+            read = any(node.op in _READERS for body in _bodies(function.function) for node in body)
+            if read:
+                counts += [int(source.cardinality()) for source in part._inputs()[:1]]
+    return min((count for count in counts if count >= 0), default=None)
+
+
+def check_batched(spec: Nest, several: bool = True) -> None:
+    """Raises ValueError if a dataset's elements cannot be batches.
+
+    Args:
+        spec: the spec of an element.
+        several: whether there are several replicas, among which the elements are divided.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
+    shapes = [leaf.shape for leaf in leaves if leaf.shape.rank is not None]
+    rows = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
+    if (several and len(rows) > 1) or any(shape.rank == 0 for shape in shapes):
+        raise ValueError(
+            f"the dataset's elements, {spec}, are not batches: their tensors have no first axis in "
+            "common, by which they could be divided among the replicas. Write dataset.batch(32)."
+        )

@@ -1,0 +1,1 @@
+"""The strategy's side towards Keras."""

@@ -1,0 +1,174 @@
+"""Copies of all that training changes, except the learning rate, to return to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.keras_model import optimizers
+from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
+from tfpara.sync.keras.hooks import build_optimizers
+from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
+from tfpara.typing import Array, Json
+
+
+class TrainingState:
+    """A copy of all that training has changed, taken while blocks are closed.
+
+    It holds every replica's weights, statistics, random states, optimizer slots and step counts. It
+    also holds the state that a checkpoint keeps of the syncs (the global model, its momentum and
+    averages, rounding errors), or the state of the parameter servers. It leaves out learning rates,
+    metrics, and the counters of steps, syncs, bytes and pushes.
+
+    Every worker must make it, and restore it, at the same point between epochs.
+
+    Args:
+        model: a built and compiled model.
+        shared: whether the state that replicas share is kept, besides their own variables.
+    """
+
+    def __init__(self, model: keras.Model, shared: bool = True) -> None:
+        self._strategy: Any = model.distribute_strategy
+        self._shared = shared
+        strategy = self._strategy
+        self._go_back = lambda: None
+        if shared and hasattr(strategy, "snapshot"):
+            self._go_back = strategy.snapshot(model)  # the parameter servers' state
+        else:
+            build_optimizers(model)
+        if shared and hasattr(strategy, "synchronize"):
+            strategy.synchronize()  # closes the block, in a run without parameter servers
+        # TensorFlow copies a tensor that is kept here when its variable is next written.
+        slots = _shared_slots(model) if shared else model_slots(model)
+        self._kept = [(variable, tf.identity(variable)) for variable in _changing(model, slots)]
+
+    def restore(self) -> None:
+        """Puts everything back, bit for bit. It may be called again."""
+        for variable, value in self._kept:
+            variable.assign(value)
+        self._go_back()
+        if self._shared:
+            for synchronizer in getattr(self._strategy.extended, "synchronizers", ()):
+                synchronizer.was_put_back()
+
+    def by_variable(self) -> dict[int, tf.Tensor]:
+        """Returns what is kept, by the id of its variable."""
+        return {id(variable): value for variable, value in self._kept}
+
+    def has_diverged(self) -> bool:
+        """Returns whether a variable of this worker has become NaN or Inf since the copy."""
+        return any(
+            not _is_finite(variable) and _is_finite(value)
+            for variable, value in self._kept
+            if variable.dtype.is_floating
+        )
+
+
+class EpochStart:
+    """The training state where an epoch began, on all workers, who may come within it.
+
+    Such a worker takes it over from another one: all but what replicas have for themselves, where
+    its replicas then begin as those of a worker that comes.
+
+    Args:
+        model: a compiled model.
+
+    Raises:
+        ValueError: the run is a replay.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._extended: Any = getattr(model.distribute_strategy, "extended", None)
+        self._state: TrainingState | None = None
+        self._taken: Sequence[np.ndarray] | None = None
+        self._elastic: Any = getattr(self._extended, "elastic", None)
+        if self._elastic is not None:
+            self._elastic.keep_state("epoch start", self)
+        elif getattr(self._extended, "replay", None) is not None:
+            raise ValueError(
+                "a replay cannot go back to where an epoch began: its record does not have what "
+                "workers that came within the epoch went back to."
+            )
+
+    def note(self) -> None:
+        """Notes the present state, where an epoch begins. All workers call it.
+
+        A worker that comes within the epoch keeps what it has taken over.
+        """
+        if self._taken is None:
+            self._state = TrainingState(self._model)
+
+    def go_back(self) -> None:
+        """Puts back what was noted last. All workers call it, while blocks are closed."""
+        if self._taken is None:
+            assert self._state is not None
+            self._state.restore()
+            return
+        for variable, value in zip(self._travelling(), self._taken, strict=True):
+            variable.assign(value)
+        synchronizer = self._extended.synchronizer_of(self._model)
+        synchronizer.start_from(synchronizer.broadcast_point())
+
+    def forget(self) -> None:
+        """Frees what was noted."""
+        self._state = self._taken = None
+
+    # -- for a worker that comes -------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Json]:
+        return {HAS_WEIGHTS: self._state is not None or self._taken is not None}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """The arrays are all there is."""
+
+    @property
+    def weights(self) -> Sequence[np.ndarray]:
+        """The arrays that travel; where nothing was noted, others of the same shapes."""
+        if self._taken is not None:
+            return self._taken
+        noted = {} if self._state is None else self._state.by_variable()
+        return [noted.get(id(v), v.read_value()).numpy() for v in self._travelling()]
+
+    @weights.setter
+    def weights(self, weights: Sequence[np.ndarray]) -> None:
+        if self._elastic.joining:  # who is behind has noted the same itself
+            self._taken = weights
+
+    def _travelling(self) -> list[tf.Variable]:
+        return list(_changing(self._model, self._elastic.slots()))
+
+
+def _shared_slots(model: keras.Model) -> list[Slot]:
+    """Returns the slots of a checkpoint, and of what the number of replicas changes in the rule."""
+    slots = slots_of(model)
+    extended: Any = model.distribute_strategy.extended
+    if hasattr(extended, "synchronizer_of"):
+        slots += extended.synchronizer_of(model).graph.global_state.rule.slots()
+    return slots
+
+
+def _changing(model: keras.Model, slots: Iterable[Slot]) -> Iterator[tf.Variable]:
+    """Yields the variables of slots that training changes, but for rates and counters."""
+    rates = _rates(model)
+    for slot in slots:
+        counter = slot.kind is Kind.WORKER or slot.kind.is_aggregated
+        if not counter and not slot.empty and id(slot.variable) not in rates:
+            yield slot.variable
+
+
+def _is_finite(value: Array) -> bool:
+    # A sum is finite only if all its terms are. It takes one pass and no memory.
+    return bool(tf.math.is_finite(tf.reduce_sum(tf.cast(value, tf.float32))))
+
+
+def _rates(model: keras.Model) -> set[int]:
+    """Returns the ids of the learning rates' components on the local devices."""
+    rates = [optimizer.learning_rate for optimizer in optimizers(model)]
+    local_results = model.distribute_strategy.experimental_local_results
+    variables = [rate.value for rate in rates if isinstance(rate, keras.Variable)]
+    return {id(component) for variable in variables for component in local_results(variable)}

@@ -1,0 +1,1 @@
+"""One sync, from the reports to the commit."""

@@ -1,0 +1,223 @@
+"""A flight: a sync that runs in a thread of its own while training goes on.
+
+A flight *starts* at a sync point: the replicas' weights and reports are copied (by TensorFlow, when
+the next step writes to them), and a thread exchanges these copies. A flight *lands* when its
+results are there. Where training has to wait for that, it waits in a TensorFlow queue, which blocks
+no thread that the flight may need. The training thread reads the results only after that.
+
+The end of a flight stays known until the next one starts. The queue only wakes the waiting thread,
+and everyone who begins to wait puts the known end into it again. So if a training step fails while
+it takes the end out of the queue, the next one that waits is still told, and does not wait for
+ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara.sync.one_sync.replicas import Buckets
+from tfpara.sync.one_sync.state_vars import Kind, Slot
+from tfpara.typing import Array
+
+# Values of `Flight.state`.
+NONE, FLYING, LANDED = range(3)
+# The longest wait for a flight's thread when the program ends. A worker that is gone ends a flight
+# at once.
+_PATIENCE_SECONDS = 5.0
+# The errors of a failed collective of any backend, and words in their messages (`_WORDS`). After
+# one of them, further collectives of the group fail too.
+_OF_COLLECTIVES = (
+    tf.errors.UnavailableError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+    tf.errors.UnknownError,
+)
+_WORDS = re.compile("ollective|RecvBuf|Horovod has")
+# Ends of a flight: the error, "" if none; and whether a collective raised it.
+_WELL = ("", False)
+_NOT_STARTED = ("a sync was to run beside the training, and the step failed that starts it", False)
+
+
+class Flight:
+    """The thread of an overlapped sync, with the variables that it reads and writes.
+
+    Args:
+        fly: does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`,
+            and writes `table`, `apart`, `arrived` and `committed`.
+        devices: devices of this worker's replicas.
+        sizes: lengths of the buckets of all fragments.
+        columns: number of columns of a report.
+        num_replicas: N, over all workers.
+        make: creates a plain variable, `make(initial_value, name)`.
+
+    Attributes:
+        state: NONE, FLYING or LANDED.
+        fragment: number of the fragment that is exchanged.
+        rows: this worker's reports, [local replicas, columns].
+        table: the reports of all replicas, [N, columns].
+        apart: the sentence for workers that have come to different exchanges; else "".
+        committed: 1 if the sync was committed, else 0.
+        snapshots: for each local replica its buckets at the start.
+        arrived: for each local device the buckets that the rule broadcast.
+    """
+
+    def __init__(
+        self,
+        fly: Callable[[], object],
+        devices: Sequence[str],
+        sizes: Sequence[int],
+        columns: int,
+        num_replicas: int,
+        make: Callable[[Array, str], tf.Variable],
+    ) -> None:
+        self._fly = fly
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._end: tuple[str, bool] | None = _NOT_STARTED  # None while the thread runs
+        with tf.device("CPU:0"), tf.init_scope():
+            self._ends = tf.queue.FIFOQueue(1, [tf.string, tf.bool], [[], []])
+        with tf.device("CPU:0"):
+            self.state = make(tf.constant(NONE, tf.int64), "flight")
+            self.fragment = make(tf.zeros([], tf.int32), "flight_fragment")
+            self.committed = make(tf.zeros([], tf.int64), "flight_committed")
+            self.rows = make(tf.zeros([len(devices), columns], tf.float64), "flight_rows")
+            self.table = make(tf.zeros([num_replicas, columns], tf.float64), "flight_table")
+            self.apart = make(tf.constant(""), "flight_apart")
+        self.snapshots: list[list[tf.Variable]] = []
+        self.arrived: list[list[tf.Variable]] = []
+        for number, device in enumerate(devices):
+            with tf.device(device):
+                for name, kept in (("snapshot", self.snapshots), ("arrived", self.arrived)):
+                    kept.append(
+                        [make(tf.zeros([s]), f"{name}_{number}_{k}") for k, s in enumerate(sizes)]
+                    )
+        _flights.add(self)
+
+    @property
+    def in_the_air(self) -> bool:
+        """Whether a sync has begun and has not landed."""
+        return int(self.state) == FLYING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a sync has begun and has not been merged."""
+        return int(self.state) != NONE
+
+    def start(
+        self, rows: tf.Tensor, fragment: tf.Tensor, local: Sequence[Buckets], buckets: slice
+    ) -> tf.Tensor:
+        """Copies what the exchange needs, and starts the thread.
+
+        Args:
+            rows: this worker's reports.
+            fragment: number of the fragment to exchange.
+            local: for each local replica the fragment's buckets.
+            buckets: the fragment's slice of the list of buckets.
+
+        Returns:
+            A tensor that is computed once the thread has started.
+        """
+        with tf.control_dependencies([tf.numpy_function(self._prepare, [], tf.int64)]):
+            copies = [self.state.assign(FLYING), self.rows.assign(rows)]
+        copies.append(self.fragment.assign(fragment))
+        for device, kept, values in zip(
+            [s[0].device for s in self.snapshots], self.snapshots, local, strict=True
+        ):
+            with tf.device(device):
+                copies += [k.assign(v) for k, v in zip(kept[buckets], values, strict=True)]
+        with tf.control_dependencies(copies):
+            return tf.numpy_function(self._launch, [], tf.int64)
+
+    def landing(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Waits for the end of the flight.
+
+        Returns:
+            The error that ended it, "" if none; and whether a collective raised it.
+        """
+        with tf.control_dependencies([tf.numpy_function(self._remind, [], tf.int64)]):
+            message, of_collective = self._ends.dequeue()
+        return message, of_collective
+
+    def give_up(self) -> None:
+        """Waits for the end of a flight and drops its results."""
+        self.wait()
+        self.state.assign(NONE)
+
+    def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
+        """Overwrites elements `at` … of a bucket in all copies, after Python code set the weights.
+
+        So the merge does not change them.
+        """
+        for buckets in (*self.snapshots, *self.arrived):
+            buckets[bucket][at : at + int(values.shape[0])].assign(values)
+
+    def slots(self) -> Iterator[Slot]:
+        """Yields the results of a flight that has landed and is not merged yet."""
+        options: dict[str, Any] = {"empty": int(self.state) != LANDED, "absent": NONE}
+        yield Slot("open/state", Kind.BLOCK, self.state, **options)
+        yield Slot("open/fragment", Kind.BLOCK, self.fragment, **options)
+        for replica, (snapshots, arrived) in enumerate(
+            zip(self.snapshots, self.arrived, strict=True)
+        ):
+            for k, (snapshot, value) in enumerate(zip(snapshots, arrived, strict=True)):
+                name = f"sync/flight/snapshot/{k}"
+                yield Slot(name, Kind.BLOCK, snapshot, replica, **options)
+                # The value is the same on all devices.
+                yield Slot(f"open/arrived/{k}", Kind.BLOCK, value, **options)
+
+    def _prepare(self) -> int:
+        with self._lock:
+            self._end = _NOT_STARTED
+            while int(self._ends.size()):
+                self._ends.dequeue()
+        return 0
+
+    def _launch(self) -> int:
+        self._end = None
+        self._thread = threading.Thread(target=self._run, name="tfpara-flight", daemon=True)
+        self._thread.start()
+        return 0
+
+    def _run(self) -> None:
+        end = _WELL
+        try:
+            self._fly()
+        except BaseException as error:  # any error is passed on to the training thread
+            message = f"the sync beside the training failed: {type(error).__name__}: {error}"
+            end = message, isinstance(error, _OF_COLLECTIVES) and bool(_WORDS.search(message))
+        with self._lock:
+            self._end = end
+            self._tell()
+
+    def _remind(self) -> int:
+        with self._lock:
+            self._tell()
+        return 0
+
+    def _tell(self) -> None:
+        if self._end is not None and not int(self._ends.size()):
+            self._ends.enqueue(self._end)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the end of the thread, if there is one, and changes nothing."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+
+_flights: weakref.WeakSet[Flight] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_flights() -> None:
+    """Waits at exit, since no thread may be in TensorFlow while the interpreter is taken down."""
+    for flight in list(_flights):
+        flight.wait(_PATIENCE_SECONDS)

@@ -1,0 +1,426 @@
+"""The global state: the state of the rule and of the averages, in the parts that this worker keeps.
+
+Its variables are created here and nowhere else. A *field* is one array of the state, such as
+"rule/global_model", "rule/delta" or "averages/ema/average". A scalar field has one variable for
+each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfpara.algorithms.rule import Rule
+from tfpara.sync.one_sync.placement import Aggregation, Part, Sharded, cut
+from tfpara.sync.one_sync.replicas import Buckets, Replicas
+from tfpara.sync.one_sync.sized_rule import SizedRule
+from tfpara.sync.one_sync.state_vars import Kind, Slot
+from tfpara.sync.settings import Settings
+from tfpara.typing import Array, State
+
+MakeVariable = Callable[[Array, str], tf.Variable]
+
+
+class Cell(NamedTuple):
+    """One variable of the state: a part of one field, or a scalar field of that part."""
+
+    field: str
+    holder: int
+    part: Part
+    variable: tf.Variable
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the field is one number, rather than one for each weight."""
+        return self.variable.shape.rank == 0
+
+
+class Update(NamedTuple):
+    """A global step that is not written yet.
+
+    buckets: the buckets that it updates. broadcasts: for each holder the tensors that the rule
+    broadcasts, one for each bucket. states: the new states, by label, holder and bucket.
+    """
+
+    buckets: slice
+    broadcasts: list[list[tf.Tensor]]
+    states: dict[str, list[list[State]]]
+
+
+class GlobalState:
+    """The state of the rule and of the averages.
+
+    Args:
+        aggregation: the placement of the parts.
+        settings: the strategy's settings, with the rule resolved for all replicas.
+        replicas: the local replicas. Their weights, and their moments if the rule filters these,
+            must be equal on all workers.
+
+    Attributes:
+        is_new: whether the rule has taken no step since its state was made.
+        rule: the rule, which may follow the number of replicas.
+    """
+
+    def __init__(self, aggregation: Aggregation, settings: Settings, replicas: Replicas) -> None:
+        rule: Any = settings.rule  # BMUFAdam has methods for moments, too
+        self.rule = SizedRule(rule, settings.following_rule, replicas.site.make)
+        averages, make = settings.averages, replicas.site.make
+        self._absent = rule.absent
+        self.aggregation = aggregation
+        self._averages = dict(averages)
+        self._devices = replicas.devices
+        self._site = replicas.site
+        self._name = replicas.site.name
+        buckets = replicas.weights(0)
+        moments = replicas.moments(0) if replicas.variables.moments else None
+        self.bucket_sizes = [int(b.shape[0]) for b in buckets]
+        # The variables of "rule", "averages/LABEL" or "moments": for each holder, for each part.
+        self._states: dict[str, list[list[State]]] = {}
+        for holder, device in enumerate(aggregation.holders):
+            with tf.device(device):
+                parts = aggregation.parts(holder)
+                own = [cut(buckets[p.bucket], p) for p in parts]
+                states = {"rule": list(map(rule.init, own))}
+                for label, average in averages.items():
+                    states[f"averages/{label}"] = list(map(average.init, own))
+                if moments is not None:
+                    both = [[cut(kind[p.bucket], p) for p in parts] for kind in moments]
+                    states["moments"] = list(map(rule.init_moments, *both))
+                for label, of_parts in states.items():
+                    kept = [_variables(s, f"{label}_{k}", make) for k, s in enumerate(of_parts)]
+                    self._states.setdefault(label, []).append(kept)
+        lasting = {f"rule/{name}" for name in rule.lasting}
+        self._counts = any(
+            cell.is_scalar and cell.field not in lasting and not cell.field.startswith("averages/")
+            for cell in self.cells()
+        )
+        with tf.device("CPU:0"):
+            self.is_new = make(tf.constant(True), "is_new")
+
+    def update_moments(
+        self,
+        first: Sequence[Sequence[tf.Tensor]],
+        second: Sequence[Sequence[tf.Tensor]],
+        steps: tf.Tensor,
+        iterations: tf.Tensor,
+        share: tf.Tensor,
+    ) -> list[list[State]]:
+        """Returns the moments for the next block, for each holder; nothing is written.
+
+        Args:
+            first: for each holder its parts of the mean of the replicas' first moments.
+            second: for each holder its parts of the mean of the replicas' second moments.
+            steps: minibatches of the block, a float.
+            iterations: step count of the local optimizer, a float.
+            share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
+        """
+        updated = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                new = []
+                for m, v, variables in zip(
+                    first[holder], second[holder], self._states["moments"][holder], strict=True
+                ):
+                    new.append(
+                        self.rule.present().update_moments(
+                            _read(variables),
+                            m,
+                            v,
+                            steps=steps,
+                            iterations=iterations,
+                            num_replicas=self._site.num_replicas,
+                            share=share,
+                        )
+                    )
+                updated.append(new)
+        return updated
+
+    def commit_moments(self, updated: Sequence[Sequence[State]]) -> None:
+        """Writes the moments that `update_moments` returned."""
+        for kept, new in zip(self._states["moments"], updated, strict=True):
+            for variables, values in zip(kept, new, strict=True):
+                _assign(variables, values)
+
+    def update(
+        self, means: Sequence[Sequence[tf.Tensor]], buckets: slice, share: tf.Tensor
+    ) -> Update:
+        """Takes the rule's and the averages' steps on every local holder; nothing is written.
+
+        Args:
+            means: for each holder its parts of the mean of the replicas' models.
+            buckets: the buckets of these means.
+            share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
+        """
+        averages = {f"averages/{label}": average for label, average in self._averages.items()}
+        update = Update(buckets, [], {label: [] for label in ("rule", *averages)})
+        rule = self.rule.present()
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                # The state of a bucket is read once its mean has arrived. Reading it earlier would
+                # take time from the sending.
+                before = [
+                    _read(state, after=mean)
+                    for state, mean in zip(
+                        self._states["rule"][holder][buckets], means[holder], strict=True
+                    )
+                ]
+                before = self.rule.carried(before)
+                after = [
+                    self._step(rule, state, mean, share)
+                    for state, mean in zip(before, means[holder], strict=True)
+                ]
+                broadcasts = list(map(rule.broadcast, before, after))
+                update.states["rule"].append(after)
+                update.broadcasts.append(broadcasts)
+                for label, average in averages.items():
+                    states = self._states[label][holder][buckets]
+                    update.states[label].append(
+                        [
+                            average.update(_read(state, after=sent), new.global_model, share)
+                            for state, new, sent in zip(states, after, broadcasts, strict=True)
+                        ]
+                    )
+        return update
+
+    def _step(self, rule: Any, state: State, mean: tf.Tensor, share: tf.Tensor) -> State:
+        """Takes the rule's step. Most blocks are whole, and need fewer passes over the weights."""
+        replicas, _ = self._site.replicas_now()
+        if isinstance(replicas, tf.Tensor):
+            replicas = tf.cast(replicas, mean.dtype)
+        return tf.cond(
+            share < 1.0,
+            lambda: rule.update(state, mean, replicas, share),
+            lambda: rule.update(state, mean, replicas),
+        )
+
+    def commit(self, update: Update) -> None:
+        """Writes the step that `update` returned."""
+        self.is_new.assign(False)
+        self.rule.commit()
+        for label, new in update.states.items():
+            for variables, values in zip(self._states[label], new, strict=True):
+                for variable, value in zip(variables[update.buckets], values, strict=True):
+                    _assign(variable, value)
+
+    def whole(self, field: str) -> list[tf.Tensor]:
+        """Returns the whole buckets of a field; every worker must call it."""
+        return list(self.in_turn(field))
+
+    def in_turn(self, field: str) -> Iterator[tf.Tensor]:
+        """Yields the whole buckets of a field one by one; every worker must take all of them."""
+        cells = [cell for cell in self.cells() if cell.field == field]
+        for number in range(len(self.bucket_sizes)):
+            per_holder = [[c.variable.read_value()] for c in cells if c.part.bucket == number]
+            name = f"{self._name}/{field} of bucket {number}"
+            (bucket,) = self.aggregation.spread(per_holder, name, slice(number, number + 1))[0]
+            yield bucket
+
+    def value(self, which: str) -> list[tf.Tensor]:
+        """Returns the buckets of the "global" model or of a named average.
+
+        Every worker must call it.
+        """
+        if which == "global":
+            return self.whole("rule/global_model")
+        average = self._averages[which]
+        per_holder = []
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = self._states[f"averages/{which}"][holder]
+                per_holder.append([average.value(_read(s)) for s in states])
+        return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
+
+    def share_of_start(self, which: str) -> float:
+        """Returns the weight, 0 … 1, of the model before the first sync in a named average.
+
+        It is 0 for everything else.
+        """
+        if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
+            return 0.0
+        states = [s for of_holder in self._states[f"averages/{which}"] for s in of_holder]
+        return max((float(getattr(state, "bias", 0.0)) for state in states), default=0.0)
+
+    def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
+        """Sets elements `at` … of a bucket: they lose their momentum, and averages restart there.
+
+        Some rules count: an outer optimizer its steps, BMUFAdam the steps that Δ is worth. Such a
+        rule cannot restart in some elements alone, unless the count is `Rule.lasting`. It restarts
+        in all elements, from the weights that it would broadcast.
+        """
+        if self.restarts_whole:
+            self._start_anew()
+        stop = at + int(values.shape[0])
+        for holder, part in self._held():
+            own = self._states["rule"][holder][part.bucket]
+            start, end = max(at, part.start), min(stop, part.stop)
+            inside = part.bucket == bucket and start < end
+            piece = values[start - at : end - at] if inside else values[:0]
+            if inside:
+                _assign_at(own, self.rule.last().init(piece), start - part.start)
+            for label, average in self._averages.items():
+                state = self._states[f"averages/{label}"][holder][part.bucket]
+                # A user's average may have no count. To restart it twice does no harm.
+                restarted = "count" in state._fields and float(state.count) == 0.0
+                if not inside and restarted:
+                    continue  # restarted already, when another weight was set
+                value = average.value(_read(state))
+                if inside:
+                    before, after = value[: start - part.start], value[end - part.start :]
+                    value = tf.concat([before, piece, after], 0)
+                _assign(state, average.init(value))
+
+    @property
+    def restarts_whole(self) -> bool:
+        """Whether the next `set_part` has the rule restart in all elements."""
+        return self._counts and not bool(self.is_new)
+
+    def _start_anew(self) -> None:
+        rule = self.rule.last()
+        for holder, part in self._held():
+            own = self._states["rule"][holder][part.bucket]
+            before = _read(own)
+            _assign(own, rule.init(rule.broadcast(before, before)))
+        for states in self._states.get("moments", []):
+            for state in states:
+                _assign(state, rule.init_moments(state.momentum, state.velocity))
+        self.is_new.assign(True)
+
+    def cells(self) -> Iterator[Cell]:
+        """Yields every variable of the state that this worker keeps."""
+        for holder, part in self._held():
+            for label, states in self._states.items():
+                state = states[holder][part.bucket]
+                for name, variable in zip(state._fields, state, strict=True):
+                    yield Cell(f"{label}/{name}", holder, part, variable)
+
+    def slots(self) -> Iterator[Slot]:
+        """Yields all cells, and `is_new`."""
+        for cell in self.cells():
+            name = f"global/{cell.field}/{cell.part.bucket}/{cell.part.start}"
+            owner, _, field = cell.field.rpartition("/")
+            absent = None if owner.startswith("averages") else self._absent.get(field)
+            yield Slot(name, Kind.HOLDER, cell.variable, absent=absent)
+        yield Slot("counter/is_new", Kind.SHARED, self.is_new, absent=False)
+
+    def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
+        """Sets a field from whole buckets; a scalar field from one number, or one per bucket."""
+        self.is_new.assign(False)
+        for cell in self.cells():
+            if cell.field != field:
+                continue
+            value = buckets[cell.part.bucket] if isinstance(buckets, list) else buckets
+            value = value if cell.is_scalar else cut(value, cell.part)
+            cell.variable.assign(tf.cast(value, cell.variable.dtype))
+
+    def carry(self, former: Rule) -> None:
+        """Has the rule go on from the state that another one left, at the same broadcast point.
+
+        Args:
+            former: of the same kind, with which the last step was taken.
+        """
+        rule = self.rule.last()
+        if rule is former:
+            return
+        for holder, part in self._held():
+            own = self._states["rule"][holder][part.bucket]
+            _assign(own, rule.carry(_read(own), former))
+
+    def measured_from(
+        self, received: Sequence[Sequence[tf.Tensor]], buckets: slice
+    ) -> list[list[tf.Tensor]]:
+        """Returns for each holder its parts of the point to which the mean difference is added.
+
+        Args:
+            received: for each holder its parts of the point from which replicas take differences.
+            buckets: the buckets of these parts.
+        """
+        per_holder, rule = [], self.rule.last()
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = [_read(state) for state in self._states["rule"][holder][buckets]]
+                per_holder.append(list(map(rule.measured_from, states, received[holder])))
+        return per_holder
+
+    def restart(self, *of_devices: Sequence[Buckets]) -> list[list[tf.Tensor]]:
+        """Returns for each device the buckets from which its replica continues after a sync.
+
+        Args:
+            *of_devices: two or three lists of buckets for each device: the replica's present ones;
+                those with which the sync began, if the replica has trained since; and those that
+                the rule broadcast.
+        """
+        rule = self.rule.present()
+        restart = rule.restart if len(of_devices) == 2 else rule.restart_delayed
+        restarted = []
+        for device, *buckets in zip(self._devices, *of_devices, strict=True):
+            with tf.device(device):
+                restarted.append([restart(*each) for each in zip(*buckets, strict=True)])
+        return restarted
+
+    def broadcast_point(self) -> list[tf.Tensor]:
+        """Returns the buckets from which a replica continues that took no part in the last sync.
+
+        Every worker must call it.
+        """
+        per_holder, rule = [], self.rule.last()
+        for holder, device in enumerate(self.aggregation.holders):
+            with tf.device(device):
+                states = [_read(state) for state in self._states["rule"][holder]]
+                per_holder.append([rule.broadcast(state, state) for state in states])
+        return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each replica keeps its own part, rather than every worker the whole."""
+        return isinstance(self.aggregation, Sharded)
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether all replicas go on from the global model itself."""
+        rule = self.rule.last()
+        state = rule.init(np.zeros(1, np.float32))
+        return rule.overwrites and rule.broadcast(state, state) is state.global_model
+
+    @property
+    def nbytes(self) -> list[int]:
+        """The number of bytes of state that each local holder keeps."""
+        totals = [0] * len(self.aggregation.holders)
+        for cell in self.cells():
+            totals[cell.holder] += cell.variable.shape.num_elements() * cell.variable.dtype.size
+        return totals
+
+    def _held(self) -> Iterator[tuple[int, Part]]:
+        for holder in range(len(self.aggregation.holders)):
+            for part in self.aggregation.parts(holder):
+                yield holder, part
+
+
+def _variables(state: State, name: str, make: MakeVariable) -> State:
+    """Returns a NamedTuple of variables with the values of the NamedTuple `state`."""
+    return type(state)(
+        *(
+            make(tf.convert_to_tensor(value), f"{name}_{field}")
+            for field, value in zip(state._fields, state, strict=True)
+        )
+    )
+
+
+def _read(variables: State, after: tf.Tensor | None = None) -> State:
+    """Reads a NamedTuple of variables, once the tensor `after` is computed."""
+    with tf.control_dependencies([] if after is None else [after]):
+        return type(variables)(*(v.read_value() for v in variables))
+
+
+def _assign(variables: State, values: State) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(tf.cast(value, variable.dtype))
+
+
+def _assign_at(variables: State, values: State, at: int) -> None:
+    """Assigns to elements `at` … of the flat variables. Scalars, common to all elements, stay."""
+    for variable, value in zip(variables, values, strict=True):
+        if variable.shape.rank:
+            variable[at : at + value.shape[0]].assign(value)

@@ -1,0 +1,200 @@
+"""Overlapped syncs, as graph operations: start beside the training, wait, and merge.
+
+Both phases of such a sync run in a thread (see `tfpara.sync.one_sync.flight`), with copies of
+weights and reports. Its results are merged a fixed number of steps later. When a block is closed
+(an epoch ends, or weights are read), a sync in flight is merged first. Then a last sync, of all
+fragments, runs in the training thread.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfpara.sync.one_sync.flight import FLYING, LANDED, NONE, Flight
+from tfpara.sync.one_sync.graph import SyncGraph, Verdict, if_any, not_inlined, now, where
+from tfpara.sync.one_sync.replicas import Site
+from tfpara.sync.one_sync.reports import stop_if
+from tfpara.sync.one_sync.weight_exchange import phase
+
+
+class Overlap:
+    """The overlapped syncs of one model.
+
+    Args:
+        graph: the model's sync.
+        overlap: number of steps after which a sync is merged; True: where the next one begins.
+        site: this worker's place and links.
+
+    Attributes:
+        flight: the thread of these syncs, and its variables.
+    """
+
+    def __init__(self, graph: SyncGraph, overlap: bool | int, site: Site) -> None:
+        self._graph = graph
+        self._overlap = overlap
+        self._flight_in_graph = tf.function(self._fly_step, autograph=False)
+        layout = graph.replicas.layout
+        self.flight = Flight(
+            self._fly,
+            site.devices,
+            layout.bucket_sizes,
+            graph.columns.width,
+            site.num_replicas,
+            site.make,
+        )
+        self._land = not_inlined(self._land_step)
+        self._merge = not_inlined(self._merge_step)
+        self._start = not_inlined(self._start_step)
+
+    def after_step(self, steps: tf.Tensor) -> None:
+        """Merges and starts syncs where they are due.
+
+        Args:
+            steps: minibatches of each replica since the last sync point.
+        """
+        period = self._graph.block.period
+        delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
+        where((self.flight.state != NONE) & (steps >= delay), self.merge)
+        where(steps >= period, self._start)
+
+    def await_landing(self) -> None:
+        """Waits until the flight has landed, if there is one, and notes what all agreed on."""
+        self._stop_if(*self._land())
+
+    def merge(self) -> None:
+        """Waits for the flight, if there is one, and merges its results into the weights."""
+        self._stop_if(*self._merge())
+
+    def _start_step(self) -> None:
+        """Starts the sync of the block that ends here, and opens the next block."""
+        graph, flight = self._graph, self.flight
+        began, rows = graph.report(True)
+        turn = graph.block.turn.read_value()
+
+        def start(fragment: int) -> tf.Tensor:
+            with phase("pack"):
+                local = graph.replicas.all_weights(fragment)
+                return flight.start(rows, turn, local, graph.replicas.layout.buckets[fragment])
+
+        with tf.control_dependencies([began]):
+            started = graph.of_fragment(turn, start)
+        with tf.control_dependencies([started]):
+            graph.block.close(turn, tf.constant(False))
+            graph.stood_still(began)
+
+    def _fly(self) -> None:
+        """Runs the sync of a flight; called in its thread."""
+        try:
+            self._flight_in_graph()
+        except BaseException:
+            self._graph.forget_waiting()
+            raise
+
+    def _fly_step(self) -> tf.Tensor:
+        """Exchanges reports and, if they allow it, weights, from the flight's copies."""
+        graph, flight = self._graph, self.flight
+        reports = graph.gather(flight.rows.read_value(), now())
+        with tf.control_dependencies([reports]):
+            flight.table.assign(reports)
+            apart = flight.apart.assign(graph.apart(reports))
+        # If the reports forbid the sync, `_touch_down` tells the training why.
+        verdict = graph.decide(reports, apart, patient=False)
+        committed = graph.of_fragment(
+            flight.fragment,
+            lambda f: if_any(verdict.parts[f], lambda: self._exchange(f, verdict)),
+        )
+        return flight.committed.assign(committed)
+
+    def _exchange(self, fragment: int, verdict: Verdict) -> tf.Tensor:
+        graph, flight = self._graph, self.flight
+        buckets = graph.replicas.layout.buckets[fragment]
+        graph.begin_waiting(verdict)
+        local = [[v.read_value() for v in own[buckets]] for own in flight.snapshots]
+        arrival, distance = graph.exchange(fragment, local, verdict.parts[fragment].shares)
+        with tf.control_dependencies([distance, *tf.nest.flatten(arrival.received)]):
+            graph.commit(fragment, arrival, distance)
+            for kept, new in zip(flight.arrived, arrival.received, strict=True):
+                for variable, value in zip(kept[buckets], new, strict=True):
+                    variable.assign(value)
+        return tf.constant(1, tf.int64)
+
+    def _stop_if(self, problem: tf.Tensor, of_collective: tf.Tensor) -> None:
+        """Raises in the training thread the error that ended the flight.
+
+        If a collective has failed, every further one fails with the same error. So one more is run
+        here, which raises that error with its own type.
+        """
+
+        def again() -> None:
+            self._graph.gather(self.flight.rows.read_value(), now())
+
+        with tf.control_dependencies([where(of_collective, again)]):
+            stop_if(problem)
+
+    def _land_step(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Waits for the flight, if one is in the air.
+
+        A flight that failed never lands, so a second call returns the same error. If the reports
+        forbid the sync, which they do on all workers, the flight is over and its block open again.
+
+        Returns:
+            The error that ended the flight, "" if none; and whether a collective raised it.
+        """
+        return tf.cond(
+            self.flight.state == FLYING,
+            self._wait,
+            lambda: (tf.constant(""), tf.constant(False)),
+        )
+
+    def _wait(self) -> tuple[tf.Tensor, tf.Tensor]:
+        began = now()
+        with tf.control_dependencies([began]), phase("wait"):
+            message, of_collective = self.flight.landing()
+        with tf.control_dependencies([message]):
+            waited = now() - began
+        problem = tf.cond(message == "", lambda: self._touch_down(waited), lambda: message)
+        return problem, of_collective
+
+    def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
+        graph, flight = self._graph, self.flight
+        verdict = graph.decide(flight.table.read_value(), flight.apart.read_value())
+
+        def landed() -> None:
+            committed = flight.committed.read_value()
+            graph.note(verdict, committed, tf.fill([2], waited))
+            flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
+
+        def forbidden() -> None:
+            rows, columns = flight.rows.read_value(), graph.columns
+            graph.block.reopen(flight.fragment, rows[0, columns.steps], rows[:, columns.samples])
+            flight.state.assign(NONE)
+
+        where(verdict.allowed, landed)
+        where(~verdict.allowed, forbidden)
+        return verdict.problem
+
+    def _merge_step(self) -> tuple[tf.Tensor, tf.Tensor]:
+        graph, flight = self._graph, self.flight
+        problem, of_collective = self._land_step()
+        with tf.control_dependencies([problem]):
+            began = now()
+
+        def merge(fragment: int) -> tf.Tensor:
+            buckets = graph.replicas.layout.buckets[fragment]
+            with phase("unpack"):
+                local = graph.replicas.all_weights(fragment)
+                before = [[v.read_value() for v in own[buckets]] for own in flight.snapshots]
+                arrived = [[v.read_value() for v in own[buckets]] for own in flight.arrived]
+                merged = graph.global_state.restart(local, before, arrived)
+                graph.replicas.write_weights(merged, fragment)
+            return tf.constant(0)
+
+        def merged() -> None:
+            with tf.control_dependencies([graph.of_fragment(flight.fragment, merge)]):
+                flight.state.assign(NONE)
+
+        with tf.control_dependencies([began]):
+            done = where(flight.state == LANDED, merged)
+        with tf.control_dependencies([done]):
+            graph.stood_still(began)
+        return problem, of_collective

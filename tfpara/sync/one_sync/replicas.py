@@ -1,0 +1,292 @@
+"""The local replicas' variables, packed into flat buckets for a sync and written back from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfpara.cluster.place import Place
+from tfpara.collectives import Collectives, broadcast_to_devices
+from tfpara.collectives.members import Members
+from tfpara.keras_model import constrained
+from tfpara.sync.one_sync.buckets import Layout
+from tfpara.sync.settings import Settings
+from tfpara.typing import Array
+
+Buckets = Sequence[tf.Tensor]
+BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
+
+
+class Site(NamedTuple):
+    """The place of this worker among all that train a model, and its links to them.
+
+    name: prefix of the names of the model's exchanges; unique in a run, the same on every worker.
+    num_replicas: N, over all workers.
+    first_replica: global number of this worker's first replica.
+    devices: one for each local replica, the lead device first.
+    collectives: between the workers' lead devices, for the weights.
+    reports: collectives between the workers' hosts, for the reports.
+    place: where in its script this process is; its owner keeps it up to date.
+    make: creates a plain variable, `make(initial_value, name)`.
+    period: the sync period in minibatches, of all models of the strategy.
+    members: of a group that changes, else None; num_replicas and first_replica are then those with
+        which the run began.
+    present: N, where it changes and the local replicas stay: those beyond it are idle. Else None.
+    """
+
+    name: str
+    num_replicas: int
+    first_replica: int
+    devices: Sequence[str]
+    collectives: Collectives
+    reports: Collectives
+    place: Place
+    make: Callable[[Array, str], tf.Variable]
+    period: tf.Variable
+    members: Members | None = None
+    present: tf.Variable | None = None
+
+    def replicas_now(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+        """N and the number of this worker's first replica, as graphs read them."""
+        if self.present is not None:
+            return self.present.read_value(), self.first_replica
+        if self.members is None:
+            return self.num_replicas, self.first_replica
+        size, rank = self.members.size_and_rank()
+        return size * len(self.devices), rank * len(self.devices)
+
+
+@dataclasses.dataclass
+class ReplicaVariables:
+    """The variables that a sync reads and writes: for each, its component on each local device.
+
+    weights: trainable variables, to which the rule is applied.
+    constraints: for each of these its Keras constraint, or None; empty if none has one.
+    state: other float variables, such as batch-norm statistics, which are averaged without a rule.
+    slots: the optimizers' slots that a sync resets or averages.
+    slot_resets: values of the slots after a reset.
+    local_state: "keep", "reset" or "average", what a sync does to the slots.
+    frozen: weights that are not trained, which no sync reads or writes.
+    moments: the first and the second moments, if the rule filters them.
+    counts: step counts of the optimizers whose slots or moments a sync writes.
+    cycles: for each of `counts`, the number of steps over which gradients are accumulated.
+    rates: learning rates that Python code can set. They must be equal on all replicas.
+    """
+
+    weights: Sequence[Sequence[tf.Variable]]
+    weight_names: Sequence[str]
+    state: Sequence[Sequence[tf.Variable]]
+    state_names: Sequence[str]
+    slots: Sequence[Sequence[tf.Variable]]
+    slot_names: Sequence[str]
+    slot_resets: Sequence[float]
+    local_state: str = "keep"
+    frozen: Sequence[Sequence[tf.Variable]] = ()
+    moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
+    counts: Sequence[Sequence[tf.Variable]] = ()
+    cycles: Sequence[int] = ()
+    rates: Sequence[Sequence[tf.Variable]] = ()
+    constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None] = ()
+
+
+class Replicas:
+    """The variables of a worker's replicas, which it packs into buckets and writes.
+
+    Args:
+        variables: the model's variables that a sync works on.
+        settings: the strategy's settings.
+        site: this worker's place and links.
+    """
+
+    def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
+        self.variables = variables
+        self.site = site
+        self.devices = list(site.devices)
+        self._local_state = variables.local_state
+        self.averaged_slots = variables.slots if self._local_state == "average" else []
+        shapes = [v[0].shape for v in variables.weights]
+        self.layout = Layout(shapes, BUCKET_BYTES, settings.fragments)
+        self.state_layout = Layout([v[0].shape for v in variables.state], BUCKET_BYTES)
+        self.slot_layout = Layout([v[0].shape for v in self.averaged_slots], BUCKET_BYTES)
+        slot_names = variables.slot_names if self.averaged_slots else []
+        self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
+
+    def sums(self, replica: int, anchors: Buckets) -> tf.Tensor:
+        """Returns for each of `averaged_names` the sum of its elements, float32.
+
+        It is finite only if all of them are, and takes one pass and no memory. Of state, which may
+        have huge numbers such as those of a mask, it is 0 if all that has moved since the last sync
+        is finite, else NaN.
+
+        Args:
+            replica: number of the local replica.
+            anchors: buckets of the state as the last sync wrote it.
+        """
+        with tf.device(self.devices[replica]):
+            weights, slots = (
+                [tf.reduce_sum(tf.cast(v[replica], tf.float32)) for v in of_kind]
+                for of_kind in (self.variables.weights, self.averaged_slots)
+            )
+            moved = self.state_layout.unpack(self._moved(replica, anchors))
+            state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
+            return tf.stack([*weights, *state, *slots])
+
+    def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
+        """Returns the buckets of a replica's weights: of all, or of one fragment."""
+        own = self._of(fragment)
+        with tf.device(self.devices[replica]):
+            return self.layout.pack([v[replica] for v in own], fragment)
+
+    def all_weights(self, fragment: int) -> list[list[tf.Tensor]]:
+        """Returns for each local replica the buckets of a fragment."""
+        return [self.weights(replica, fragment) for replica in range(len(self.devices))]
+
+    def moments(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the buckets of a replica's first and second moments."""
+        with tf.device(self.devices[replica]):
+            first, second = (
+                self.layout.pack([v[replica] for v in slots]) for slots in self.variables.moments
+            )
+        return first, second
+
+    @property
+    def shared_counts(self) -> Sequence[Sequence[tf.Variable]]:
+        """The optimizers' step counts that are the same on all replicas after a sync."""
+        return [] if self._local_state == "reset" else self.variables.counts
+
+    def write_counts(self, furthest: tf.Tensor) -> None:
+        """Sets the step counts of optimizers whose slots are now the same on all replicas.
+
+        Args:
+            furthest: for each of `shared_counts` the largest value over all replicas.
+        """
+        for k, count in enumerate(self.shared_counts):
+            cycle = self.variables.cycles[k]
+            for component in count:
+                newest = tf.cast(furthest[k], component.dtype)
+                # A replica keeps its own partly accumulated gradients, so it keeps the remainder.
+                component.assign(newest - newest % cycle + component % cycle)
+
+    def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
+        """Returns the buckets of a replica's state minus `anchors`, and of its averaged slots."""
+        with tf.device(self.devices[replica]):
+            # Differences from the last sync are averaged, so that unchanged values stay exact.
+            moved = self._moved(replica, anchors)
+            return [*moved, *self.slot_layout.pack([v[replica] for v in self.averaged_slots])]
+
+    def _moved(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
+        """Returns the buckets of a replica's state minus `anchors`."""
+        state = self.state_layout.pack([v[replica] for v in self.variables.state])
+        return [_difference(s, a) for s, a in zip(state, anchors, strict=True)]
+
+    def write_weights(self, per_device: Sequence[Buckets], fragment: int | None = None) -> None:
+        """Writes the weights from the buckets of each device, by their constraints."""
+        run = slice(None) if fragment is None else self.layout.variables[fragment]
+        tensors = []
+        for device, buckets in zip(self.devices, per_device, strict=True):
+            with tf.device(device):
+                tensors.append(self.constrained(self.layout.unpack(buckets, fragment), run))
+        assign(self._of(fragment), tensors)
+
+    def constrained(
+        self, weights: Sequence[tf.Tensor], run: slice = slice(None)
+    ) -> list[tf.Tensor]:
+        """Returns weights as their Keras constraints make them.
+
+        So are all weights that replicas go on from, or that are shown. A part of a flat vector has
+        no whole weight, so the state of the rule and the averages is without constraints.
+
+        Args:
+            weights: one tensor for each weight.
+            run: the slice of the list of weights that these are.
+        """
+        constraints = self.variables.constraints[run]
+        if not any(constraints):
+            return list(weights)
+        dtypes = [of_devices[0].dtype for of_devices in self.variables.weights[run]]
+        return constrained(
+            [tf.cast(w, dtype) for w, dtype in zip(weights, dtypes, strict=True)], constraints
+        )
+
+    def write_moments(self, field: str, spread: Sequence[Buckets]) -> None:
+        """Writes the field "momentum" or "velocity" of the moments, from each device's buckets."""
+        for replica, buckets in enumerate(spread):
+            self.write_moments_of(replica, field, buckets)
+
+    def write_moments_of(self, replica: int, field: str, buckets: Buckets) -> None:
+        """Writes the field "momentum" or "velocity" of one local replica's moments."""
+        slots = self.variables.moments[0 if field == "momentum" else 1]
+        with tf.device(self.devices[replica]):
+            assign([[slot[replica]] for slot in slots], [self.layout.unpack(buckets)])
+
+    def write_others(self, state: Buckets, slots: Buckets) -> None:
+        """Writes the same state and averaged slots on all devices.
+
+        Resets the slots where local_state="reset".
+        """
+        for layout, buckets, variables in (
+            (self.state_layout, state, self.variables.state),
+            (self.slot_layout, slots, self.averaged_slots),
+        ):
+            copies = broadcast_to_devices(buckets, self.devices)
+            assign(variables, [layout.unpack(copy) for copy in copies])
+        if self._local_state == "reset":
+            for slot, value in zip(self.variables.slots, self.variables.slot_resets, strict=True):
+                for component in slot:
+                    component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
+            for count, cycle in zip(self.variables.counts, self.variables.cycles, strict=True):
+                for component in count:
+                    component.assign(component % cycle)
+
+    def average_devices(self, samples: tf.Tensor) -> None:
+        """Sets the weights and state of all local replicas to their mean.
+
+            w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0),  then the weight's constraint
+
+        Args:
+            samples: n, the samples that each replica has processed since they were last equal. If
+                all are 0, nothing changes.
+        """
+        total = tf.reduce_sum(samples)
+        shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))
+        weights, state = self.variables.weights, self.variables.state
+        constraints = self.variables.constraints or [None] * len(weights)
+        kinds = [(v, tf.subtract, c) for v, c in zip(weights, constraints, strict=True)]
+        kinds += [(v, _difference, None) for v in state]
+        for variable, minus, constraint in kinds:
+            with tf.device(self.devices[0]):
+                values = [tf.cast(component, tf.float32) for component in variable]
+                # Differences from the first replica are averaged, so that equal values stay exact.
+                moved = [
+                    s * minus(v, values[0]) for s, v in zip(shares[1:], values[1:], strict=True)
+                ]
+                mean = tf.cast(tf.add_n([values[0], *moved]), variable[0].dtype)
+                (mean,) = constrained([mean], [constraint])
+            for component, own in zip(variable, values, strict=True):
+                with tf.device(component.device):
+                    own = tf.cast(own, component.dtype)
+                    component.assign(tf.where(total > 0.0, mean, own))
+
+    def _of(self, fragment: int | None) -> Sequence[Sequence[tf.Variable]]:
+        weights = self.variables.weights
+        return weights if fragment is None else weights[self.layout.variables[fragment]]
+
+
+def _difference(values: tf.Tensor, former: tf.Tensor) -> tf.Tensor:
+    """Returns `values - former`, and 0 where they are equal, also if both are the same infinity."""
+    return tf.where(values == former, tf.zeros_like(values), values - former)
+
+
+def assign(
+    variables: Sequence[Sequence[tf.Variable]], per_device: Sequence[Sequence[tf.Tensor]]
+) -> None:
+    """Assigns tensors to the variables' components; `per_device` has a list for each device."""
+    for replica, tensors in enumerate(per_device):
+        for variable, tensor in zip(variables, tensors, strict=True):
+            component = variable[replica]
+            with tf.device(component.device):
+                component.assign(tf.cast(tensor, component.dtype))

@@ -1,0 +1,335 @@
+"""The reports of the replicas before a sync, and the decisions that all workers take from them.
+
+The reports of all replicas form a table that is the same on every worker. Each replica has one row,
+a vector of float64 with these columns:
+
+- 1 while the replica has data left, else 0;
+- the index of the first weight with a NaN or Inf, or −1;
+- the signature of the weights, by which workers that start from different weights are found;
+- the request of its worker (see `Request`);
+- the mark of its worker (see `tfpara.cluster.place`), three columns: exchanges from Python so far,
+  purpose of this exchange, epoch;
+- the samples since the last sync, one column for each part of the model (see
+  `tfpara.sync.one_sync.block`);
+- the minibatches since the last sync, one column for each part;
+- the step counts of the optimizers whose slots are the same on all replicas after the sync;
+- all minibatches that the replica has taken;
+- the signature of the state and of the frozen weights, as `signature`;
+- the learning rate of each optimizer, NaN where nothing was trained with it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfpara.sync.settings import NEVER
+from tfpara.typing import Array
+
+# The first columns of a report. The samples begin at column SAMPLES; `Columns` has all that follow.
+RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
+
+
+# Learning rates count as equal if they differ by less than this, relatively: two kinds of machines
+# may round them differently.
+_ROUNDING = 1e-6
+
+
+class Columns(NamedTuple):
+    """The columns of a report that depend on the model.
+
+    samples, steps: since the last sync, one for each part; at first `samples`, then minibatches.
+    counts: the step counts that all share. taken: all minibatches of the replica, one column.
+    others: the signature of what is not trained, one column.
+    rates: learning rates of the optimizers.
+    """
+
+    samples: slice
+    steps: slice
+    counts: slice
+    taken: slice
+    others: slice
+    rates: slice
+
+    @classmethod
+    def of(cls, parts: int, counts: int, rates: int) -> Columns:
+        """Returns the columns for so many parts, shared step counts and learning rates."""
+        ends = np.cumsum([SAMPLES, parts, parts, counts, 1, 1, rates]).tolist()
+        return cls(*map(slice, ends[:-1], ends[1:]))
+
+    @property
+    def width(self) -> int:
+        """The number of all columns of a report."""
+        return self.rates.stop
+
+
+class Request(enum.IntEnum):
+    """The request of a worker to all others; at a sync they agree on the largest number."""
+
+    NOTHING = 0
+    MEET = 1  # in an elastic run: somebody wants in or out
+    CHECKPOINT = 2
+    STOP = 3  # end the training
+    LEAVE = 4  # write a checkpoint and end the program, to be started again
+
+
+def report_of(
+    weights: Sequence[float],
+    samples: Array,
+    counts: Sequence[float],
+    rates: Sequence[float],
+    *,
+    running: bool,
+    signature: float,
+    others: float,
+    request: float,
+    mark: Array,
+    steps: Array,
+    taken: int,
+    idle: bool,
+    never: bool,
+) -> Array:
+    """Returns a replica's report, a row of the table; all arguments are NumPy's.
+
+    Args:
+        weights: a number for each weight, NaN or Inf if one of its elements is.
+        samples: since the last sync, one number for each part.
+        counts: the optimizers' step counts that all share.
+        rates: the optimizers' learning rates.
+        running: whether the replica has data left.
+        signature: of the weights with which the worker began.
+        others: the signature of the state and the frozen weights.
+        request: of the worker.
+        mark: of the worker.
+        steps: minibatches since the last sync, one number for each part.
+        taken: all minibatches of the replica.
+        idle: whether the replica has trained nothing since the last sync.
+        never: whether the replicas are independent, so that nothing is averaged.
+    """
+    bad = np.flatnonzero(~np.isfinite(weights))
+    if never:
+        samples = np.zeros_like(samples)
+    # NaN: it has trained nothing with its rate.
+    used = np.full(len(rates), np.nan) if idle or never else rates
+    flags = [running, bad[0] if len(bad) else -1, signature, request]
+    return np.concatenate([flags, mark, samples, steps, counts, [taken, others], used])
+
+
+def signature_of(value: tf.Tensor) -> tf.Tensor:
+    """Returns a number by which tensors are compared, float64 below 2^40.
+
+    Equal tensors have the same number; different ones almost surely have different numbers. It is
+    the sum of the elements' bits as integers, which no order of addition changes.
+    """
+    bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
+    factors = 1 + tf.range(tf.size(bits, tf.int64)) % 251  # a permutation has another sum
+    return tf.cast(tf.reduce_sum(bits * factors) % (1 << 40), tf.float64)
+
+
+def are_apart(reports: Array, elastic: bool = False) -> bool:
+    """Returns whether the workers have come to different exchanges.
+
+    Collectives pair the workers' exchanges by their order alone. They belong together if
+
+    - all workers have had the same number of exchanges from Python;
+    - all workers that do not train have come for the same purpose;
+    - no worker trains in a later epoch of `fit` than a worker that waits; a purpose for which no
+      other worker may still train has epoch −1;
+    - no worker trains outside of `fit` (epoch 0) while another one waits inside of it;
+    - in an elastic run, which deals out one epoch at a time, all that train are in the same one.
+
+    Args:
+        reports: the table of all replicas' reports, NumPy.
+        elastic: whether it is of an elastic run.
+    """
+    running = reports[:, RUNNING] > 0.0
+    met, purpose, epoch = reports[:, MET], reports[:, PURPOSE], reports[:, EPOCH]
+    same = running | (purpose == purpose.max())
+    last = epoch[running].max(initial=-np.inf)
+    awaited = epoch[~running].min(initial=np.inf)
+    several = elastic and len(set(epoch[running])) > 1
+    outside = (running & (epoch == 0.0)).any() and (~running & (epoch > 0.0)).any()
+    return bool(not ((met == met[0]) & same).all() or last > awaited or outside or several)
+
+
+def problem_of(
+    reports: Array,
+    columns: Columns,
+    weight_names: Sequence[str] | None = None,
+    replicas_per_worker: int = 1,
+) -> str:
+    """Returns the sentence that says why the reports forbid a sync, or "".
+
+    It is the same on every worker. Workers that have come to different exchanges have a sentence
+    of their own: see `tfpara.cluster.place.sentence`.
+
+    Args:
+        reports: the table of all replicas' reports, NumPy.
+        columns: the columns that depend on the model.
+        weight_names: names of the weights, by the index that a report gives; None: the index.
+        replicas_per_worker: number of devices of a worker.
+    """
+
+    def owner(replica: int) -> str:
+        return f"replica {replica} (worker {replica // replicas_per_worker})"
+
+    bad = reports[:, NONFINITE]
+    if not (bad < 0.0).all():
+        replica = int(bad.argmax())
+        index = int(max(bad[replica], 0.0))
+        name = index if weight_names is None else weight_names[index]
+        return (
+            f'{owner(replica)} has NaN or Inf in weight "{name}"; nothing was averaged and the '
+            "other replicas keep their weights. Lower the learning rate or clip the gradients, and "
+            "look at that replica's data."
+        )
+    signatures = reports[:, SIGNATURE]
+    if not ((signatures == signatures[0]) | np.isnan(signatures)).all():
+        other = int(np.abs(signatures - signatures[0]).argmax())
+        return (
+            f"{owner(other)} starts from other weights than replica 0. Load the same weights on "
+            "every worker before training."
+        )
+    samples = reports[:, columns.samples]
+    counted = (np.isfinite(samples) & (samples >= 0.0)).all(1)
+    if not counted.all():
+        return (
+            f"{owner(int(counted.argmin()))} counts minibatches by a negative number, NaN or Inf "
+            "in the mean of the replicas. Look at the sample weights, or at the function given to "
+            "strategy.weigh_minibatches."
+        )
+    differing = np.argwhere(_differing_others(reports, columns))
+    if len(differing):
+        one, other = map(int, differing[0])  # the first pair in row-major order
+        return (
+            f"{owner(other)} has other frozen weights or statistics, such as those of batch "
+            f"normalisation, than replica {one}. Load and set them on every worker alike."
+        )
+    differing = np.argwhere(_differing_rates(reports, columns))
+    if len(differing):
+        *pair, optimizer = map(int, differing[0])  # the first one in row-major order
+        rates = reports[:, columns.rates]
+        first, second = (f"{owner(replica)} {rates[replica, optimizer]:.6g}" for replica in pair)
+        return (
+            "replicas train with different learning rates after the same minibatches: "
+            f"{first}, {second}. Set the rate on every worker alike, for example by a callback "
+            "that all of them have."
+        )
+    return ""
+
+
+def _differing_rates(reports: Array, columns: Columns) -> Array:
+    """Returns which pairs of replicas wrongly differ in an optimizer's learning rate, [N, N, K].
+
+    Two replicas must have the same rate if both have taken as many minibatches, in the open block
+    and in all: a callback may set the rate before every minibatch.
+    """
+    alike = _alike(reports, columns)[:, :, np.newaxis]
+    rates = reports[:, columns.rates]
+    larger = np.maximum(np.abs(rates[:, np.newaxis]), np.abs(rates))
+    with np.errstate(invalid="ignore"):  # two rates may be infinite
+        return alike & (np.abs(rates[:, np.newaxis] - rates) > _ROUNDING * larger)
+
+
+def _differing_others(reports: Array, columns: Columns) -> Array:
+    """Returns which pairs of replicas wrongly differ in what is not trained, [N, N].
+
+    What a callback sets before every minibatch may differ as rates may.
+    """
+    others = reports[:, columns.others]
+    return _alike(reports, columns) & (others != others.T)
+
+
+def _alike(reports: Array, columns: Columns) -> Array:
+    """Returns which pairs of replicas have taken as many minibatches, [N, N]."""
+    taken = np.concatenate([reports[:, columns.steps], reports[:, columns.taken]], 1)
+    return (taken[:, np.newaxis] == taken).all(2)
+
+
+class Decision(NamedTuple):
+    """What all workers decide from the table of reports; a worker's `Shares` are its own.
+
+    problem: the sentence that says why the reports forbid the sync, "" if nothing does.
+    is_last: whether no replica has data left.
+    agreed: the largest request; the number of replicas with data left, and of all.
+    counts: for each of the shared step counts the largest value over all replicas.
+    trained: by worker, the minibatches of a replica since the last sync.
+    committed: by part, whether it is averaged: whether any replica has trained it, and no problem
+        forbids it.
+    steps: by part, the minibatches of the replica that has most.
+    portions: by part, n_i / Σ_j n_j for the n_i samples of each local replica.
+    divisor: by part, N if all replicas have equal shares, else 1.
+    of_block: by part, its block's length as a fraction of a whole one, 0 < f ≤ 1.
+    """
+
+    problem: str
+    is_last: bool
+    agreed: Array
+    counts: Array
+    trained: Array
+    committed: Array
+    steps: Array
+    portions: Array
+    divisor: Array
+    of_block: Array
+
+
+def decide(
+    reports: Array, columns: Columns, problem: str, *, local: slice, replicas: int, block: float
+) -> Decision:
+    """Returns what follows from the table of reports.
+
+    Args:
+        reports: the table, NumPy.
+        columns: the columns that depend on the model.
+        problem: what forbids the sync, "" if nothing does.
+        local: the rows of this worker's replicas.
+        replicas: N. The table may have rows of idle replicas beyond it.
+        block: minibatches of a whole block.
+    """
+    running = reports[:, RUNNING]
+    samples = _counted(reports, columns, replicas, block)
+    totals = samples.sum(0)
+    steps = reports[:, columns.steps].max(0)
+    alike = (samples == samples[0]).all(0)
+    return Decision(
+        problem=problem,
+        is_last=not running.any(),
+        agreed=np.array([reports[:, REQUEST].max(), running.sum(), len(reports)]),
+        counts=reports[:, columns.counts].max(0),
+        trained=reports[:: local.stop - local.start, columns.steps.start],
+        committed=(totals > 0.0) & (problem == ""),
+        steps=steps,
+        portions=(samples[local] / np.where(totals > 0.0, totals, 1.0)).T,
+        divisor=np.where(alike, float(replicas), 1.0),
+        of_block=np.minimum(steps / block, 1.0),
+    )
+
+
+def _counted(reports: Array, columns: Columns, replicas: int, block: float) -> Array:
+    """Returns the samples of each replica by part, [replicas, parts], as the mean counts them.
+
+    Where all sample weights of a part's block are 0, every replica that has taken steps counts the
+    same. Its momentum and its decay have moved it.
+    """
+    samples, steps = reports[:, columns.samples], reports[:, columns.steps]
+    if block >= NEVER:
+        return samples  # zeros, since nothing is averaged
+    present = np.arange(len(reports)) < replicas
+    stepped = (steps > 0.0) & present[:, np.newaxis]
+    return np.where(samples.sum(0) > 0.0, samples, stepped.astype(samples.dtype))
+
+
+def stop_if(problem: tf.Tensor) -> tf.Operation | None:
+    """Returns an operation that fails with the text `problem`, unless the text is empty.
+
+    It belongs in the graph that calls a sync, not in the sync's own function. If a function fails
+    that another function of several devices has called, TensorFlow cancels the caller before it
+    passes the error on, and only the cancellation is reported.
+    """
+    with tf.device("CPU:0"):
+        return tf.raw_ops.Assert(condition=tf.equal(problem, ""), data=[problem])

@@ -1,0 +1,59 @@
+"""Counts and times of a worker's syncs, and the agreement of all workers after a sync."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tfpara.sync.one_sync.reports import Request
+
+
+class SyncStatistics(NamedTuple):
+    """Counts and times of a worker's syncs so far.
+
+    steps: minibatches taken by each replica.
+    samples: samples processed by all local replicas.
+    syncs: committed syncs.
+    sync_seconds: seconds for which training stood still for syncs, waiting included. The work of an
+        overlapped sync beside the training is not in it, nor the copying of its snapshot in the
+        next step.
+    wait_seconds: the part of `sync_seconds` spent waiting for the slowest replica, or for an
+        overlapped sync to arrive.
+    distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
+        square. Where the global state is sharded, it is taken on the parts of the weights that the
+        replicas hold. It is measured at the first 16 syncs and then at every 16th.
+    bytes_sent: bytes sent to other workers in syncs, without headers.
+    """
+
+    steps: int
+    samples: int
+    syncs: int
+    sync_seconds: float
+    wait_seconds: float
+    distance: float
+    bytes_sent: float = 0.0
+
+    def and_then(self, later: SyncStatistics) -> SyncStatistics:
+        """Returns the sums of these and later ones; the distance is the later's."""
+        sums = (one + other for one, other in zip(self, later, strict=True))
+        return SyncStatistics._make(sums)._replace(distance=later.distance)
+
+
+NO_SYNCS = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
+
+
+class Agreement(NamedTuple):
+    """The agreement of all workers after a sync.
+
+    request: the largest request of any worker.
+    all_running: whether every replica still had data; also true if none had, as when Python code on
+        all workers has closed the block.
+    syncs: committed syncs, plus one that is in flight.
+    block_open: whether this worker has taken steps since the last sync.
+    in_flight: whether another sync has begun, whose results are not known yet.
+    """
+
+    request: Request
+    all_running: bool
+    syncs: int
+    block_open: bool
+    in_flight: bool = False

@@ -1,0 +1,541 @@
+"""The synchronizer, by which the strategy keeps the replicas of one model together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara.sync.one_sync.graph import SyncGraph, not_inlined, where
+from tfpara.sync.one_sync.overlap import Overlap
+from tfpara.sync.one_sync.replicas import Buckets, ReplicaVariables, Site, assign
+from tfpara.sync.one_sync.reports import signature_of
+from tfpara.sync.one_sync.state_vars import Slot
+from tfpara.sync.one_sync.statistics import Agreement
+from tfpara.sync.settings import NEVER, Settings
+
+
+class Synchronizer:
+    """The syncs of one model.
+
+    Args:
+        variables: the model's replica variables.
+        settings: the strategy's settings, with the rule resolved for all replicas.
+        site: this worker's place and links.
+
+    Attributes:
+        name: prefix of the names of the model's exchanges.
+        graph: the operations and the state of a sync.
+    """
+
+    def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
+        self.name = site.name
+        self._variables = variables
+        self._site = site
+        # The replicas' own weights, by device, while the model's variables hold other weights.
+        self._own: list[list[tf.Tensor]] | None = None
+        self._shown: str | None = None  # the name given to `showing`, inside its context
+        # On the chief, where each worker has a part of it: the buckets, in the host's memory, of
+        # the global model of this many syncs.
+        self._gathered: list[tf.Tensor] = []
+        self._gathered_at = -1
+        self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
+        self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
+        self._index |= {id(v[0]): ("frozen", i) for i, v in enumerate(variables.frozen)}
+        self.graph = SyncGraph(variables, settings, site)
+        self._overlap = Overlap(self.graph, settings.overlap, site) if settings.overlap else None
+        self._device_period = settings.device_sync_period
+        with tf.device("CPU:0"):
+            self._device_steps = site.make(tf.zeros([], tf.int64), "device_steps")
+            self._device_samples = site.make(
+                tf.zeros([len(site.devices)], tf.float64), "device_samples"
+            )
+        self._average_devices = not_inlined(self._average_devices_step)
+
+    # -- steps and syncs ---------------------------------------------------------------------
+
+    def after_step(self, samples: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> None:
+        """Counts a minibatch of each local replica and syncs at the end of a block.
+
+        Args:
+            samples: number of samples that each local replica has just processed.
+            weights: weight of these minibatches in the mean of the replicas.
+        """
+        counts = tf.stack([tf.cast(n, tf.float64) for n in weights])
+        steps = self.graph.count(samples, counts)
+        if self._device_period is not None:
+            self._device_samples.assign_add(counts)
+            of_devices = self._device_steps.assign_add(1)
+            where(of_devices >= self._device_period, self._average_devices)
+        if self._overlap is not None:
+            self._overlap.after_step(steps)
+        else:
+            where(steps >= self.graph.block.period, lambda: self.graph.sync(tf.constant(True)))
+
+    def _average_devices_step(self) -> None:
+        """Sets the local replicas to their mean.
+
+        Nothing changes if they have taken no step, or if the sync period is `NEVER`.
+        """
+        samples = self._device_samples.read_value()
+        never = self.graph.block.period >= NEVER
+        self.graph.replicas.average_devices(tf.where(never, tf.zeros_like(samples), samples))
+        self._device_samples.assign(tf.zeros_like(self._device_samples))
+        self._device_steps.assign(0)
+
+    def finish_block(self) -> None:
+        """Closes the open block: takes part in syncs until every worker has called it."""
+        if self._device_period is not None:
+            self._average_devices()
+        with self._watched():
+            if self._overlap is not None:
+                self._overlap.merge()
+            while not bool(self.graph.sync(tf.constant(False))):
+                pass
+            self._gather()
+
+    def meet(self, number: float) -> list[float]:
+        """Exchanges a number between all workers; returns the numbers by rank.
+
+        Every worker must call it. It waits for a sync in flight first.
+
+        Raises:
+            tf.errors.InvalidArgumentError: on every worker, if one has come to another exchange,
+                such as a sync.
+        """
+        self.land()
+        with self._watched():
+            return self.graph.meet(tf.constant(number, tf.float64)).numpy().tolist()
+
+    def give_up_block(self) -> None:
+        """Drops the counters of the open block, before a checkpoint replaces what was trained.
+
+        Every worker must call it, since it waits for a sync in flight.
+        """
+        if self._overlap is not None:
+            self._overlap.flight.give_up()
+        self.graph.block.give_up()
+        self._device_steps.assign(0)
+        self._device_samples.assign(tf.zeros_like(self._device_samples))
+        self._gathered_at = -1
+
+    def land(self) -> Agreement:
+        """Waits for a sync in flight, if there is one; returns the agreement of all workers.
+
+        Every worker must call it at the same step. The replicas' weights do not change.
+        """
+        if self._overlap is not None:
+            with self._watched():
+                self._overlap.await_landing()
+        return self.agreement()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Runs a sync from Python; if it fails, the watchdog forgets that it waits."""
+        try:
+            yield
+        except BaseException:
+            self.graph.forget_waiting()
+            raise
+
+    def step_is_over(self) -> None:
+        """Notes that no training step runs, so that a sync which one waited in has failed."""
+        if not self._in_the_air:
+            self.graph.forget_waiting()
+
+    # -- agreement and period ----------------------------------------------------------------
+
+    @property
+    def _in_the_air(self) -> bool:
+        return self._overlap is not None and self._overlap.flight.in_the_air
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a sync has begun and is not merged yet."""
+        return self._overlap is not None and self._overlap.flight.is_open
+
+    @property
+    def sync_period(self) -> int | None:
+        """The sync period τ; None while there are no syncs."""
+        period = int(self.graph.block.period)
+        return None if period >= NEVER else period
+
+    def agreement(self) -> Agreement:
+        """Returns the agreement of the last sync that is not in flight."""
+        request, all_running = self.graph.agreed()
+        in_flight = self._in_the_air
+        return Agreement(
+            request=request,
+            all_running=all_running,
+            syncs=self.graph.statistics().syncs + in_flight,
+            block_open=int(self.graph.block.steps) > 0,
+            in_flight=in_flight,
+        )
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
+        """Returns whether any of these is the component of a weight on the first device."""
+        mine = {id(v[0]) for v in self._variables.weights}
+        return any(id(component) in mine for component in components)
+
+    def was_set(self, component: tf.Variable) -> None:
+        """Takes over the value of a variable that Python code has set, equally on all devices.
+
+        A weight's new value becomes that of the global model. Its momentum becomes zero, and its
+        averages restart from it.
+
+        Args:
+            component: the variable's component on the first device. A variable that is not the
+                model's is ignored.
+        """
+        kind, index = self._index.get(id(component), ("", 0))
+        if kind == "weight" and self.shows_others:
+            raise ValueError(
+                "a weight is set while strategy.weights(...) shows others than the replicas' own; "
+                "it would be lost on leaving. Read the weights inside, leave, and set them then."
+            )
+        graph = self.graph
+        value = tf.reshape(tf.cast(component, tf.float32), [-1])
+        if kind == "state":
+            for bucket, at, piece in graph.replicas.state_layout.places(index):
+                graph.averaging.anchors[bucket][at : at + piece.stop - piece.start].assign(
+                    value[piece.start : piece.stop]
+                )
+        if kind == "weight":
+            keepers: list[Any] = [graph.global_state]
+            keepers += [graph.compressed] if graph.compressed is not None else []
+            if self._overlap is not None:
+                self.land()
+                keepers.append(self._overlap.flight)
+            anew = graph.global_state.restarts_whole
+            for bucket, at, piece in graph.replicas.layout.places(index):
+                for keeper in keepers:
+                    keeper.set_part(bucket, at, value[piece.start : piece.stop])
+            self._set_gathered(index, value, anew)
+            graph.signatures[index].assign(signature_of(value))
+        if kind in ("state", "frozen"):
+            others = index if kind == "state" else len(self._variables.state) + index
+            graph.other_signatures[others].assign(signature_of(value))
+
+    def _set_gathered(self, index: int, value: tf.Tensor, anew: bool) -> None:
+        """Takes over a weight that was set into the gathered global model.
+
+        Args:
+            index: of the weight.
+            value: of the weight, flat.
+            anew: whether the rule has begun anew with all weights, from where the replicas are.
+        """
+        graph = self.graph
+        if anew and not graph.global_state.rule.last().overwrites:
+            self._gathered_at = -1  # where the rule has begun anew is on no worker
+        if not self._is_gathered or not self._gathered:
+            return
+        with tf.device("CPU:0"):
+            if anew:
+                self._gathered = [tf.identity(bucket) for bucket in graph.replicas.weights(0)]
+            for bucket, at, piece in graph.replicas.layout.places(index):
+                former, new = self._gathered[bucket], value[piece.start : piece.stop]
+                self._gathered[bucket] = tf.concat([former[:at], new, former[at + len(new) :]], 0)
+
+    def global_weights(self, which: str) -> list[tf.Tensor]:
+        """Returns the "global" model or a named average, one tensor for each weight.
+
+        Weights that have constraints are as these make them. Every worker must call it.
+        """
+        with self.graph.waiting():
+            return self._whole_weights(self.graph.global_state.value(which))
+
+    def _whole_weights(self, buckets: Buckets) -> list[tf.Tensor]:
+        replicas = self.graph.replicas
+        return replicas.constrained(replicas.layout.unpack(buckets))
+
+    @property
+    def shows_others(self) -> bool:
+        """Whether the model's variables hold other weights than the replicas' own (`showing`)."""
+        return self._own is not None
+
+    @contextlib.contextmanager
+    def showing(self, which: str) -> Iterator[None]:
+        """Puts the "global" model, a named average or the "local" weights into the variables.
+
+        On exit the variables get their former values. Every worker must enter, while the block is
+        closed.
+        """
+        former, self._shown = self._shown, which
+        try:
+            if which == "local" and self._own is None:
+                yield
+                return
+            count = len(self._site.devices)
+            of_all = self._own if which == "local" else [self.global_weights(which)] * count
+            assert of_all is not None
+            with self._holding(of_all):
+                yield
+        finally:
+            self._shown = former
+
+    @contextlib.contextmanager
+    def _holding(self, per_device: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
+        """Puts weights into the variables for a while, from one list for each device."""
+        held, outer = self.local_weights(), self._own
+        try:
+            self._own = held if outer is None else outer
+            self.set_weights(per_device)
+            yield
+        finally:
+            self.set_weights(held)
+            self._own = outer
+
+    # -- the global model in files -----------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self, note: Callable[[str], None]) -> Iterator[None]:
+        """Puts the global model into the variables while a file is written.
+
+        Nothing is exchanged, since the chief may write alone. The variables stay as they are where
+        `showing` says what they hold, and where there are no syncs. Within a block the global model
+        is that of the last sync. Where workers have parts of it, the chief has the whole only as of
+        the last block that was closed; if there was a sync since, the variables stay, too.
+
+        Args:
+            note: tells the user of a file that is written within a block.
+        """
+        if self._shown is not None or self.sync_period is None:
+            yield
+            return
+        closed = not self.graph.block.is_open and not self.in_flight
+        if closed and self._replicas_have_it:
+            yield
+            return
+        weights, has = None, "the weights of the chief's first replica"
+        if not self._is_in_parts:
+            if self._overlap is not None:
+                self._overlap.flight.wait()  # a sync beside the training writes the global model
+            weights, has = self.global_weights("global"), "the global model of the last sync"
+        elif closed and self._is_gathered:
+            with tf.device("CPU:0"):
+                weights = self._whole_weights(self._gathered)
+        if weights is None or not closed:
+            note(
+                f"a model is saved within a block: the file has {has}. Save where an epoch ends, "
+                "or call strategy.synchronize() on every worker before: docs/saving.md"
+            )
+        if weights is None:
+            yield
+            return
+        with self._holding([weights] * len(self._site.devices)):
+            yield
+
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether the global model is in parts on several workers."""
+        return self.graph.global_state.is_sharded and self._site.collectives.size > 1
+
+    @property
+    def _replicas_have_it(self) -> bool:
+        """Whether a sync leaves the global model itself, to the bit, in all replicas."""
+        return self.graph.compressed is None and self.graph.global_state.is_broadcast
+
+    @property
+    def _is_gathered(self) -> bool:
+        return self._gathered_at == self.graph.statistics().syncs
+
+    def _gather(self) -> None:
+        """Gathers the global model for the chief, if it is in parts and has changed.
+
+        No worker holds more than a bucket of it on a device. Every worker must call it, while the
+        block is closed.
+        """
+        if not self._is_in_parts or self._replicas_have_it or self._is_gathered:
+            return
+        self._gathered = []
+        with self.graph.waiting():
+            for bucket in self.graph.global_state.in_turn("rule/global_model"):
+                if self._site.collectives.rank == 0:
+                    with tf.device("CPU:0"):
+                        self._gathered.append(tf.identity(bucket))
+        self._gathered_at = self.graph.statistics().syncs
+
+    def was_put_back(self) -> None:
+        """Notes that the state of an earlier point of the run was put back.
+
+        Every worker must call it, while the block is closed.
+        """
+        self._gathered_at = -1
+        self._gather()
+
+    def local_weights(self) -> list[list[tf.Tensor]]:
+        """Returns copies of the weights in the model's variables, one list for each device."""
+        return [
+            [tf.identity(v[replica]) for v in self._variables.weights]
+            for replica in range(len(self._site.devices))
+        ]
+
+    def set_weights(self, per_device: Sequence[Sequence[tf.Tensor]]) -> None:
+        """Writes weights to the model's variables, from one list for each device."""
+        assign(self._variables.weights, per_device)
+
+    def restart(self, tensors: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> None:
+        """Sets all replicas to these weights and state; momentum and averages restart there.
+
+        Every worker must call it, with equal tensors, right after a sync.
+        """
+        count = len(self._site.devices)
+        assign(self._variables.weights, [tensors] * count)
+        assign(self._variables.state, [state] * count)
+        for variable in (*self._variables.weights, *self._variables.state):
+            self.was_set(variable[0])
+        if self._variables.moments:
+            self.graph.averaging.restart_moments()
+            counts = [[tf.cast(c, tf.float64) for c in own] for own in self._variables.counts]
+            table = self._site.reports.all_gather(
+                tf.transpose(tf.stack(counts)), f"{self.name}/counts"
+            )
+            self.graph.replicas.write_counts(tf.reduce_max(table, [0, 1]))
+
+    def set_replica(self, replica: int, weights: Sequence[tf.Tensor]) -> None:
+        """Writes weights to a local replica's variables, by their constraints."""
+        weights = self.graph.replicas.constrained(weights)
+        for of_replicas, value in zip(self._variables.weights, weights, strict=True):
+            of_replicas[replica].assign(value)
+
+    def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns copies of the weights and the state of a local replica."""
+        weights, state = self._variables.weights, self._variables.state
+        return [tf.identity(v[replica]) for v in weights], [tf.identity(v[replica]) for v in state]
+
+    # -- state -------------------------------------------------------------------------------
+
+    def slots(self) -> Iterator[Slot]:
+        """Yields the state of the syncs, without the model's own variables."""
+        yield from self.graph.slots()
+        if self._overlap is not None:
+            yield from self._overlap.flight.slots()
+
+    def broadcast_point(self) -> list[tf.Tensor]:
+        """Returns the weights from which a replica continues that took no part in the last sync.
+
+        They are without their constraints. Every worker must call it.
+        """
+        return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
+
+    def start_from(self, weights: Sequence[tf.Tensor]) -> None:
+        """Has all replicas begin the block anew at these weights, with the moments of that point.
+
+        So begin replicas that took no part in the last sync, and those of a run that is resumed on
+        another number of them. Every worker must call it.
+        """
+        graph, count = self.graph, len(self._site.devices)
+        self.set_weights([graph.replicas.constrained(weights)] * count)
+        graph.averaging.start_moments(range(count))
+        if graph.compressed is not None:
+            # What the weights are beyond that point is part of what the next sync sends.
+            graph.compressed.set_points(graph.global_state.broadcast_point())
+
+    def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
+        """Returns for each weight whether its fragment was trained since its last sync.
+
+        Args:
+            pending_samples: `Block.samples` of all replicas, from a checkpoint.
+        """
+        runs = self.graph.replicas.layout.variables
+        return [
+            any(own[fragment] > 0 for own in pending_samples)
+            for fragment, run in enumerate(runs)
+            for _ in range(run.start, run.stop)
+        ]
+
+    def leave(
+        self,
+        kept: Sequence[Sequence[tf.Variable]],
+        from_chief: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
+        """Gives all replicas one set of the weights that are no longer trained.
+
+        That is the global model where the rule leaves the replicas apart, and what the chief's
+        first replica has where there were no syncs. Every worker must call it, while the block is
+        closed.
+
+        Args:
+            kept: the weights that are trained from now on.
+            from_chief: returns the chief's tensor.
+        """
+        first = {id(variable[0]) for variable in kept}
+        left = [i for i, v in enumerate(self._variables.weights) if id(v[0]) not in first]
+        if not left:
+            return
+        graph = self.graph
+        if self.sync_period is None:
+            values = graph.replicas.layout.unpack(list(map(from_chief, graph.replicas.weights(0))))
+        elif not graph.global_state.rule.last().overwrites:
+            values = self.global_weights("global")
+        else:
+            return  # they are equal
+        variables = [self._variables.weights[i] for i in left]
+        assign(variables, [[values[i] for i in left]] * len(self._site.devices))
+
+    def adopt(self, former: Synchronizer) -> None:
+        """Takes over the state of the synchronizer that the same model had before.
+
+        Weights that both have keep their global model, momentum, averages and compression errors.
+        Other weights start from their present values. Every worker must call it.
+        """
+        old, new = former.graph, self.graph
+
+        def adopted(kind: str, theirs: Buckets, mine: Buckets) -> list[tf.Tensor]:
+            """Returns `mine` with the values of `theirs` for all variables that both have."""
+            weights = kind == "weight"
+            from_layout, layout = (
+                graph.replicas.layout if weights else graph.replicas.state_layout
+                for graph in (old, new)
+            )
+            variables = self._variables.weights if weights else self._variables.state
+            indices = [former._index.get(id(v[0]), ("", 0)) for v in variables]
+            former_values, values = from_layout.unpack(theirs), layout.unpack(mine)
+            return layout.pack(
+                [
+                    former_values[index] if of == kind else value
+                    for (of, index), value in zip(indices, values, strict=True)
+                ]
+            )
+
+        of_weights = functools.partial(adopted, "weight")
+        scalars = {
+            (cell.field, cell.part.bucket): cell.variable
+            for cell in old.global_state.cells()
+            if cell.is_scalar
+        }
+        pairs = zip(old.replicas.layout.buckets, new.replicas.layout.buckets, strict=True)
+        # Each fragment has its own counts of syncs. Scalars come from the fragment's first bucket.
+        counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
+        for cell in {cell.field: cell for cell in new.global_state.cells()}.values():
+            if cell.field in ("moments/momentum", "moments/velocity"):
+                continue  # Moments stay those of the optimizer's present slots.
+            if cell.is_scalar:
+                values = [scalars[cell.field, bucket] for bucket in counting]
+            else:
+                values = of_weights(*(g.global_state.whole(cell.field) for g in (old, new)))
+            new.global_state.set_field(cell.field, values)
+        # Another optimizer may have brought other defaults of the rule.
+        new.global_state.carry(old.global_state.rule.last())
+        if new.compressed is not None and old.compressed is not None:
+            new.compressed.adopt(old.compressed, of_weights)
+        # State may have moved since the last sync, so its anchors are taken over too.
+        anchors = adopted("state", old.averaging.anchors, new.averaging.anchors)
+        for anchor, value in zip(new.averaging.anchors, anchors, strict=True):
+            anchor.assign(value)
+        for slot, theirs in zip(new.counted(), old.counted(), strict=True):
+            slot.variable.assign(theirs.variable)
+        # Signatures must be equal everywhere, as zeros are; what replicas have trained may differ.
+        # What the former synchronizer did not have was never compared.
+        variables = self._variables
+        for signatures, of_kind in (
+            (new.signatures, variables.weights),
+            (new.other_signatures, [*variables.state, *variables.frozen]),
+        ):
+            compared = tf.constant([id(v[0]) in former._index for v in of_kind], tf.bool)
+            signatures.assign(tf.where(compared, tf.zeros_like(signatures), signatures))

@@ -1,0 +1,301 @@
+"""The second phase of a sync: workers exchange weights and apply the rule and the averages.
+
+Nothing is written before everything has arrived: `exchange` returns an `Arrival`, `commit` writes
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import tensorflow as tf
+
+from tfpara.collectives import sum_on_first_device
+from tfpara.sync.one_sync.global_state import GlobalState, Update
+from tfpara.sync.one_sync.placement import Aggregation, cut
+from tfpara.sync.one_sync.replicas import Buckets, Replicas
+from tfpara.sync.one_sync.state_vars import Kind, Slot
+from tfpara.typing import State
+
+# Variables of a wire, each with the value that it gets on commit.
+Writes = list[tuple[tf.Variable, tf.Tensor]]
+
+
+class Shares(NamedTuple):
+    """The shares of the local replicas in a mean over the replicas of all workers.
+
+    portions: n_i / Σ_j n_j for n_i samples, shape [local replicas].
+    divisor: N if all replicas have equal shares, so that the plain sum is divided once; else 1.
+    of_block: length of this block as a fraction of a whole one, 0 < f ≤ 1.
+    """
+
+    portions: tf.Tensor
+    divisor: tf.Tensor
+    of_block: tf.Tensor
+
+
+class Wire(Protocol):
+    """The transport of a fragment's weights between devices and holders, as lists of buckets."""
+
+    def gather(
+        self, local: Sequence[Buckets], shares: Shares, fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """Returns for each holder its parts of the mean Σ_i share_i w_i over all replicas."""
+
+    def spread(
+        self, broadcasts: Sequence[Buckets], fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """Returns for each device the whole buckets that the holders broadcast in parts."""
+
+    def bytes_sent(self, fragment: int) -> int:
+        """Returns the number of bytes that this worker sends in `gather` and `spread` together."""
+
+
+class Arrival(NamedTuple):
+    """The result of an exchange, not written yet.
+
+    update: the step of the rule and the averages.
+    received: for each device the buckets that the rule broadcast.
+    means: for each holder its parts of the mean.
+    writes: the wire's variables and their new values.
+    """
+
+    update: Update
+    received: list[list[tf.Tensor]]
+    means: list[list[tf.Tensor]]
+    writes: Writes
+
+
+class Moments(NamedTuple):
+    """New moments of the local optimizers.
+
+    kept: for each holder the states of its parts. spread: by field, for each device the buckets.
+    """
+
+    kept: list[list[State]]
+    spread: dict[str, list[list[tf.Tensor]]]
+
+
+class Averaging:
+    """The exchanges of one model.
+
+    Args:
+        replicas: the local replicas.
+        wire: the transport of the weights.
+        global_state: the state of the rule and the averages, whose holders keep the moments too.
+
+    Attributes:
+        anchors: buckets of the replicas' state as the last sync wrote it.
+    """
+
+    def __init__(self, replicas: Replicas, wire: Wire, global_state: GlobalState) -> None:
+        self._replicas = replicas
+        self._wire = wire
+        self._aggregation = global_state.aggregation
+        self._collectives = replicas.site.collectives
+        self._global = global_state
+        self._name, make = replicas.site.name, replicas.site.make
+        anchors = replicas.state_layout.pack([v[0] for v in replicas.variables.state])
+        self.anchors = [make(a, f"anchor_{k}") for k, a in enumerate(anchors)]
+
+    def slots(self) -> Iterator[Slot]:
+        """Yields the anchors, from which the movement of the replicas' state is measured."""
+        for k, anchor in enumerate(self.anchors):
+            yield Slot(f"counter/anchor/{k}", Kind.SHARED, anchor)
+
+    def exchange(self, fragment: int, local: Sequence[Buckets], shares: Shares) -> Arrival:
+        """Averages a fragment and takes the global step; nothing is written.
+
+        Args:
+            fragment: number of the fragment.
+            local: for each local replica the buckets of its weights.
+            shares: shares of the local replicas in the mean.
+        """
+        buckets = self._replicas.layout.buckets[fragment]
+        with phase("reduce"):
+            means, writes = self._wire.gather(local, shares, fragment)
+        with phase("rule"):
+            update = self._global.update(means, buckets, shares.of_block)
+        with phase("reduce"):
+            received, more = self._wire.spread(update.broadcasts, fragment)
+        return Arrival(update, received, means, writes + more)
+
+    def commit(self, arrival: Arrival) -> None:
+        """Writes the global state and the wire's variables, but not the replicas' weights."""
+        self._global.commit(arrival.update)
+        for variable, value in arrival.writes:
+            variable.assign(value)
+
+    def exchange_others(self, shares: Shares) -> list[tf.Tensor]:
+        """Averages what the rule does not update; nothing is written.
+
+        Returns:
+            The buckets of the mean state minus the anchors, then those of the mean slots.
+        """
+        with phase("pack"):
+            weighted = []
+            for replica, device in enumerate(self._replicas.devices):
+                others = self._replicas.others(replica, self.anchors)
+                with tf.device(device):
+                    weighted.append([shares.portions[replica] * b for b in others])
+        with phase("reduce"):
+            sums = sum_on_first_device(weighted, self._replicas.devices)
+            return self._collectives.all_reduce(sums, f"{self._name}/others")
+
+    def commit_others(self, means: Sequence[tf.Tensor]) -> None:
+        """Writes the means that `exchange_others` returned, on every device."""
+        moved, slots = means[: len(self.anchors)], means[len(self.anchors) :]
+        with tf.device(self._replicas.devices[0]):
+            state = [a + s for a, s in zip(self.anchors, moved, strict=True)]
+            for anchor, value in zip(self.anchors, state, strict=True):
+                anchor.assign(value)
+        self._replicas.write_others(state, slots)
+
+    def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
+        """Computes the local optimizers' moments for the next block; nothing is written.
+
+        Args:
+            shares: shares of the local replicas in the means.
+            steps: minibatches of the block, at least 1: an empty block has no mean gradient.
+            iterations: step count of the local optimizer.
+        """
+        first, second = self.mean_moments(shares.portions)
+        kept = self._global.update_moments(
+            first,
+            second,
+            tf.cast(steps, tf.float32),
+            tf.cast(iterations, tf.float32),
+            shares.of_block,
+        )
+        spread = {
+            field: self._aggregation.spread(
+                [[getattr(m, field) for m in parts] for parts in kept], f"{self._name}/{field}"
+            )
+            for field in ("momentum", "velocity")
+        }
+        return Moments(kept, spread)
+
+    def commit_moments(self, moments: Moments) -> None:
+        """Writes the moments that `exchange_moments` returned."""
+        self._global.commit_moments(moments.kept)
+        for field, spread in moments.spread.items():
+            self._replicas.write_moments(field, spread)
+
+    def mean_moments(self, portions: tf.Tensor) -> list[list[list[tf.Tensor]]]:
+        """Returns, for each of the two moments and each holder, its parts of the replicas' mean."""
+        weighted: list[list[list[tf.Tensor]]] = [[], []]
+        for replica, device in enumerate(self._replicas.devices):
+            with tf.device(device):
+                for kind, buckets in zip(weighted, self._replicas.moments(replica), strict=True):
+                    kind.append([portions[replica] * b for b in buckets])
+        return [
+            self._aggregation.gather(kind, f"{self._name}/moments/{k}")
+            for k, kind in enumerate(weighted)
+        ]
+
+    def start_moments(self, replicas: Sequence[int]) -> None:
+        """Sets the moments of some local replicas to those with which the open block began.
+
+        Every worker must call it. Nothing happens if the rule filters no moments.
+        """
+        if self._replicas.variables.moments:
+            for field in ("momentum", "velocity"):
+                buckets = self._global.whole(f"moments/{field}")
+                for replica in replicas:
+                    self._replicas.write_moments_of(replica, field, buckets)
+
+    def restart_moments(self) -> None:
+        """Sets the moments of all replicas to their mean, as they must be equal in a new block."""
+        site = self._replicas.site
+        means = self.mean_moments(tf.fill([len(site.devices)], 1.0 / site.num_replicas))
+        for field, parts in zip(("momentum", "velocity"), means, strict=True):
+            spread = self._aggregation.spread(parts, f"{self._name}/{field}")
+            self._global.set_field(f"moments/{field}", spread[0])
+            self._replicas.write_moments(field, spread)
+        self._global.set_field("moments/equivalent_steps", tf.constant(0.0))
+
+    def distance(self, fragment: int, local: Sequence[Buckets], arrival: Arrival) -> tf.Tensor:
+        """Returns the relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square.
+
+        Where the global state is sharded, a replica's distance is taken on the part that it holds,
+        so that nothing more has to be sent.
+        """
+        buckets = self._replicas.layout.buckets[fragment]
+        squares, norms = [], []
+        for replica, own in enumerate(local):
+            holder = min(replica, len(arrival.means) - 1)
+            parts = self._aggregation.parts(holder)[buckets]
+            with tf.device(self._replicas.devices[replica]):
+                for bucket, mean, part in zip(own, arrival.means[holder], parts, strict=True):
+                    squares.append(2.0 * tf.nn.l2_loss(cut(bucket, part) - mean))
+                    norms.append(2.0 * tf.nn.l2_loss(mean))
+        return tf.sqrt(tf.add_n(squares) / tf.maximum(tf.add_n(norms), 1e-30))
+
+    def bytes_sent(self, fragment: int) -> int:
+        """Returns the number of bytes that this worker sends to others in a fragment's exchange."""
+        return self._wire.bytes_sent(fragment)
+
+    @property
+    def bytes_sent_of_others(self) -> int:
+        """The number of bytes that this worker sends to others for state and slots."""
+        replicas, size = self._replicas, self._collectives.size
+        elements = replicas.state_layout.num_elements + replicas.slot_layout.num_elements
+        return round(4 * elements * 2 * (size - 1) / size)
+
+
+class PlainWire:
+    """The transport of weights as they are, in float32."""
+
+    def __init__(self, aggregation: Aggregation, replicas: Replicas) -> None:
+        self._aggregation = aggregation
+        self._replicas = replicas
+        self._workers = replicas.site.collectives.size
+        self._name = replicas.site.name
+
+    def gather(
+        self, local: Sequence[Buckets], shares: Shares, fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """Returns for each holder its parts of the mean."""
+        weighted = []
+        for replica, device in enumerate(self._replicas.devices):
+            with tf.device(device):
+                weighted.append(_weighted(local[replica], shares, replica))
+        sums = self._aggregation.gather(weighted, f"{self._name}/weights/{fragment}")
+        means = []
+        for device, parts in zip(self._aggregation.holders, sums, strict=True):
+            with tf.device(device):
+                means.append([part / shares.divisor for part in parts])
+        return means, []
+
+    def spread(
+        self, broadcasts: Sequence[Buckets], fragment: int
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """Returns for each device the whole buckets."""
+        buckets = self._replicas.layout.buckets[fragment]
+        name = f"{self._name}/broadcast/{fragment}"
+        return self._aggregation.spread(broadcasts, name, buckets), []
+
+    def bytes_sent(self, fragment: int) -> int:
+        """Returns the bytes of an all-reduce; a reduce-scatter and an all-gather send as many."""
+        elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
+        return round(4 * elements * 2 * (self._workers - 1) / self._workers)
+
+
+def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
+    """Returns a replica's terms of the mean.
+
+    Where all shares are equal the buckets stay as they are. Each holder then divides its part of
+    the sum by N, which is cheaper than a pass over all weights.
+    """
+    return tf.cond(
+        shares.divisor > 1.0,
+        lambda: list(buckets),
+        lambda: [shares.portions[replica] * b for b in buckets],
+    )
+
+
+def phase(name: str) -> contextlib.AbstractContextManager:
+    """Returns a name scope for a phase of the sync, by which profilers show its operations."""
+    return tf.name_scope(f"sync/{name}")

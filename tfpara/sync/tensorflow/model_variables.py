@@ -1,0 +1,147 @@
+"""The variables of a Keras model that a sync works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfpara.keras_model import minibatches_of_a_step, optimizers
+from tfpara.sync.one_sync.replicas import ReplicaVariables
+from tfpara.sync.settings import Settings
+from tfpara.typing import Variable
+
+
+def replica_variables(
+    model: keras.Model,
+    components_of: Callable[[Variable], tuple[tf.Variable, ...]],
+    settings: Settings,
+) -> ReplicaVariables:
+    """Returns the model's weights, averaged state and optimizer slots, by device.
+
+    Args:
+        model: a built model, whose optimizer, if it has one, is built too.
+        components_of: returns a distributed variable's component on each local device.
+        settings: the strategy's. A rule with a method `check_optimizer` filters the optimizer's
+            moments.
+
+    Raises:
+        ValueError: the rule, or the choice of `local_state`, does not work with the model's
+            optimizer.
+    """
+
+    def components(variables: Sequence[keras.Variable]) -> list[tuple[tf.Variable, ...]]:
+        return [components_of(v.value) for v in variables]
+
+    weights = model.trainable_variables
+    others = [v for v in model.non_trainable_variables if v.value.dtype.is_floating]
+    # A frozen weight (trainable to TensorFlow, not to Keras) does not move: it is not state.
+    state = [v for v in others if not v.value.trainable]
+    frozen = [v for v in others if v.value.trainable]
+    local_state = settings.slots_at_sync
+    written = [] if local_state == "keep" else optimizers(model)
+    slots = [slot for optimizer in written for slot in _slots(optimizer)]
+    moments: list[keras.Variable] = []
+    counting = _counting(written, local_state)
+    rule = settings.rule
+    if hasattr(rule, "check_optimizer"):
+        (optimizer,) = _only_optimizer(model)
+        rule.check_optimizer(optimizer)
+        # The optimizer may have moments of frozen weights too, so Keras' own index finds them.
+        indices = [optimizer._get_variable_index(v) for v in weights]
+        moments = [
+            components([of_all[i] for i in indices])
+            for of_all in (optimizer._momentums, optimizer._velocities)
+        ]
+        counting, slots = [optimizer], []
+    return ReplicaVariables(
+        weights=components(weights),
+        weight_names=[v.path for v in weights],
+        constraints=[v.constraint for v in weights],
+        state=components(state),
+        state_names=[v.path for v in state],
+        slots=components([v for v, _ in slots]),
+        slot_names=[v.path for v, _ in slots],
+        slot_resets=[value for _, value in slots],
+        local_state=local_state,
+        frozen=components(frozen),
+        moments=moments,
+        counts=components([optimizer._iterations for optimizer in counting]),
+        cycles=[minibatches_of_a_step(optimizer) for optimizer in counting],
+        rates=components([o.learning_rate for o in optimizers(model) if _rate_can_be_set(o)]),
+    )
+
+
+def _rate_can_be_set(optimizer: keras.optimizers.Optimizer) -> bool:
+    return isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable)
+
+
+def _counting(
+    model_optimizers: Sequence[keras.optimizers.Optimizer], local_state: str
+) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers whose step count a sync writes together with their slots.
+
+    Adam and others correct the bias of their moments by the step count. If moments were reset
+    without the count, the correction would be missing, and steps would be several times the
+    learning rate.
+
+    Raises:
+        ValueError: a reset would also set a learning-rate schedule back, or an optimizer has slots
+            that do not start from a constant.
+    """
+    if local_state == "average":
+        return list(model_optimizers)
+    counting = []
+    for optimizer in model_optimizers:
+        name = type(optimizer).__name__
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        if "ScheduleFreeAdamW" in kinds:
+            raise ValueError(
+                f'local_state="reset": {name} keeps a second copy of the weights in its slots, '
+                'which cannot be reset. Give local_state="keep" or "average".'
+            )
+        if kinds & _WITHOUT_COUNT:
+            continue
+        rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call a schedule.
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(
+                f'local_state="reset" sets back the number of steps from which {name} corrects its '
+                "moments, and from which its learning-rate schedule counts too. Give a number as "
+                "the rate, and change it by a callback such as "
+                'keras.callbacks.LearningRateScheduler; or give local_state="keep" or "average".'
+            )
+        counting.append(optimizer)
+    return counting
+
+
+# Keras' optimizers whose step does not depend on the number of steps before it.
+_WITHOUT_COUNT = {"SGD", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion"}
+
+
+def _only_optimizer(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    found = optimizers(model)
+    if len(found) != 1:
+        raise ValueError(
+            f"the model has {len(found)} optimizers, and BMUFAdam filters the moments of one. "
+            "Use tfpara.BMUF."
+        )
+    return found
+
+
+def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, float]]:
+    """Returns the optimizer's slots, each with its initial value.
+
+    Variables with a true attribute `of_one_replica` are left out: a sync does not change them.
+    """
+    start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
+    # Nadam's product of its momenta so far is the only scalar that belongs to the moments.
+    product = getattr(optimizer, "_u_product", None)
+    return [
+        (v, 1.0 if v is product else start if v.path.endswith("accumulator") else 0.0)
+        for v in optimizer.variables
+        if v.value.dtype.is_floating
+        and (v.value.shape.rank or v is product)
+        and not v.path.endswith("gradient_accumulator")  # gradients under way are no momentum
+        and not getattr(v, "of_one_replica", False)
+    ]

@@ -1,0 +1,174 @@
+"""Joining and leaving the group of processes that Horovod connects.
+
+Every process keeps a port open while it is in the group. Horovod's own errors do not say which
+process is gone; its closed port does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import socket
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfpara import program
+from tfpara.cluster import Cluster, ports, rendezvous, secret, startup
+from tfpara.cluster.place import Purpose
+from tfpara.cluster.reach import unreachable
+from tfpara.collectives.horovod import HorovodCollectives, load
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.sync.workers.meetings import Control
+
+_GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+# The period, in milliseconds, in which Horovod's thread asks the other processes for work. At
+# Horovod's default of 1 it takes some percent of a core all the time. A large sync is no slower
+# with 5.
+_CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
+# No fusion: fused buckets arrive together, so that the rule would wait for the last one.
+_FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
+# The network interface on which Gloo listens, by default that of the host name's address.
+_INTERFACE = "HOROVOD_GLOO_IFACE"
+_LEAVING_SECONDS = 2.0
+_REACH_SECONDS = 5.0
+
+
+class _Joined(NamedTuple):
+    """The cluster and the open port of this process while it is in the group."""
+
+    cluster: Cluster
+    port: rendezvous.Server | ports.OpenPort
+
+
+_joined: _Joined | None = None
+
+
+def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float) -> None:
+    """Joins the group, unless this process has done so before; every process must call it.
+
+    Args:
+        found: this process's view of the cluster, of several processes.
+        startup_timeout_seconds: longest wait for the others to come.
+        timeout_seconds: how long a process may be stopped before Horovod gives it up.
+
+    Raises:
+        ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
+            mpirun needs; its elastic mode is asked for; or it sees other processes than these.
+        startup.StartupError: some processes did not come.
+        secret.SecretError: the environment's secret is not valid.
+    """
+    global _joined
+    hvd = load()
+    if _joined is not None and _joined.cluster == found:
+        return
+    if os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0"):
+        raise ValueError(
+            "HOROVOD_ELASTIC is set: Horovod's elastic mode is not supported. Start a fixed number "
+            "of processes, by horovodrun without --min-np, or restart them from checkpoints by "
+            "tfpara-launch --max_restarts."
+        )
+    port = _meet(hvd, found, startup_timeout_seconds, secret.read())
+    # After the start this is the only limit to Horovod's own wait for a stopped process.
+    os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
+    os.environ.setdefault(_CYCLE, _CYCLE_MS)
+    os.environ.setdefault(_FUSION, _FUSION_BYTES)
+    host = found.address.rpartition(":")[0] or os.environ.get("HOROVOD_HOSTNAME", "")
+    interface = ports.interface(ports.own_host(host)) if host else ""
+    if interface:
+        os.environ.setdefault(_INTERFACE, interface)
+    hvd.init()
+    if (hvd.rank(), hvd.size()) != (found.rank, found.num_workers):
+        raise ValueError(
+            f"Horovod sees rank {hvd.rank()} of {hvd.size()}, but {_source(found)} says rank "
+            f"{found.rank} of {found.num_workers}. Start all processes by one horovodrun, mpirun "
+            "or tfpara-launch --collectives=horovod, and call hvd.init() nowhere else."
+        )
+    if port is None:
+        listener = ports.bind(ports.own_host(_own_name(hvd)), 0)
+        listener.listen(128)
+        port = ports.OpenPort(listener)
+    _joined = _Joined(found, port)
+    # If an exception ends the program, the others are not leaving, so there is nothing to wait for.
+    program.on_leaving(leave)
+    atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
+
+
+def leave(orderly: bool) -> None:
+    """Leaves the group, if this process is in it; the others' operations fail from then on.
+
+    Args:
+        orderly: whether to wait up to 2 s for the others to leave as well.
+    """
+    global _joined
+    if _joined is None:
+        return
+    joined, _joined = _joined, None
+    joined.port.close()
+    if orderly:
+        waiting = threading.Thread(target=_part, args=(joined.cluster,), daemon=True)
+        waiting.start()
+        waiting.join(_LEAVING_SECONDS)
+    load().shutdown()
+
+
+def _part(found: Cluster) -> None:
+    with contextlib.suppress(tf.errors.OpError):
+        HorovodCollectives(found.num_workers, found.rank, "CPU:0", 0.0).barrier("leaving")
+
+
+def _source(found: Cluster) -> str:
+    return found.rank_variable or "TF_CONFIG"
+
+
+def _meet(
+    hvd: Any, found: Cluster, timeout_seconds: float, shared: bytes
+) -> rendezvous.Server | ports.OpenPort | None:
+    """Waits for all processes of the group; returns this process's open port, if it has one."""
+    if not found.rank_variable:
+        startup.meet(found, timeout_seconds, "horovod", shared)
+        chief, _, chief_port = found.addresses[0].rpartition(":")
+        place = rendezvous.variables(found, chief.strip("[]"), int(chief_port), shared)
+        os.environ.update(place)
+        if found.is_chief:
+            return rendezvous.Server(int(chief_port), ports.own_host(chief), shared)
+        listener = startup.listen(found.address, found.describe(found.rank), found.num_workers)
+        return ports.OpenPort(listener)
+    if found.rank_variable == "HOROVOD_RANK":
+        rendezvous.meet(found, os.environ, timeout_seconds, shared)
+    elif not hvd.mpi_built():
+        raise ValueError(
+            f"{found.rank_variable} is set, so mpirun has started this process, but Horovod was "
+            f"built without MPI. Run scripts/install_horovod.sh --mpi --venv={sys.prefix}, or "
+            "start by horovodrun --gloo or tfpara-launch --collectives=horovod."
+        )
+    return None
+
+
+def _own_name(hvd: Any) -> str:
+    """Returns the host of this process, by a name or address that the others can reach."""
+    if hvd.local_size() == hvd.size():
+        return "127.0.0.1"
+    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+
+def with_addresses(found: Cluster, control: Control) -> Cluster:
+    """Returns the cluster with the addresses at which its processes can be probed.
+
+    If a process cannot be reached, the cluster stays without addresses.
+
+    Args:
+        found: the cluster that was joined.
+        control: between the processes; every one must call this.
+    """
+    if _joined is None or (found.addresses and not found.rank_variable):
+        return found
+    own = f"{_own_name(load())}:{_joined.port.port}"
+    addresses = everyones(own, control, Purpose("telling its address"))
+    whole = found._replace(addresses=tuple(addresses))
+    # Behind a firewall a living process looks like a dead one, so addresses are of no use.
+    return found if unreachable(whole, _REACH_SECONDS) else whole

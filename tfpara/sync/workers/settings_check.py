@@ -1,0 +1,50 @@
+"""The comparison of settings between workers before they train together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tfpara.cluster.place import Purpose
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.sync.workers.meetings import Control
+
+
+class FingerprintError(ValueError):
+    """Workers were started with different settings."""
+
+
+def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) -> None:
+    """Compares settings between workers.
+
+    Args:
+        settings: values that must be equal everywhere, by the key that the message names. They are
+            compared by their JSON text.
+        control: between the workers; every worker must call this for the same purpose.
+        purpose: the purpose of the exchange.
+
+    Raises:
+        FingerprintError: on every worker, naming the keys that differ, and who has which value.
+    """
+    everyone = everyones(settings, control, purpose)
+    differing = differences({f"worker {i}": theirs for i, theirs in enumerate(everyone)})
+    if differing:
+        raise FingerprintError(
+            "the workers were started with different settings; start all of them with the same. "
+            + differing
+        )
+
+
+def differences(settings: Mapping[str, Mapping[str, object]]) -> str:
+    """Returns the keys whose values differ, and the values; "" if none differ.
+
+    For example "tau: worker 0 has 1, worker 1 has 2; ...".
+
+    Args:
+        settings: the settings of each owner, by the owner's name in the text.
+    """
+    first = next(iter(settings.values()))
+    return "; ".join(
+        f"{key}: " + ", ".join(f"{who} has {theirs.get(key)!r}" for who, theirs in settings.items())
+        for key in sorted(set().union(*settings.values()))
+        if any(theirs.get(key) != first.get(key) for theirs in settings.values())
+    )
