@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfpara
 from tests.lib.replicas_here import data_of, make, network
-from tfpara.checkpoint.run import Parts
+from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError
 from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
 from tfpara.sync.tensorflow import extended
