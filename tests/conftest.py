@@ -1,5 +1,6 @@
 """Options, fixtures and settings for all tests."""
 
+import fnmatch
 import functools
 import gc
 import os
@@ -28,7 +29,7 @@ from tests.lib.fixtures import (  # noqa: F401
 hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
 
-_NIGHTLY = Path(__file__).resolve().with_name("nightly.txt")
+_TESTS = Path(__file__).parent
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 # Programs that modules of Python and numpy.testing start.
 _TOOLS = {"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"}
@@ -110,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     So no process has such a file left at the end. First come files with tests marked `long`, then
     files by their longest time-out, then by size.
     """
-    _mark_nightly(items)
+    _mark_nightly(config, items)
     if config.getoption("--first-cases"):
         _leave_first_cases(config, items)
     long = {item.path for item in items if item.get_closest_marker("long")}
@@ -129,14 +130,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
-def _mark_nightly(items: list[pytest.Item]) -> None:
-    lines = [line for line in _NIGHTLY.read_text().splitlines() if not line.startswith("#")]
-    begins = tuple(line if "[" in line else f"{line}[" for line in lines)
+def _mark_nightly(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is in tests/nightly, and cases whose ids match a pattern of `nightly_cases`."""
+    unknown = set()
     for item in items:
-        # scripts/test.sh runs the tests through a link.
-        file = item.path.resolve().relative_to(_NIGHTLY.parent).as_posix()
-        if f"{file}::{item.name}[".startswith(begins):
+        if "nightly" in item.path.relative_to(_TESTS).parts:
             item.add_marker("nightly")
+        for mark in item.iter_markers("nightly_cases"):
+            unknown |= {(item.path, item.originalname, pattern) for pattern in mark.args}
+    for item in items:
+        for mark in item.iter_markers("nightly_cases"):
+            for pattern in mark.args:
+                if fnmatch.fnmatchcase(item.callspec.id, pattern):
+                    item.add_marker("nightly")
+                    unknown.discard((item.path, item.originalname, pattern))
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"nightly_cases names cases that are not there: {sorted(unknown)}")
 
 
 def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

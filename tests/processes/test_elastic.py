@@ -30,6 +30,7 @@ TOLD = {
 }
 
 
+@pytest.mark.nightly_cases("reports-*", "step-*", "written-*")
 @pytest.mark.parametrize(
     "place,times,rank,told",
     [
@@ -51,6 +52,7 @@ def test_a_killed_worker_is_done_without(place, times, rank, told, tmp_path):
         assert run.meeting.phase == "ended"
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_founders_without_the_first_numbers(tmp_path):
     """Two were lost, and replaced, before the run began: numbers of tasks are not ranks."""
@@ -64,6 +66,7 @@ def test_founders_without_the_first_numbers(tmp_path):
     assert list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place,times", [("build", 3), ("anew", 1)])
 def test_a_worker_is_killed_before_the_first_step(place, times, tmp_path):
     """Another was lost before all were connected. The others begin without them."""
@@ -85,6 +88,7 @@ def test_too_few_before_the_first_step(tmp_path):
         assert any(why in output for output in outputs)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
     faults = {0: ["step", 8, "SIGKILL"], 2: ["step", 8, "SIGKILL"]}
@@ -99,6 +103,7 @@ def test_a_sync_that_only_some_have_committed(tmp_path):
         assert len(run.check([])) == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_an_exchange_that_has_failed_on_one_alone(tmp_path):
     """The other is in the next epoch when it hears of it."""
@@ -107,6 +112,7 @@ def test_an_exchange_that_has_failed_on_one_alone(tmp_path):
         assert [each.why for each in run.meeting.history[1:]] == ["an exchange has failed"]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
     options = {"minibatches": 5, "epochs": 30, "step_seconds": 0.1}
@@ -118,6 +124,7 @@ def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
         assert len(run.check([], epochs=30, minibatches=5)) == 3
 
 
+@pytest.mark.nightly_cases("options1")
 @pytest.mark.parametrize("options", [MIXED, {"steps_per_execution": 4, "rule": "tfpara.EASGD()"}])
 def test_a_worker_joins(options, tmp_path):
     faults = {0: ["step", 3, "SIGKILL"]}
@@ -135,6 +142,7 @@ def test_a_worker_joins(options, tmp_path):
             assert steps == names[alone:].count("trained")
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_faults_while_a_worker_joins(tmp_path):
     """A worker that has just come dies, then the chief, while another is coming."""
@@ -149,6 +157,7 @@ def test_faults_while_a_worker_joins(tmp_path):
         assert len(run.check([KILLED, KILLED], epochs=8)) == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["training", "enabling"])
 def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path):
@@ -189,6 +198,7 @@ def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
         assert run.meeting.history[1].why.endswith("all were awaited")
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("ask", ["lose", "terminate"])
 def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
@@ -218,6 +228,7 @@ def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
                 assert count in ({0, 1} if own in doubtful else {1}), own
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_worker_joins_a_resumed_run_of_another_number_of_workers(tmp_path):
     """Minibatches stay those of the three that began: each row is trained once in each epoch."""
@@ -241,6 +252,7 @@ def test_a_worker_joins_a_resumed_run_of_another_number_of_workers(tmp_path):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_second_fit_goes_on_from_a_checkpoint(tmp_path):
     """All are asked to end in it, and another number of workers goes on."""
@@ -264,6 +276,7 @@ def test_a_second_fit_goes_on_from_a_checkpoint(tmp_path):
         assert before.get(own, 0) + after.get(own, 0) == 1, own
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place,times", [("checkpoint", 4), ("validation", 3), ("begin", 2)])
 def test_a_worker_is_killed_beside_the_training(place, times, tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "validate": True}
@@ -276,6 +289,7 @@ def test_a_worker_is_killed_beside_the_training(place, times, tmp_path):
         assert logs[0]["val_loss"] > 0.0
 
 
+@pytest.mark.nightly
 def test_callbacks_that_decide_decide_alike(tmp_path):
     options = {"callbacks": ["newbob", "plateau", "stopping", "together", "period"]}
     options["holds"] = {"2": "len(tasks) > 2 or comes"}
@@ -295,6 +309,7 @@ def test_callbacks_that_decide_decide_alike(tmp_path):
         assert any(event[0] == "epoch" for event in run.events(number)), "it came too late"
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_epochs_are_rejected_and_scored_within_where_workers_come_and_go(tmp_path):
     """One is killed in the second epoch, which another comes within: all go back to its begin."""
@@ -331,6 +346,7 @@ def json_of(logs):
     return tuple(sorted(logs.items()))
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "max_workers": 2}
@@ -358,6 +374,7 @@ def histories(run, number):
     return [event[1:] for event in run.events(number) if event[0] == "history"]
 
 
+@pytest.mark.nightly_cases("anew-*", "step*")
 @pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
 def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, times, tmp_path):
     """Who comes passes by the first call, and does itself what its script does between the two."""
@@ -373,6 +390,7 @@ def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, 
         assert len(trained) > 4, "it came too late"
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_who_was_given_up_in_one_fit_comes_back_in_the_next(tmp_path):
     options = {"fits": 2, "step_seconds": 0.05, "silence_seconds": 3.0, "arrays": 3}
@@ -391,6 +409,7 @@ def test_who_was_given_up_in_one_fit_comes_back_in_the_next(tmp_path):
         assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
     options = {"fits": 2, "step_seconds": 0.05, "max_workers": 2}
@@ -414,6 +433,7 @@ def test_chiefs_that_are_lost_after_fit_are_done_without(tmp_path):
     assert saved.with_suffix(".all").read_text() == "2"
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_meeting_point_dies_and_is_started_again(tmp_path):
     holds = {"6": "len(tasks) > 2 or comes"}
@@ -479,6 +499,7 @@ def test_the_launcher_starts_workers_again_that_join(tmp_path):
     assert len({end[1] for end in ends if end[0] == "end"}) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_run_that_others_complete_ends_well(tmp_path):
     """A worker that is killed just before the end is not started again, and not missed."""
@@ -496,6 +517,7 @@ def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
     assert "restart" not in errors and "NoSuchRule" in errors
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_launcher_adds_and_removes_workers(tmp_path):
     """SIGUSR1 adds one, SIGUSR2 has the last one leave; it is not started again."""
@@ -515,6 +537,7 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
     assert "restart" not in output
 
 
+@pytest.mark.nightly_cases("dataset", "py_dataset")
 @pytest.mark.one_version
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "py_dataset"])
 def test_rows_are_dealt_out_anew(kind, tmp_path):
@@ -536,6 +559,7 @@ def test_rows_are_dealt_out_anew(kind, tmp_path):
             assert all(order != sorted(order) for order in orders)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [

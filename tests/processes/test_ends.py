@@ -99,6 +99,7 @@ def test_a_fit_that_fails_ends_though_a_generator_is_at_work():
     assert alone.returncode == 1 and 'KeyError: "the user\'s"' in alone.output
 
 
+@pytest.mark.nightly
 def test_an_error_in_a_thread_has_the_sentence_as_a_note():
     options = [{"how": "leave", "rank": 1, "run": False, "thread": rank == 0} for rank in (0, 1)]
     chief, other = run("end.py", [o | {"verbose": 2} for o in options], environ=QUIET)
@@ -123,6 +124,7 @@ def test_an_exit_code_is_that_of_the_worker_also_where_another_does_not_exit():
     assert chief.returncode == 1
 
 
+@pytest.mark.nightly_cases("15-False-*")
 @pytest.mark.parametrize(
     ("number", "thread", "codes", "says"),
     [

@@ -21,6 +21,7 @@ def test_without_a_fault_all_train():
         assert "trained [0.09" in result.output
 
 
+@pytest.mark.nightly_cases("option2-*", "option3-*")
 @pytest.mark.parametrize(
     ("option", "other", "words"),
     [
@@ -57,6 +58,7 @@ def test_different_settings_are_named_before_the_first_step(option, other, words
             assert word in result.output
 
 
+@pytest.mark.nightly
 def test_a_worker_that_never_starts_is_named():
     with Workers("faults.py", [{"startup_timeout_seconds": 3}], absent=1) as workers:
         (result,) = workers.results()
@@ -64,6 +66,7 @@ def test_a_worker_that_never_starts_is_named():
     assert f"have not started: worker 1 ({workers.addresses[1]})" in result.output
 
 
+@pytest.mark.nightly_cases("load-*", "nan-*", "statistics*")
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -81,6 +84,7 @@ def test_bad_weights_on_one_worker_stop_all(fault, message):
         assert message in result.output
 
 
+@pytest.mark.nightly_cases("leave-*")
 @pytest.mark.parametrize(("fault", "devices"), [("kill", 2), ("leave", 1)])
 def test_a_dead_peer_is_named(fault, devices):
     options = {"local_devices": devices}
@@ -93,6 +97,7 @@ def test_a_dead_peer_is_named(fault, devices):
     assert f"because worker 1 ({workers.addresses[1]}) {how}" in survivor.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -116,6 +121,7 @@ def test_a_worker_without_fit_or_data_is_named(fault, why):
         assert f"because worker 2 ({workers.addresses[2]}) {why}\n" in result.output
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_long_wait_is_told_of():
     """While it lasts: for whom, and where that is."""
@@ -129,6 +135,7 @@ def test_a_long_wait_is_told_of():
     assert "Waiting" not in late.output
 
 
+@pytest.mark.nightly
 def test_a_worker_that_stops_for_less_than_the_timeout_goes_on():
     """TensorFlow's coordination service is as patient as timeout_seconds; the chief serves it."""
     with Workers("faults.py", [{"fault": "stop"}, {}]) as workers:

@@ -9,6 +9,7 @@ from tests.lib.horovod_here import needs_horovod
 pytestmark = needs_horovod
 
 
+@pytest.mark.nightly_cases("TF_CONFIG-*", "horovod-3")
 @pytest.mark.parametrize(("start", "size"), [("horovod", 2), ("TF_CONFIG", 12), ("horovod", 3)])
 def test_operations(tmp_path, start, size):
     outs = [tmp_path / f"{rank}.npz" for rank in range(size)]

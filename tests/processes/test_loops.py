@@ -51,6 +51,7 @@ def test_devices_of_a_process_do_what_plain_keras_does(plain, name):
     assert_alike(train_loops.CASES[name](two), plain(name), name)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_run_of_a_gan_is_resumed_exactly(workers):
     for found in workers:
@@ -58,6 +59,7 @@ def test_the_run_of_a_gan_is_resumed_exactly(workers):
         assert np.ptp(found["whole"]) > 0.1
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_log_without_metrics_waits_for_workers_that_have_more_data(workers):
     """Each has two replicas, which take a minibatch each: the last ones are 2 and 3, or 4 and 5."""
@@ -66,6 +68,7 @@ def test_a_log_without_metrics_waits_for_workers_that_have_more_data(workers):
         np.testing.assert_allclose(worker["first"], [minibatches[2:6].mean()] * 2, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("method", ["reduce", "gather"])
 def test_workers_do_not_exchange_values_inside_a_tf_function(workers, method):
@@ -87,6 +90,7 @@ def test_metrics_are_aggregated_as_they_say_on_all_workers(workers):
         np.testing.assert_allclose(worker["aggregated/total"], labels[:, :4].sum(), rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", train_loops.CASES)
 def test_two_workers_do_what_plain_keras_does(workers, plain, name):

@@ -38,6 +38,7 @@ CASES = {
 SOME = ["evaluate_in_epoch", "stop_in_epoch", "metric", "epochs", "order", "barrier"]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_two_models_in_another_order():
     """In exchanges of different names workers find out by another way, after a while."""
@@ -51,6 +52,7 @@ def test_two_models_in_another_order():
     assert any("All workers have been in a sync for 1" in result.output for result in results)
 
 
+@pytest.mark.nightly_cases("horovod", "overlapped", "three-*")
 @pytest.mark.parametrize(
     ("workers", "odd", "start", "options", "cases"),
     [

@@ -37,6 +37,7 @@ def test_sigterm_to_one_worker_has_all_write_a_checkpoint_and_leave(tmp_path, un
     assert_same(run.to_the_end(), uninterrupted(2))
 
 
+@pytest.mark.nightly
 def test_sigterm_to_the_launcher_reaches_all_and_nothing_is_restarted(tmp_path, uninterrupted):
     run = Run(tmp_path / "run", 2)
     command = run.launch_command(
@@ -56,6 +57,7 @@ def test_sigterm_to_the_launcher_reaches_all_and_nothing_is_restarted(tmp_path, 
     assert_same(run.to_the_end(), uninterrupted(2))
 
 
+@pytest.mark.nightly
 def test_the_launcher_starts_a_killed_run_again(tmp_path, uninterrupted):
     run = Run(tmp_path / "run", 2)
     once = [1, str(tmp_path / "killed")]

@@ -156,6 +156,7 @@ def model(results, prefix):
     return simulation.flat([results[f"{prefix}_{i}"] for i in range(WEIGHTS)])
 
 
+@pytest.mark.nightly_cases("bmuf-cntk-*", "bsp-uneven-horovod*", "easgd-*")
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -214,6 +215,7 @@ def check_averages(results, history, parts):
     np.testing.assert_allclose(model(results, "ma"), mean, atol=1e-5)
 
 
+@pytest.mark.nightly_cases("bmuf_adam*", "bsp-*", "easgd-*")
 @pytest.mark.parametrize(("name", "backend"), cases("horovod", ON_HOROVOD))
 def test_horovod_gives_what_tensorflow_gives(trained, name, backend):
     for mine, theirs in zip(trained(backend)[name], trained("TF_CONFIG")[name], strict=True):
@@ -222,6 +224,7 @@ def test_horovod_gives_what_tensorflow_gives(trained, name, backend):
             np.testing.assert_allclose(mine[key], value, atol=1e-5, rtol=1e-5, err_msg=key)
 
 
+@pytest.mark.nightly_cases("easgd-*", "int8*")
 @pytest.mark.parametrize(("name", "backend"), cases("simulated", SIMULATED))
 def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend):
     workers, (simulated,) = trained("TF_CONFIG")[name], trained(backend)[name]
@@ -233,6 +236,7 @@ def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend)
             np.testing.assert_allclose(simulated[key], value, atol=1e-5, err_msg=key)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "backend"), cases("simulated", ["int8"]))
 def test_int8_sends_a_quarter_and_leaves_equal_replicas(trained, name, backend):
     workers, (simulated,) = trained("TF_CONFIG")[name], trained(backend)[name]

@@ -30,6 +30,7 @@ def test_a_wrong_rule_is_found(tmp_path):
     assert found["global"] > 10 * search.tolerance(case)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("workers", "devices", "number"), [(1, 4, 80), (2, 2, 30), (12, 1, 6)])

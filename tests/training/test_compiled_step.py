@@ -173,6 +173,20 @@ def compilations(monkeypatch):
         yield names
 
 
+@pytest.mark.nightly_cases(
+    "accumulation*",
+    "attention*",
+    "convolution*",
+    "easgd*",
+    "embedding*",
+    "frozen*",
+    "gru*",
+    "moments of Adam*",
+    "overlap, fragments*",
+    "regularizer*",
+    "sample weights*",
+    "slots averaged*",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_run_is_the_run_but_for_rounding(name, monkeypatch):
     case = CASES[name]

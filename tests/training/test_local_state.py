@@ -785,6 +785,7 @@ ADOPTED = {
 }
 
 
+@pytest.mark.nightly_cases("easgd-*")
 @pytest.mark.parametrize("name", ADOPTED)
 def test_compiling_with_the_same_optimizer_changes_nothing(name):
     ends = []

@@ -93,6 +93,7 @@ def run(directory, schedules, kill=None):
     return [c.numpy() for v in variables for c in first(v.value)], states, log["learning_rate"]
 
 
+@pytest.mark.nightly_cases("by scores")
 @pytest.mark.parametrize(
     ("schedules", "kills"),
     [(by_position, [(1, 5)]), (by_scores, [(0, 3), (2, 4)])],

@@ -491,6 +491,7 @@ def test_statistics_of_normalised_batches_are_averaged_where_a_block_is_closed()
     assert strategy.statistics().syncs == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_waiting_for_an_overlapped_sync_is_counted_once():
     strategy = make(tfpara.BSP(), overlap=True, sync_period=1)

@@ -7,6 +7,7 @@ import pytest
 SMALL = ("--layers=1", "--width=64", "--classes=50")
 
 
+@pytest.mark.nightly
 def test_scaling_writes_rows_and_prints_them(run_well, tmp_path):
     out = tmp_path / "scaling.json"
     ended = run_well(
@@ -53,6 +54,7 @@ def test_networks_on_a_card_are_compared_with_plain_keras(run_well, tmp_path):
     assert row["device"] == "CPU"
 
 
+@pytest.mark.nightly
 def test_memory_falls_with_the_number_of_replicas(run_well, tmp_path):
     out = tmp_path / "memory.json"
     run_well("benchmarks", "--suite=memory", f"--out={out}", "--replicas=1,4")
@@ -63,6 +65,7 @@ def test_memory_falls_with_the_number_of_replicas(run_well, tmp_path):
     assert abs(held["sharded, 4 replicas"] * 4 / whole - 1) < 1e-4
 
 
+@pytest.mark.nightly
 def test_averages_are_compared_with_none(run_well, tmp_path):
     out = tmp_path / "averages.json"
     small = ("--rounds=1", "--steps=4", "--only=sharded", *SMALL)
@@ -72,6 +75,7 @@ def test_averages_are_compared_with_none(run_well, tmp_path):
     assert rows["sharded, three averages"]["sync_ms"] > 0
 
 
+@pytest.mark.nightly
 def test_input_is_compared_with_training(run_well, run, tmp_path, corpus_directory):
     out = tmp_path / "input.json"
     arguments = ("benchmarks", "--suite=input", f"--out={out}", "--rounds=1", "--steps=4")
@@ -97,6 +101,7 @@ def test_the_former_name_starts_the_same_program_with_a_warning(run, tmp_path):
     assert error.startswith("benchmarks: ") and "there is no folder" in error
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_goodput_of_a_run_with_faults_and_of_one_without(run_well, tmp_path):
     """A quiet run's is 1; where a worker is killed the others go on, and all epochs are trained."""

@@ -35,6 +35,7 @@ def trained(run_well, corpus_directory, tmp_path_factory):
     return run_dirs
 
 
+@pytest.mark.nightly
 def test_scores_within_an_epoch_leave_the_training_as_it_is(trained):
     weights = [runs.load(run_dir)[0].get_weights() for run_dir in trained]
     for a, b in zip(*weights, strict=True):
@@ -45,6 +46,7 @@ def test_scores_within_an_epoch_leave_the_training_as_it_is(trained):
     assert [float(row["epoch"]) for row in rows][::2] == pytest.approx([0.37, 0.7, 1.0], abs=0.05)
 
 
+@pytest.mark.nightly
 def test_evaluate_scores_whole_utterances_alike(run_well, trained, corpus_directory, tmp_path):
     """Streams with state carried over give what whole utterances at once give."""
     out = tmp_path / "scores.json"
@@ -63,6 +65,7 @@ def test_evaluate_scores_whole_utterances_alike(run_well, trained, corpus_direct
     assert 0 < scores["phone_error_rate"] <= 100
 
 
+@pytest.mark.nightly
 def test_the_exported_model_gives_the_posteriors_of_the_run(
     run_well, trained, corpus_directory, tmp_path
 ):

@@ -91,6 +91,7 @@ def test_tensorboard_goes_on(resumed):
     assert steps == list(range(len(epochs(resumed[0]))))
 
 
+@pytest.mark.nightly
 def test_other_settings_are_refused_and_starting_over_is_not(run, resumed, corpus_directory):
     one = resumed[0]
     flags = (f"--corpus={corpus_directory}", f"--run_dir={one}", *FLAGS, "--epochs=1", "--seed=8")

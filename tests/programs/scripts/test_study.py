@@ -27,6 +27,7 @@ def test_the_table_has_a_row_for_each_model():
 GRID = ("--suite=replicas", "--tasks=speech", "--seeds=0", "--counts=2", "--periods=3")
 
 
+@pytest.mark.nightly
 def test_a_grid_goes_on_and_its_page_has_what_was_measured(run_well, tmp_path):
     out = tmp_path / "grid"
     small = ("--train_minutes=0.5", "--held_out_minutes=0.4", "--passes=0.3", f"--out={out}")
@@ -113,6 +114,7 @@ def test_a_grid_of_what_there_is_not_is_refused(given, said):
         study_grid.tasks()
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("rule", ["bsp", "downpour-mean", "bmuf-async"])
 def test_a_transformer_learns_characters(rule, run_well, tmp_path):
@@ -186,6 +188,7 @@ def test_the_runs_of_a_papers_table_are_all_different(paper, number):
         assert len(row.labels) == len(table.heads) and len(row.paper) == len(table.columns)
 
 
+@pytest.mark.nightly
 def test_a_table_of_a_paper_is_made(run_well, tmp_path):
     """Of an average, of a run that starts from the model that its runs have in common."""
     out = tmp_path / "study"

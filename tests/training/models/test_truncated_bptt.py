@@ -1,6 +1,7 @@
 """Training on streams: each replica carries its own state, whatever the syncs do to the weights."""
 
 import numpy as np
+import pytest
 
 import tfpara
 from tests.lib.bptt_example import (
@@ -74,6 +75,7 @@ def test_state_matters_to_training():
     assert np.abs(kept.get_weights()[0] - cleared.get_weights()[0]).max() > 1e-4
 
 
+@pytest.mark.nightly
 def test_minibatches_without_rows_take_no_step_and_leave_the_state():
     """Replica 1 is at its end after 3 of 6 steps."""
     strategy = make_strategy(sync_period=100)

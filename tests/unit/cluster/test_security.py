@@ -420,6 +420,7 @@ def test_under_the_launcher_tensorflow_alone_listens_on_all_interfaces():
     assert hosts(worker) == ["::"]
 
 
+@pytest.mark.nightly
 def test_under_the_launcher_an_asynchronous_run_listens():
     launcher, chief, server, worker = listeners_of("--ps", "1", "-n", "1", program=["ps"])
     assert launcher == []
@@ -427,6 +428,7 @@ def test_under_the_launcher_an_asynchronous_run_listens():
     assert [hosts(each) for each in (server, worker)] == [["::"]] * 2
 
 
+@pytest.mark.nightly
 @needs_horovod
 def test_under_the_launcher_horovod_listens_on_its_host():
     everything = listeners_of("-n", "2", "--collectives=horovod")

@@ -174,6 +174,7 @@ def test_an_utterance_is_what_the_parts_make_of_it(tmp_path):
         assert made.class_names[label].rpartition(".")[0] == phone
 
 
+@pytest.mark.nightly
 def test_same_seed_same_bytes_in_another_process(tmp_path):
     # Not in this process, which may be without TensorFlow's graph optimiser: last bits differ.
     for name, hash_seed in (("first", "1"), ("second", "2")):
@@ -291,6 +292,7 @@ def run_script(directory, name, *changes, **environment):
     )
 
 
+@pytest.mark.nightly
 def test_script_ends_with_a_line_of_what_it_made(tmp_path):
     for word in ("made", "reused"):
         done = run_script(tmp_path, "corpus")
@@ -301,6 +303,7 @@ def test_script_ends_with_a_line_of_what_it_made(tmp_path):
         assert " 4 speakers, " in lines[0]
 
 
+@pytest.mark.nightly_cases("--text=/nowhere/prose.txt-*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,6 +9,7 @@ from scripts import plan
 TINY = ("--batch=4", "--inputs=8", "--layers=1", "--width=16", "--classes=5", "--steps=3")
 
 
+@pytest.mark.nightly
 def test_what_is_not_given_is_measured(run_well, tmp_path):
     out, plot = tmp_path / "plan.json", tmp_path / "plan.svg"
     files = (f"--out={out}", f"--plot={plot}")
