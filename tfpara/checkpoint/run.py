@@ -32,7 +32,7 @@ from tfpara.checks import versions
 from tfpara.cluster.place import Purpose
 from tfpara.strategy import StateHolder
 from tfpara.sync.data.reading import random_states, set_random_states
-from tfpara.sync.keras.hooks import build_optimizers
+from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.one_sync.state_vars import Kind, Slot, slots_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.workers.json_exchange import everyones
