@@ -4,80 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpara import cluster, program
+from tfpara import program
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import check_backend, checked_seconds
-from tfpara.cluster import quiet, startup
 from tfpara.cluster.place import Purpose, call
-from tfpara.collectives.choice import choose, of_horovod
-from tfpara.elastic.meeting import ADDRESS as MEETING
-from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync.data.elastic_data import by_epoch
-from tfpara.sync.elastic.rejoin import Regrouping
-from tfpara.sync.keras import hooks, scope
+from tfpara.sync.keras import scope
 from tfpara.sync.one_sync.reports import Request
-from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.sync.settings import Settings
-from tfpara.sync.start_line import counted, start_line
-from tfpara.sync.tensorflow import average_loss
-from tfpara.sync.tensorflow.devices import default_devices
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.start import start
+from tfpara.sync.start_line import counted
 from tfpara.sync.tensorflow.variables import in_replica
-from tfpara.sync.workers import horovod_group
 from tfpara.sync.workers.json_exchange import everyones
-from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
-
-_log = logging.getLogger(__name__)
-_PS_LEFT_OUT = (
-    "TF_CONFIG lists 'ps', which a synchronous strategy leaves out: the chief and the workers "
-    "train without them. tfpara.AsyncStrategy uses them."
-)
-
-
-def _checked_elastic(settings: Settings, elastic: object) -> Settings:
-    """Returns the settings for an elastic run.
-
-    Raises:
-        TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting contradicts it; or TF_CONFIG, or an engine, has started several
-            workers without a meeting point.
-    """
-    if not isinstance(elastic, Elastic):
-        raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
-    try:
-        found = cluster.taking_part(cluster.read)
-    except cluster.ClusterError:
-        if not meeting_point():
-            raise
-        return settings.elastic()  # what they say is not needed
-    if found.num_workers > 1:
-        told = found.told.engine if found.told else "TF_CONFIG"
-        if not meeting_point():
-            raise ValueError(
-                f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
-                f"workers without one. Start tfpara-meet --workers={found.num_workers} "
-                f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
-                "name, for all workers: docs/elastic.md."
-            )
-        if found.is_chief:
-            text = (
-                f"tfpara: {MEETING} says where workers meet; ranks and addresses of {told} do not"
-            )
-            print(text, file=sys.stderr, flush=True)
-    return settings.elastic()
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
@@ -187,103 +137,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             device_sync_period=device_sync_period,
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
-        # Before the processes know of each other: then TensorFlow lists the devices of all.
-        devices = default_devices() if devices is None else devices
-        check_threads(len(devices))
-        if elastic is not None:
-            settings = _checked_elastic(settings, elastic)
-            if meeting_point():
-                self._start_elastic(settings, devices, elastic, startup_timeout_seconds)
-                return
-            text = f"tfpara: elastic=: {MEETING} is not set, so this process trains alone"
-            print(text, file=sys.stderr, flush=True)
-        found = cluster.taking_part(cluster.read)
-        if meeting_point() and found.num_workers == 1 and not self._is_simulated:
-            raise ValueError(
-                f"{MEETING}={meeting_point()!r} says where the workers of an elastic run meet, and "
-                "with elastic=None each of them would train by itself. Give this strategy "
-                f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
-            )
-        if found.has_ps and found.is_chief:
-            _log.warning("tfpara: %s", _PS_LEFT_OUT)
-        chosen, why = choose(collectives, found)
-        settings = dataclasses.replace(settings, collectives=chosen)
-        if found.num_workers > 1 and found.is_chief and collectives == "auto":
-            # A warning is shown by default. It is one only if another backend was possible.
-            chose = found.rank_variable and (of_horovod(found) or not found.told)
-            level = logging.WARNING if chose else logging.DEBUG
-            _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
-        if chosen == "tensorflow" or not of_horovod(found):
-            found = startup.find_each_other(found, startup_timeout_seconds, chosen)
-        if found.num_workers > 1 and chosen == "horovod":
-            horovod_group.join(found, startup_timeout_seconds, timeout_seconds)
-            starting: Any = contextlib.nullcontext()
-        else:
-            starting = startup.guard(found, startup_timeout_seconds)
-        # The grandparent's constructor is called, since the parent's builds its own extended class.
-        with starting:
-            with _starting_first():
-                extended = PeriodicSyncExtended(self, settings, devices, found)
-            tf.distribute.Strategy.__init__(self, extended)
-        if found.num_workers > 1:
-            found = horovod_group.with_addresses(found, extended.control)
-        program.watch(self, found, timeout_seconds)
-        extended.start()
-        if found.num_workers > 1:
-            extended.connect(found)
-        scope.watch(self)
-        hooks.install()
-        quiet.install()
-        average_loss.install()
-        if self.is_chief:
-            # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
-            self._print_start()
-            alone = found.num_workers == 1 and not self._is_simulated
-            text = cluster.left_alone() if alone else ""
-            if text:
-                print(f"tfpara: {text}", file=sys.stderr, flush=True)
-
-    def _start_elastic(
-        self,
-        settings: Settings,
-        devices: Sequence[str],
-        elastic: Elastic,
-        startup_timeout_seconds: float,
-    ) -> None:
-        if elastic.rule_follows:
-            largest = check_sizes(settings.rule, elastic.max_workers, len(devices))
-            settings = dataclasses.replace(
-                settings, following_rule=settings.rule, largest_rule=largest
-            )
-        with startup.elastic_run():
-            regrouping = Regrouping(elastic, startup_timeout_seconds)
-            with quiet.starting(), _starting_first():
-                extended = PeriodicSyncExtended(self, settings, devices, cluster.ALONE, regrouping)
-        tf.distribute.Strategy.__init__(self, extended)
-        program.watch(self, cluster.ALONE, settings.timeout_seconds)
-        extended.start()
-        scope.watch(self)
-        hooks.install()
-        quiet.install()
-        average_loss.install()
-        if regrouping.joining:
-            print("tfpara: joins a run that is under way", file=sys.stderr, flush=True)
-        elif self.is_chief:
-            self._print_start()
-
-    def _print_start(self) -> None:
-        extended = self.extended
-        line = start_line(
-            self.num_workers,
-            extended.worker_devices,
-            self.rule,
-            self.sync_period,
-            self.averages,
-            extended.links.collectives.way,
-            divided=extended.elastic is None,
-        )
-        for text in filter(None, (line, extended.links.connected_by)):
-            print(f"tfpara: {text}", file=sys.stderr, flush=True)
+        start(self, settings, devices, elastic, startup_timeout_seconds, self._is_simulated)
 
     def __repr__(self) -> str:
         count = f"{counted(self.num_workers, 'worker')}, {counted(self.num_replicas, 'replica')}"
@@ -699,22 +553,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def statistics(self) -> SyncStatistics:
         """Returns counts and times of this worker's syncs so far, over all models."""
         return self.extended.models.statistics()
-
-
-@contextlib.contextmanager
-def _starting_first() -> Iterator[None]:
-    """Replaces TensorFlow's error, if TensorFlow was used before the strategy was made."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "at program startup" not in str(error):
-            raise
-        raise RuntimeError(
-            "TensorFlow was used before the strategy was made, and cannot join a cluster any more. "
-            "Make the strategy before any tensor, variable, dataset, layer, metric, model or "
-            "optimizer; give tfpara.Outer a function, as in "
-            "Outer(lambda: keras.optimizers.Adam(0.1))."
-        ) from None
 
 
 def _is_step_of_keras(
