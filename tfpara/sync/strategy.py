@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -16,7 +15,6 @@ from tfpara.checks import check_backend, checked_seconds
 from tfpara.cluster.place import Purpose, call
 from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
-from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync.data.elastic_data import by_epoch
 from tfpara.sync.keras import scope
@@ -261,41 +259,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         A replica whose part of the batch is empty takes no step. If `fn` updates the weights of a
         model, every `sync_period`-th call includes a sync.
         """
-        models, steps = self.extended.models, self.extended.steps
         with self.scope():
-            if tf.executing_eagerly() and models.for_step(fn) is None:
-                model = models.model_of(fn)
-                if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
-                    # Made before the step, so that it starts from the weights before the step.
-                    models.make(model)
-            # A function that was traced in an earlier call does not show that it steps. Its
-            # optimizers' step counts do.
-            counts = steps.step_counts() if tf.executing_eagerly() else []
-            steps.optimizer_stepped = False
-            steps.written, steps.used = [], []
-            outputs = super().run(skip_empty(fn), args, kwargs, options)
-            locals_ = self.experimental_local_results((args, kwargs or {}))
-            samples = [batch_size(values) for values in locals_]
-            if _is_step_of_keras(fn):
-                outputs = steps.of_those_that_stepped(outputs, samples)
-            if tf.executing_eagerly() and steps.have_stepped(counts):
-                steps.optimizer_stepped = True
-            if not steps.optimizer_stepped and not _is_train_step(fn):
-                return outputs
-            steps.check_optimizers(models.model_of(fn))
-            # Looked up again, since the step may have made slots of optimizers.
-            synchronizer = models.for_step(fn)
-            if synchronizer is None:
-                with tf.init_scope():
-                    synchronizer = models.make(models.model_of(fn))
-                scope.check(models.model_of(fn), self)
-            steps.check_written(synchronizer)
-            with after(locals_):
-                synchronizer.after_step(
-                    [1 if n is None else n for n in samples],
-                    [steps.weight_of(fn, *values) for values in locals_],
-                )
-            return outputs
+            return self.extended.steps.run(super().run, fn, args, kwargs, options, scope.check)
 
     def reduce(
         self, reduce_op: str | tf.distribute.ReduceOp, value: Nest, axis: int | None = None
@@ -553,20 +518,3 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def statistics(self) -> SyncStatistics:
         """Returns counts and times of this worker's syncs so far, over all models."""
         return self.extended.models.statistics()
-
-
-def _is_step_of_keras(
-    fn: Callable[..., Nest], names: Sequence[str] = ("train_step", "test_step")
-) -> bool:
-    """Returns whether `fn` is the step that `fit` or `evaluate` runs on a minibatch."""
-    owner = getattr(fn, "__self__", None)
-    return isinstance(owner, keras.Model) and getattr(fn, "__name__", "") in names
-
-
-def _has_weights(model: keras.Model | None) -> bool:
-    return model is not None and bool(model.trainable_variables)
-
-
-def _is_train_step(fn: Any) -> bool:
-    """Returns whether `fn` is the `train_step` of a model that has trainable weights."""
-    return _is_step_of_keras(fn, ["train_step"]) and _has_weights(fn.__self__)

@@ -164,7 +164,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             elastic.together if elastic else None,
         )
         self.models.control = self.control
-        self.steps = RunSteps(settings, strategy.experimental_local_results)
+        self.steps = RunSteps(strategy, settings, self.models)
         self.data = DistributedData(
             topology, place, self.control, self.models, self.momentum, elastic is not None
         )
