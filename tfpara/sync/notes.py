@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tfpara.sync.settings import Settings, few_syncs
 from tfpara.sync.start_line import counted
-from tfpara.sync.topology import Topology
+from tfpara.sync.workers.worker import Worker
 
 
 class Notes:
@@ -15,20 +15,20 @@ class Notes:
 
     Args:
         settings: of the strategy.
-        topology: the workers and devices.
+        worker: this worker.
         silent: returns whether this process prints nothing, though it may be the chief.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, silent: Callable[[], bool]) -> None:
+    def __init__(self, settings: Settings, worker: Worker, silent: Callable[[], bool]) -> None:
         self._settings = settings
-        self._topology = topology
+        self._worker = worker
         self._silent = silent
         self._told: set[str] = set()
         self._few_told = self._idle_told = False
 
     def tell(self, text: str) -> None:
         """Prints a note, unless it was printed before."""
-        if self._topology.rank == 0 and not self._silent() and text not in self._told:
+        if self._worker.rank == 0 and not self._silent() and text not in self._told:
             self._told.add(text)
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
@@ -40,12 +40,12 @@ class Notes:
             steps: minibatches of each replica in an epoch.
             epochs: of the run, those before a resume included.
         """
-        replicas = self._topology.replicas
+        replicas = self._worker.replicas
         if self._settings.device_sync_period:
-            replicas = self._topology.workers  # a worker's devices meet more often
+            replicas = self._worker.num_workers  # a worker's devices meet more often
         block = period * self._settings.fragments
         text = few_syncs(epochs * -(-steps // block), replicas) if block > 1 else ""
-        if text and not self._few_told and not self._topology.changes:
+        if text and not self._few_told and not self._worker.changes:
             self._few_told = True
             self.tell(text)
 
@@ -55,8 +55,8 @@ class Notes:
         Args:
             rows: of the largest batch; None: not known.
         """
-        replicas = self._topology.replicas
-        if rows is not None and rows < replicas and not self._topology.changes:
+        replicas = self._worker.replicas
+        if rows is not None and rows < replicas and not self._worker.changes:
             self._idle_told = True
             self.tell(
                 f"fit divides batches of {counted(rows, 'row')} among {replicas} "
@@ -70,8 +70,8 @@ class Notes:
         Args:
             idle: the numbers of these replicas.
         """
-        replicas = self._topology.replicas
-        if 0 < len(idle) < replicas and not self._idle_told and not self._topology.changes:
+        replicas = self._worker.replicas
+        if 0 < len(idle) < replicas and not self._idle_told and not self._worker.changes:
             self._idle_told = True
             self.tell(
                 f"replicas without a row in this epoch: {', '.join(map(str, idle))} (of 0 … "

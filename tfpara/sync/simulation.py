@@ -113,7 +113,7 @@ def _replayed(
     extended.settings = extended.models.settings = extended.momentum.settings = settings
     replay.attach(extended)
     extended.replay, extended.models.present = replay, replay.present
-    extended.topology.changes = True
+    extended.worker.changes = True
     return strategy
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from tfpara.cluster.place import Place
 from tfpara.steps import with_open_batches, with_own_memory, without_tuner
 from tfpara.sync.data.position import Position
 from tfpara.sync.data.reading import Order, shuffled, shuffled_rows
@@ -27,9 +26,8 @@ from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.tensorflow.device_datasets import own_iterators
 from tfpara.sync.tensorflow.private import input_lib as _input_lib
 from tfpara.sync.tensorflow.trained_models import TrainedModels
-from tfpara.sync.topology import Topology
 from tfpara.sync.workers.json_exchange import everyones
-from tfpara.sync.workers.meetings import Control
+from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
 # TensorFlow's function that distributes a dataset.
@@ -43,12 +41,9 @@ class DistributedData:
     """The data of a run: the position in them, their order, and their division among the workers.
 
     Args:
-        topology: the workers and devices.
-        place: the place of this process in its script.
-        control: between the workers.
+        worker: this worker.
         models: the trained models.
         momentum: the momentum of the models' optimizers, which depends on the length of an epoch.
-        elastic: whether workers come and go, and each evaluates all data.
 
     Attributes:
         position: in the data of `fit`.
@@ -56,21 +51,11 @@ class DistributedData:
         passes: over the data of the `fit` that runs, with `steps_per_epoch`.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        place: Place,
-        control: Control,
-        models: TrainedModels,
-        momentum: MomentumFit,
-        elastic: bool,
-    ) -> None:
-        self.topology = topology
-        self.place = place
-        self._control = control
+    def __init__(self, worker: Worker, models: TrainedModels, momentum: MomentumFit) -> None:
+        self.worker = worker
+        self.place = worker.place
         self._models = models
         self._momentum = momentum
-        self._elastic = elastic
         self.position = Position()
         self.order = Order()
         self.passes: Any = None
@@ -79,7 +64,7 @@ class DistributedData:
     @property
     def share(self) -> tuple[int, int]:
         """The number of this worker's part of the data, from 0, and the number of parts."""
-        return (0, 1) if self._undivided else (self.topology.rank, self.topology.workers)
+        return (0, 1) if self._undivided else (self.worker.rank, self.worker.num_workers)
 
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
@@ -97,7 +82,7 @@ class DistributedData:
         """Notes that a call of `fit` runs inside, which begins with that epoch."""
         passes, seed = self.passes, self.order.seed
         self.passes = None
-        if not self.topology.changes:
+        if not self.worker.changes:
             self.order.seed = None  # each call draws one, or takes that of a checkpoint
         within = self.place.fits > 0  # this fit is called in a callback of another fit
         aside = self.position.aside(lambda: self._models.steps_seen)
@@ -140,7 +125,7 @@ class DistributedData:
         It is the length of the epoch that begins, if Keras does not know that.
         """
         if self.place.fits and not self.place.calls:
-            done = self.position.first // self.topology.replicas  # before a resume
+            done = self.position.first // self.worker.replicas  # before a resume
             self._momentum.set_length(done + steps)
 
     def next_order(self, count: int) -> list[int]:
@@ -167,14 +152,14 @@ class DistributedData:
         Raises:
             ValueError: on every worker, if they have different data.
         """
-        if self.topology.changes or self._undivided:
+        if self.worker.changes or self._undivided:
             return
         if drawn and self.order.seed is None:
             self.order.seed = random.getrandbits(48)
         if self.share == (0, 1):
             return
         mine = {"facts": facts, "seed": self.order.seed}
-        everyone = everyones(mine, self._control, self.place.of_data())
+        everyone = everyones(mine, self.worker.control, self.place.of_data())
         self.order.seed = everyone[0]["seed"]
         problem = difference([one["facts"] for one in everyone])
         if problem:
@@ -189,16 +174,16 @@ class DistributedData:
             dataset: with batches of rows for all replicas.
             distribute: TensorFlow's function that does so.
         """
-        check_batched(dataset.element_spec, self.topology.replicas > 1)
+        check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
-        if self._undivided or self._elastic:
+        if self._undivided or self.worker.elastic is not None:
             # A worker that comes or goes would change the others' parts: each evaluates all data.
-            with self.topology.alone():
+            with self.worker.alone():
                 whole = distribute(dataset)
             if isinstance(whole, _input_lib.DistributedDataset):
                 whole.__class__ = _UndividedDataset
             return whole
-        check_files(dataset, self.topology.workers)
+        check_files(dataset, self.worker.num_workers)
         distributed = distribute(dataset)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset
@@ -207,7 +192,7 @@ class DistributedData:
             if not divided_between_workers(dataset) and distributed._cardinality > 0:
                 # Each worker gives its devices 1/W of a batch per step, so its own data take W
                 # times as many steps, for W workers.
-                distributed._cardinality *= self.topology.workers
+                distributed._cardinality *= self.worker.num_workers
         return distributed
 
     def from_function(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
@@ -220,7 +205,7 @@ class DistributedData:
 
         def prepared(context: tf.distribute.InputContext) -> tf.data.Dataset:
             dataset = dataset_fn(context)
-            if len(self.topology.devices) > 1:
+            if len(self.worker.devices) > 1:
                 dataset = with_open_batches(dataset)
             return without_tuner(dataset)
 
@@ -266,7 +251,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     def cardinality(self) -> int:
         """The steps of a pass: the minibatches are for this worker's devices in turn."""
         minibatches = int(super().cardinality)  # negative if it is not known
-        devices = len(self.data.topology.devices)
+        devices = len(self.data.worker.devices)
         return minibatches if minibatches < 0 else -(-minibatches // devices)
 
     def map(self, function: Callable[..., Nest]) -> _Datasets:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara import cluster
-from tfpara.cluster.place import END, Place, Purpose, call
+from tfpara.cluster.place import END, Purpose, call
 from tfpara.strategy import StateHolder
 from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.momentum_fit import MomentumFit
@@ -33,9 +33,9 @@ from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import InitialValues, plain_variable, with_our_class
 from tfpara.sync.tensorflow.waits import Waits
-from tfpara.sync.topology import Topology
 from tfpara.sync.workers.json_exchange import joined
 from tfpara.sync.workers.meetings import Control, MismatchError
+from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest, Variable
 
 _GATHER = call("strategy.gather()")
@@ -65,10 +65,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         elastic: this worker's part in an elastic run; else None.
 
     Attributes:
-        topology: the workers and devices.
-        place: the place of this process in its script.
+        worker: this worker, its place in its script, and its exchanges with the others.
         links: collectives between the workers.
-        control: exchanges between the workers that Python code calls.
         notes: for the user.
         momentum: the sync period, and momentum that is fitted to a block.
         models: the trained models.
@@ -100,8 +98,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.replay: Replay | None = None
         self.as_one_replica = False
         self.shown: str | None = None
-        self.topology = Topology(changes=elastic is not None)
-        self.place = Place()
+        self.worker = Worker(elastic, changes=elastic is not None)
+        self.place = self.worker.place
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if elastic is not None:
@@ -119,7 +117,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             ),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
-        self.topology.devices = self.worker_devices
+        self.worker.devices = self.worker_devices
         if served:
             links.count_strategy(found)
         if horovod:
@@ -133,13 +131,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             check_sizes(settings.rule, elastic.max_workers, len(self.worker_devices))
         # Weights travel between the lead devices, everything small between the hosts.
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
-        members = elastic.members if elastic else None
-        kind = self._local_device_type
-        self._make_parts(Links(found, settings, self.topology, kind, host, earlier, members))
+        self.links = Links(found, settings, self.worker, self._local_device_type, host, earlier)
+        self._make_parts()
         self.waits = Waits(
             found,
-            self.topology,
-            self.place,
+            self.worker,
             lambda: self.models.synchronizers,
             bool(settings.overlap),
             self.links.abort,
@@ -147,49 +143,43 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if found.num_workers > 1 and elastic is None:
             self.waits.watch(settings.timeout_seconds)
 
-    def _make_parts(self, found_links: Links) -> None:
-        """Makes the parts of the strategy, each of those before it."""
-        settings, topology, place, elastic = self.settings, self.topology, self.place, self.elastic
-        self.links = found_links
-        self.notes = Notes(settings, topology, lambda: bool(elastic and elastic.joining))
-        self.momentum = MomentumFit(settings, topology, self.notes, plain_variable)
-        strategy = self._container_strategy()
+    def _make_parts(self) -> None:
+        """Makes the parts of the strategy; each gets those before it that it needs."""
+        strategy, settings, worker = self._container_strategy(), self.settings, self.worker
+        elastic = worker.elastic
+        self.notes = Notes(settings, worker, lambda: bool(elastic and elastic.joining))
+        self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
         self.models = TrainedModels(
-            strategy, settings, topology, place, self.links, self.momentum, self.notes, elastic
+            strategy, settings, worker, self.links, self.momentum, self.notes
         )
-        self.control = Control(
-            self.links.for_control(place.waiting),
-            place,
-            self.models.in_turn,
-            elastic.together if elastic else None,
-        )
-        self.models.control = self.control
+        guard = elastic.together if elastic else None
+        collectives = self.links.for_control()
+        self.control = Control(collectives, worker.place, self.models.in_turn, guard)
+        worker.control = self.control
         self.steps = RunSteps(strategy, settings, self.models)
-        self.data = DistributedData(
-            topology, place, self.control, self.models, self.momentum, elastic is not None
-        )
-        self.metrics = MetricReads(topology, place, self.control, self.models, elastic)
-        self.initial_values = InitialValues(topology, self.control)
+        self.data = DistributedData(worker, self.models, self.momentum)
+        self.metrics = MetricReads(worker, self.models)
+        self.initial_values = InitialValues(worker)
         self.states: dict[str, StateHolder] = {"order of data": self.data.order}
 
     # -- the workers -----------------------------------------------------------------------------
 
-    # The parent's numbers of the workers, and of this one, are the topology's.
+    # The parent's numbers of the workers, and of this one, are the worker's.
     @property
     def _num_workers(self) -> int:
-        return self.topology.workers
+        return self.worker.num_workers
 
     @_num_workers.setter
     def _num_workers(self, workers: int) -> None:
-        self.topology.workers = workers
+        self.worker.num_workers = workers
 
     @property
     def _id_in_cluster(self) -> int:
-        return self.topology.rank
+        return self.worker.rank
 
     @_id_in_cluster.setter
     def _id_in_cluster(self, rank: int) -> None:
-        self.topology.rank = rank
+        self.worker.rank = rank
 
     def take_place(self, num_workers: int, rank: int) -> None:
         """Sets what TensorFlow has derived from its list of workers.
@@ -224,11 +214,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def start(self) -> None:
         """Compares the workers' settings, and gives all workers the chief's random states."""
-        self.links.compare(self.control, _START)
+        self.links.compare(_START)
 
     def connect(self, found: cluster.Cluster) -> None:
         """Connects the workers' whereabouts, for messages on waits; every worker must call it."""
-        self.waits.connect(found, self.control, _START)
+        self.waits.connect(found, _START)
 
     def part(self) -> None:
         """Waits for all workers at the end of the program.
@@ -371,7 +361,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def distribute_steps(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
         """Distributes a dataset of this worker's steps over its own devices alone."""
-        with self.topology.alone():
+        with self.worker.alone():
             return self._experimental_distribute_dataset(dataset, None)
 
     def datasets_by_epoch(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
@@ -407,7 +397,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def note_idle(self, model: keras.Model) -> None:
         """Tells the user of replicas without a row, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
-        if trained is not None and not self.topology.changes and not self.data.position.first:
+        if trained is not None and not self.worker.changes and not self.data.position.first:
             self.notes.idle_replicas(np.flatnonzero(trained.graph.weights_seen == 0).tolist())
 
     def set_sync_period(self, sync_period: int | None) -> None:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.algorithms.rule import Rule
-from tfpara.cluster.place import COMPILED_ANEW, Place, Purpose, call
+from tfpara.cluster.place import COMPILED_ANEW, Purpose, call
 from tfpara.group import Group
 from tfpara.keras_model import build_optimizer, hyperparameters, optimizers
 from tfpara.steps import reductions
@@ -26,10 +26,9 @@ from tfpara.sync.start_line import in_words
 from tfpara.sync.tensorflow.links import Links
 from tfpara.sync.tensorflow.model_variables import replica_variables
 from tfpara.sync.tensorflow.variables import Metric, not_aggregated, plain_variable
-from tfpara.sync.topology import Topology
 from tfpara.sync.workers.json_exchange import everyones
-from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.settings_check import agree
+from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest
 
 _SYNCHRONIZE = call("strategy.synchronize()")
@@ -62,43 +61,36 @@ class TrainedModels:
     Args:
         strategy: in whose scope the models are.
         settings: of the strategy.
-        topology: the workers and devices.
-        place: the place of this process in its script.
+        worker: this worker.
         links: the collectives.
         momentum: the momentum of the models' optimizers.
         notes: for the user.
-        elastic: this worker's part in an elastic run; else None.
 
     Attributes:
         settings: of the strategy.
         rule: of the model that was made last.
         tracked: what a custom loop trains; None: not named.
         blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
-        control: exchanges between the workers; set where these are connected.
         present: see `Site.present`.
     """
-
-    control: Control
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
         settings: Settings,
-        topology: Topology,
-        place: Place,
+        worker: Worker,
         links: Links,
         momentum: MomentumFit,
         notes: Notes,
-        elastic: Any,
     ) -> None:
         self._strategy = strategy
         self.settings = settings
-        self._topology = topology
-        self._place = place
+        self._worker = worker
+        self._place = worker.place
         self._links = links
         self._momentum = momentum
         self._notes = notes
-        self._elastic = elastic
+        self._elastic = worker.elastic
         self.rule: Rule = settings.rule
         self.tracked: keras.Model | None = None
         self.blocks_closed = 0
@@ -262,7 +254,7 @@ class TrainedModels:
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
         ]
-        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
+        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self._worker.control, _TRAIN)
         self._note_settings(model, settings)
         dtypes = {v[0].dtype for v in (*variables.weights, *variables.state)}
         if tf.float64 in dtypes:
@@ -275,7 +267,7 @@ class TrainedModels:
             former.synchronizer.leave(variables.weights, self._chiefs_left)
         synchronizer = Synchronizer(variables, settings, site)
         if site.members is not None:
-            replicas = site.members.size * len(self._topology.devices)
+            replicas = site.members.size * len(self._worker.devices)
             synchronizer.graph.global_state.rule.change(replicas)
         if former is not None:
             synchronizer.adopt(former.synchronizer)
@@ -303,7 +295,7 @@ class TrainedModels:
             self._momentum.check(optimizer, settings)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._momentum.note(optimizer)
-        if self._topology.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
+        if self._worker.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
             self._notes.tell(
                 'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
                 "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
@@ -321,11 +313,11 @@ class TrainedModels:
             # A joiner of an elastic run has made fewer synchronizers than the others, so that
             # numbers would differ; such a run has one model.
             name="model" if self._elastic else f"model{self._made}",
-            num_replicas=self._topology.replicas,
-            first_replica=self._topology.first_replica,
-            members=self._elastic.members if self._elastic else None,
+            num_replicas=self._worker.replicas,
+            first_replica=self._worker.first_replica,
+            members=self._worker.members,
             present=self.present,
-            devices=self._topology.devices,
+            devices=self._worker.devices,
             collectives=self._links.collectives,
             reports=self._links.reports,
             place=self._place,
@@ -336,7 +328,7 @@ class TrainedModels:
         return site
 
     def _chiefs_left(self, value: tf.Tensor) -> tf.Tensor:
-        return self.control.broadcast(value, "left weights")
+        return self._worker.control.broadcast(value, "left weights")
 
     def _drop_collected(self, former: _Trained | None) -> None:
         """Drops the synchronizers of models that no worker has any more; every worker must call it.
@@ -349,8 +341,8 @@ class TrainedModels:
             return
         gc.collect()  # Models refer to themselves, so that they stay until then.
         gone = [k for k, each in enumerate(self._trained) if each.model() is None]
-        several = self._topology.workers > 1
-        everyone = everyones(gone, self.control, _TRAIN) if several else [gone]
+        several = self._worker.num_workers > 1
+        everyone = everyones(gone, self._worker.control, _TRAIN) if several else [gone]
         of_all = set(gone).intersection(*everyone)
         for entry in [self._trained[k] for k in sorted(of_all)]:
             self._drop(entry, _TRAIN)
@@ -406,18 +398,18 @@ class TrainedModels:
 
     def broadcast_replica(self, model: keras.Model, replica: int) -> None:
         """Sets all replicas to the weights of one; every worker must call it."""
-        if not 0 <= replica < self._topology.replicas:
-            raise ValueError(f"replica={replica} is not one of 0 … {self._topology.replicas - 1}.")
+        if not 0 <= replica < self._worker.replicas:
+            raise ValueError(f"replica={replica} is not one of 0 … {self._worker.replicas - 1}.")
         synchronizer = self.synchronizer_of(model)
         # The block is closed first, since the rule changes the weights then.
         self.finish_blocks(call("strategy.broadcast_replica()"))
-        worker, device = divmod(replica, len(self._topology.devices))
+        worker, device = divmod(replica, len(self._worker.devices))
         weights, state = synchronizer.replica_values(device)
 
         def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
-            mine = tensor if worker == self._topology.rank else tf.zeros_like(tensor)
+            mine = tensor if worker == self._worker.rank else tf.zeros_like(tensor)
             flat = tf.reshape(mine, [-1])
-            total = self.control.collectives.all_reduce([flat], f"replica/{k}")[0]
+            total = self._worker.control.collectives.all_reduce([flat], f"replica/{k}")[0]
             return tf.reshape(total, tensor.shape)
 
         values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tfpara.cluster import Cluster, failures, whereabouts
-from tfpara.cluster.place import Place, Purpose
+from tfpara.cluster.place import Purpose
 from tfpara.sync.one_sync.synchronizer import Synchronizer
-from tfpara.sync.topology import Topology
-from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.watchdog import Watchdog
+from tfpara.sync.workers.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -20,8 +19,7 @@ class Waits:
 
     Args:
         found: the cluster.
-        topology: the workers.
-        place: the place of this process in its script.
+        worker: this worker.
         synchronizers: returns those of all trained models.
         overlap: whether syncs run beside the training.
         abort: ends the collectives under way, with a message.
@@ -30,15 +28,14 @@ class Waits:
     def __init__(
         self,
         found: Cluster,
-        topology: Topology,
-        place: Place,
+        worker: Worker,
         synchronizers: Callable[[], Sequence[Synchronizer]],
         overlap: bool,
         abort: Callable[[str], None],
     ) -> None:
         self._found = found
-        self._topology = topology
-        self._place = place
+        self._worker = worker
+        self._place = worker.place
         self._synchronizers = synchronizers
         self._overlap = overlap
         self._abort = abort
@@ -48,12 +45,12 @@ class Waits:
         """Starts the thread that reports long waits and ends those that last too long."""
         Watchdog(timeout_seconds, self.since, self._report, self._end)
 
-    def connect(self, found: Cluster, control: Control, purpose: Purpose) -> None:
+    def connect(self, found: Cluster, purpose: Purpose) -> None:
         """Connects the workers' whereabouts, for messages on waits; every worker must call it."""
         self._found = found
         self._whereabouts = whereabouts.begin(
             found,
-            lambda port: control.together(purpose, port),
+            lambda port: self._worker.control.together(purpose, port),
             lambda: whereabouts.Row(self._where(), self._exchanges()),
         )
         failures.ask(
@@ -84,7 +81,7 @@ class Waits:
         table = self._table()
         if table is None or not self.since():
             return
-        _log.warning("%s", whereabouts.waiting_line(table, self._topology.rank, seconds))
+        _log.warning("%s", whereabouts.waiting_line(table, self._worker.rank, seconds))
         # Workers with a sync in flight may be in different exchanges without being apart.
         apart = "" if self._overlap else whereabouts.apart(table)
         if apart:
