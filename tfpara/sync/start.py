@@ -83,9 +83,9 @@ def start(
     if found.num_workers > 1:
         found = horovod_group.with_addresses(found, extended.control)
     program.watch(strategy, found, settings.timeout_seconds)
-    extended.start()
+    extended.links.compare()
     if found.num_workers > 1:
-        extended.connect(found)
+        extended.waits.connect(found)
     _install(strategy)
     if strategy.is_chief:
         # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
@@ -161,7 +161,7 @@ def _start_elastic(
             extended = PeriodicSyncExtended(strategy, settings, devices, cluster.ALONE, regrouping)
     _initialize(strategy, extended)
     program.watch(strategy, cluster.ALONE, settings.timeout_seconds)
-    extended.start()
+    extended.links.compare()
     _install(strategy)
     if regrouping.joining:
         _say("joins a run that is under way")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,7 @@ _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
 
 
+@dataclasses.dataclass(eq=False)
 class DistributedData:
     """The data of a run: the position in them, their order, and their division among the workers.
 
@@ -51,15 +53,13 @@ class DistributedData:
         passes: over the data of the `fit` that runs, with `steps_per_epoch`.
     """
 
-    def __init__(self, worker: Worker, models: TrainedModels, momentum: MomentumFit) -> None:
-        self.worker = worker
-        self.place = worker.place
-        self._models = models
-        self._momentum = momentum
-        self.position = Position()
-        self.order = Order()
-        self.passes: Any = None
-        self._undivided = False  # whether each worker gets the whole of distributed data
+    worker: Worker
+    models: TrainedModels
+    momentum: MomentumFit
+    position: Position = dataclasses.field(default_factory=Position, init=False)
+    order: Order = dataclasses.field(default_factory=Order, init=False)
+    passes: Any = dataclasses.field(default=None, init=False)
+    _undivided: bool = dataclasses.field(default=False, init=False)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -84,8 +84,8 @@ class DistributedData:
         self.passes = None
         if not self.worker.changes:
             self.order.seed = None  # each call draws one, or takes that of a checkpoint
-        within = self.place.fits > 0  # this fit is called in a callback of another fit
-        aside = self.position.aside(lambda: self._models.steps_seen)
+        within = self.worker.place.fits > 0  # this fit is called in a callback of another fit
+        aside = self.position.aside(lambda: self.models.steps_seen)
         try:
             with aside if within else contextlib.nullcontext():
                 self.enter_epoch(initial_epoch)
@@ -97,24 +97,24 @@ class DistributedData:
 
     def enter_epoch(self, epoch: int) -> None:
         """Notes that `fit` is at the begin of an epoch."""
-        self.position.enter(epoch, self._models.steps_seen)
+        self.position.enter(epoch, self.models.steps_seen)
 
     def begin_pass(self) -> tuple[int, int]:
         """Notes that a pass over data begins; returns its epoch and how much of it is done.
 
         The latter is `Position.first`. An evaluation is no epoch, and reads its data whole.
         """
-        if self.place.calls:
+        if self.worker.place.calls:
             return self.position.epoch, 0
-        return self.position.begin(self._models.steps_seen)
+        return self.position.begin(self.models.steps_seen)
 
     def resumed(self, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
         """Begins a pass over a dataset; skips minibatches trained before the run was resumed."""
-        for synchronizer in self._models.synchronizers:
+        for synchronizer in self.models.synchronizers:
             synchronizer.step_is_over()
         with own_iterators():
             iterator = begin()
-        if not self.place.calls:  # an evaluation reads its data whole
+        if not self.worker.place.calls:  # an evaluation reads its data whole
             for _ in range(self.position.take_steps()):
                 next(iterator)
         return iterator
@@ -124,9 +124,9 @@ class DistributedData:
 
         It is the length of the epoch that begins, if Keras does not know that.
         """
-        if self.place.fits and not self.place.calls:
+        if self.worker.place.fits and not self.worker.place.calls:
             done = self.position.first // self.worker.replicas  # before a resume
-            self._momentum.set_length(done + steps)
+            self.momentum.set_length(done + steps)
 
     def next_order(self, count: int) -> list[int]:
         """Returns 0 … count − 1 in the order of the epoch that begins, equal on all workers."""
@@ -159,7 +159,7 @@ class DistributedData:
         if self.share == (0, 1):
             return
         mine = {"facts": facts, "seed": self.order.seed}
-        everyone = everyones(mine, self.worker.control, self.place.of_data())
+        everyone = everyones(mine, self.worker.control, self.worker.place.of_data())
         self.order.seed = everyone[0]["seed"]
         problem = difference([one["facts"] for one in everyone])
         if problem:
@@ -215,8 +215,8 @@ class DistributedData:
 
     def by_epoch(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
         """Returns data that `dataset_fn` makes anew for each epoch; for `make` see above."""
-        if not self.place.fits:
-            self.position.move(0, self._models.steps_seen)
+        if not self.worker.place.fits:
+            self.position.move(0, self.models.steps_seen)
         with self.position.at(0, 0):
             dataset = self.from_function(dataset_fn, make)
         dataset.__class__ = _EpochDatasets
@@ -285,7 +285,7 @@ class _EpochDatasets(_Datasets):
 
     def __iter__(self) -> Iterator[Nest]:
         epoch, first = self.data.begin_pass()
-        if not self.data.place.calls:
+        if not self.data.worker.place.calls:
             # `dataset_fn` leaves out minibatches by `first`: they must not be skipped again.
             self.data.position.take_steps()
         wanted = epoch, first, self.data.share

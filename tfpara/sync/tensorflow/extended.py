@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara import cluster
-from tfpara.cluster.place import END, Purpose, call
+from tfpara.cluster.place import END, call
 from tfpara.strategy import StateHolder
 from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.momentum_fit import MomentumFit
@@ -40,7 +40,6 @@ from tfpara.typing import Nest, Variable
 
 _GATHER = call("strategy.gather()")
 _REDUCE = call("strategy.reduce()")
-_START = Purpose("making a strategy", "make strategies and models on every worker alike")
 
 
 def _moved(path: str) -> Any:
@@ -211,14 +210,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _in_multi_worker_mode(self) -> bool:
         # False: otherwise Keras and the input library would run a collective at every step.
         return False
-
-    def start(self) -> None:
-        """Compares the workers' settings, and gives all workers the chief's random states."""
-        self.links.compare(_START)
-
-    def connect(self, found: cluster.Cluster) -> None:
-        """Connects the workers' whereabouts, for messages on waits; every worker must call it."""
-        self.waits.connect(found, _START)
 
     def part(self) -> None:
         """Waits for all workers at the end of the program.

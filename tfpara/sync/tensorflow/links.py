@@ -21,6 +21,7 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
 
+START = Purpose("making a strategy", "make strategies and models on every worker alike")
 # TensorFlow's own limits are longer than ours by so much: the watchdog knows the silent worker.
 LATER_SECONDS = 10.0
 BETWEEN_STRATEGIES = 1024  # group keys, of which a strategy of TensorFlow's takes some
@@ -92,7 +93,7 @@ class Links:
             self._found.tasks, *place, communication, group, self._worker.members, waiting
         )
 
-    def compare(self, purpose: Purpose) -> None:
+    def compare(self) -> None:
         """Compares the workers' settings, and gives all workers the chief's random states."""
         agree(
             {
@@ -102,13 +103,13 @@ class Links:
                 "full-duplex transport": self.collectives.full_duplex,
             },
             self._worker.control,
-            purpose,
+            START,
         )
         if self._worker.num_workers == 1:
             return
         card = card_of(self._worker.devices[0]) if self._kind == "GPU" else None
         mine = [self._worker.rank, card, random_states()]
-        ranks, cards, states = zip(*everyones(mine, self._worker.control, purpose), strict=True)
+        ranks, cards, states = zip(*everyones(mine, self._worker.control, START), strict=True)
         if self._worker.members is None and ranks != tuple(range(self._worker.num_workers)):
             raise RuntimeError(
                 f"tables of the workers have the order {ranks}, and not that of ranks, so "

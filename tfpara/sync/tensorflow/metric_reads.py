@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import keras
@@ -13,6 +14,7 @@ from tfpara.sync.tensorflow.variables import Metric
 from tfpara.sync.workers.worker import Worker
 
 
+@dataclasses.dataclass(eq=False)
 class MetricReads:
     """The reading of metrics, which closes the open blocks: so the data of all workers end alike.
 
@@ -21,16 +23,15 @@ class MetricReads:
         models: the trained models.
     """
 
-    def __init__(self, worker: Worker, models: TrainedModels) -> None:
-        self._worker = worker
-        self._place = worker.place
-        self._models = models
-        self._sums: dict[int, tf.Tensor] = {}  # by the variable's id, while metrics are read
+    worker: Worker
+    models: TrainedModels
+    # By the variable's id, while metrics are read.
+    _sums: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def reading(self, model: keras.Model) -> Iterator[None]:
         """Metrics are read inside. In an elastic run all of them are those of the same workers."""
-        if self._worker.elastic is None:
+        if self.worker.elastic is None:
             yield
             return
         values = [variable.value for variable in model.metrics_variables]
@@ -48,22 +49,22 @@ class MetricReads:
         Of a variable that is read as replica 0's, it is that one's component.
         """
         eager = tf.executing_eagerly()
-        replicas = self._worker.replicas
-        if self._worker.elastic is not None and eager:
+        replicas = self.worker.replicas
+        if self.worker.elastic is not None and eager:
             found = self._sums.get(id(variable))
             found = self._sums_of([variable])[0] if found is None else found
-            if self._place.calls:  # each worker has evaluated all data
-                replicas = len(self._worker.devices)
+            if self.worker.place.calls:  # each worker has evaluated all data
+                replicas = len(self.worker.devices)
             return found / replicas if mean else found
         if eager:
-            purpose = self._place.of_metric()
-            if self._models.synchronizers:
-                self._models.finish_blocks(purpose)
+            purpose = self.worker.place.of_metric()
+            if self.models.synchronizers:
+                self.models.finish_blocks(purpose)
             else:
-                self._worker.control.together(purpose)
+                self.worker.control.together(purpose)
         local = self._part_of(variable)
-        if self._worker.num_workers > 1 and eager:
-            hosts, name = self._worker.control.collectives, f"metric/{local.dtype.name}"
+        if self.worker.num_workers > 1 and eager:
+            hosts, name = self.worker.control.collectives, f"metric/{local.dtype.name}"
             local = tf.reshape(hosts.all_reduce([tf.reshape(local, [-1])], name)[0], local.shape)
         return local / replicas if mean else local
 
@@ -73,7 +74,7 @@ class MetricReads:
             return tf.add_n([v.read_value() for v in variable.values])
         first = variable.values[0].read_value()
         # In a graph nothing is exchanged.
-        counts = self._worker.rank == 0 or not tf.executing_eagerly()
+        counts = self.worker.rank == 0 or not tf.executing_eagerly()
         return first if counts else tf.zeros_like(first)
 
     def _sums_of(self, variables: Sequence[Metric]) -> list[tf.Tensor]:
@@ -82,15 +83,15 @@ class MetricReads:
         if not parts:
             return []
         flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
-        evaluates = bool(self._place.calls)
+        evaluates = bool(self.worker.place.calls)
 
         def shared() -> list[float]:
-            hosts = self._worker.control.collectives
+            hosts = self.worker.control.collectives
             if evaluates:  # each worker has evaluated all data
                 return hosts.all_gather(flat, "metrics")[0].numpy().tolist()
             return hosts.all_reduce([flat], "metrics")[0].numpy().tolist()
 
-        total = tf.constant(self._worker.elastic.together(shared), tf.float64)
+        total = tf.constant(self.worker.elastic.together(shared), tf.float64)
         pieces = tf.split(total, [int(tf.size(part)) for part in parts])
         return [
             tf.cast(tf.reshape(piece, part.shape), part.dtype)
