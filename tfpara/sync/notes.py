@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tfpara.sync.settings import Settings, few_syncs
 from tfpara.sync.start_line import counted
@@ -18,19 +18,18 @@ class Notes:
     Args:
         settings: of the strategy.
         worker: this worker.
-        silent: returns whether this process prints nothing, though it may be the chief.
     """
 
     settings: Settings
     worker: Worker
-    silent: Callable[[], bool]
     _told: set[str] = dataclasses.field(default_factory=set, init=False)
     _few_told: bool = dataclasses.field(default=False, init=False)
     _idle_told: bool = dataclasses.field(default=False, init=False)
 
     def tell(self, text: str) -> None:
         """Prints a note, unless it was printed before."""
-        if self.worker.rank == 0 and not self.silent() and text not in self._told:
+        joins = self.worker.elastic is not None and self.worker.elastic.joining
+        if self.worker.rank == 0 and not joins and text not in self._told:
             self._told.add(text)
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 

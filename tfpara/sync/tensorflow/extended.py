@@ -146,7 +146,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Makes the parts of the strategy; each gets those before it that it needs."""
         strategy, settings, worker = self._container_strategy(), self.settings, self.worker
         elastic = worker.elastic
-        self.notes = Notes(settings, worker, lambda: bool(elastic and elastic.joining))
+        self.notes = Notes(settings, worker)
         self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
         self.models = TrainedModels(
             strategy, settings, worker, self.links, self.momentum, self.notes
