@@ -100,6 +100,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.worker = Worker(elastic, changes=elastic is not None)
         self.place = self.worker.place
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
+        # The threads of an elastic run ask it before there are links.
+        self.waits = Waits(
+            found,
+            self.worker,
+            lambda: self.synchronizers,
+            bool(settings.overlap),
+            lambda message: self.links.abort(message),
+        )
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if elastic is not None:
             links.without_coordination()
@@ -132,13 +140,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         self.links = Links(found, settings, self.worker, self._local_device_type, host, earlier)
         self._make_parts()
-        self.waits = Waits(
-            found,
-            self.worker,
-            lambda: self.models.synchronizers,
-            bool(settings.overlap),
-            self.links.abort,
-        )
         if found.num_workers > 1 and elastic is None:
             self.waits.watch(settings.timeout_seconds)
 
