@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -36,17 +37,19 @@ _FORGET = call("strategy.forget()")
 _TRAIN = Purpose("beginning to train a model", "train the same models on every worker")
 
 
-class _Trained(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trained:
     """A model that was trained.
 
     Workers collect a model at different times. So what all of them do alike must not depend on
     whether it is there still.
 
-    model: returns the model; None once Python has collected it.
-    identity: the `_identity` that it had then.
-    synchronizer: its synchronizer.
-    weights: by id, the components on the first device of all its weights, also of those that are
-        not trained.
+    Attributes:
+        model: returns the model; None once Python has collected it.
+        identity: the `_identity` that it had then.
+        synchronizer: its synchronizer.
+        weights: by id, the components on the first device of all its weights, also of those that
+            are not trained.
     """
 
     model: Callable[[], keras.Model | None]
@@ -208,9 +211,6 @@ class TrainedModels:
             default=None,
         )
 
-    def _place_of(self, entry: _Trained) -> int:
-        return next(k for k, each in enumerate(self._trained) if each is entry)
-
     def _components(self, variables: Sequence[keras.Variable]) -> dict[int, tf.Variable]:
         """Returns variables' components on the first device, by id."""
         local_results = self._strategy.experimental_local_results
@@ -283,7 +283,7 @@ class TrainedModels:
         self._recent = _Trained(
             _reference(model), _identity(model), synchronizer, self._components(model.weights)
         )
-        at = len(self._trained) if former is None else self._place_of(former)
+        at = len(self._trained) if former is None else self._trained.index(former)
         self._trained[at : at + 1] = [self._recent]
         if self._elastic is not None:
             self._elastic.check_step()
@@ -354,7 +354,7 @@ class TrainedModels:
             synchronizer.finish_block()
         synchronizer.leave([], self._chiefs_left)
         self._dropped = self._dropped.and_then(synchronizer.graph.statistics())
-        del self._trained[self._place_of(entry)]
+        self._trained.remove(entry)
         if self._recent is entry:
             self._recent = None
 
