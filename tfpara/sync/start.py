@@ -103,7 +103,7 @@ def _found(settings: Settings, is_simulated: bool) -> cluster.Cluster:
     found = cluster.taking_part(cluster.read)
     if meeting_point() and found.num_workers == 1 and not is_simulated:
         raise ValueError(
-            f"{MEETING}={meeting_point()!r} says where the workers of an elastic run meet, and "
+            f"{MEETING}={meeting_point()!r} is where the workers of an elastic run meet, and "
             "with elastic=None each of them would train by itself. Give this strategy "
             f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
         )
@@ -139,7 +139,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
             )
         if found.is_chief:
             text = (
-                f"tfpara: {MEETING} says where workers meet; ranks and addresses of {told} do not"
+                f"tfpara: workers meet at {MEETING}; ranks and addresses of {told} are not used"
             )
             print(text, file=sys.stderr, flush=True)
     return settings.elastic()
