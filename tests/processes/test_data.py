@@ -18,7 +18,7 @@ from tests.lib import kinds_of_data as kinds
 from tests.lib.cluster_of_processes import run_all_well
 from tfpara.sync.data import reading
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.latest, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from tests.lib.cluster_of_processes import HERE, Workers, run
 from tests.lib.launched import LAUNCH
 from tfpara.cluster import quiet
 
+pytestmark = pytest.mark.latest
+
 DEADLINE = 180.0  # seconds; reached only by a hang
 STARTED = (
     "tfpara: 2 workers, 2 replicas: each batch of 64 is 32 rows for each; BSP every 2 steps; "

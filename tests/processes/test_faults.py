@@ -8,6 +8,8 @@ import pytest
 
 from tests.lib.cluster_of_processes import Workers, run
 
+pytestmark = pytest.mark.latest
+
 
 def both(option, other):
     return run("faults.py", [option, other])

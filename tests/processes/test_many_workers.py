@@ -11,6 +11,8 @@ import pytest
 from tests.lib import counting, elastic_runs
 from tests.lib.cluster_of_processes import run, run_all_well
 
+pytestmark = pytest.mark.latest
+
 MINIBATCHES, PERIOD = 125, 2
 SHARDED = {"aggregation": "sharded"}
 

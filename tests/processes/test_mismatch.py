@@ -5,6 +5,8 @@ import pytest
 from tests.lib.cluster_of_processes import run
 from tests.lib.horovod_here import needs_horovod
 
+pytestmark = pytest.mark.latest
+
 # By case of programs/mismatch.py: the places of the odd worker and of the others, and the advice.
 _FIT = "epoch 1 of fit"
 _EVALUATE = "call evaluate on every worker or on none."

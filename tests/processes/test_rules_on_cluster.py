@@ -13,7 +13,7 @@ from tests.lib.cluster_of_processes import run_all_well
 from tests.lib.horovod_here import needs_horovod
 
 # The first test of each backend waits for all its trainings.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.all_cases]
+pytestmark = [pytest.mark.latest, pytest.mark.timeout(600), pytest.mark.all_cases]
 
 # Every replica has ten minibatches; and an uneven variant in which one worker's data end early, one
 # replica has a short minibatch and another one fewer.

@@ -5,6 +5,8 @@ import pytest
 from tests.lib.cluster_of_processes import Workers
 from tests.lib.resumable_runs import Run, assert_same
 
+pytestmark = pytest.mark.latest
+
 
 @pytest.mark.nightly_cases("kill-*")
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.base import check_run, versions
 from tfpara.checkpoint.store import Store
 
+pytestmark = pytest.mark.latest
+
 DEVICES = ["CPU:0", "CPU:1"]
 EPOCHS, STEPS, TAU = 3, 8, 2
 

@@ -14,6 +14,8 @@ import tensorflow as tf
 import tfpara
 from tfpara.sync.keras import compiling
 
+pytestmark = pytest.mark.latest
+
 L = keras.layers
 ROWS = 50
 rng = np.random.default_rng(0)

@@ -15,6 +15,8 @@ import tfpara
 from tfpara import export
 from tfpara.keras_model import strategy_of
 
+pytestmark = pytest.mark.latest
+
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
 # Run in a fresh, isolated interpreter: nothing of the project can be imported.

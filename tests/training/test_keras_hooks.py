@@ -20,6 +20,8 @@ from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.placement import Sharded
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 
+pytestmark = pytest.mark.latest
+
 K = keras.callbacks
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X[:, :2]

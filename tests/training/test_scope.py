@@ -11,6 +11,8 @@ import tfpara
 from tfpara.sync.keras import scope as scopes
 from tfpara.sync.start_line import start_line
 
+pytestmark = pytest.mark.latest
+
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 

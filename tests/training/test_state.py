@@ -14,6 +14,8 @@ from tfpara.checkpoint.store import CheckpointError
 from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
 from tfpara.sync.tensorflow import extended, trained_models
 
+pytestmark = pytest.mark.latest
+
 
 class Reader:
     """A worker's part, as TensorFlow's reader gives it."""

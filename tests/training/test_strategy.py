@@ -18,6 +18,8 @@ import tfpara
 from tfpara.steps import without_tuner
 from tfpara.sync.tensorflow import device_datasets
 
+pytestmark = pytest.mark.latest
+
 DEVICES = ["CPU:0", "CPU:1"]
 STEPS, TAU, BATCH = 8, 3, 6
 

@@ -20,6 +20,8 @@ from tfpara.sync.one_sync.graph import SyncGraph
 from tfpara.sync.one_sync.overlap import Overlap
 from tfpara.sync.one_sync.weight_exchange import Shares
 
+pytestmark = pytest.mark.latest
+
 RULES = {
     "bsp": (tfpara.BSP(), "bsp", {}),
     "bmuf": (tfpara.BMUF(0.6, 1.2), "nesterov", {"eta": 0.6, "zeta": 1.2}),

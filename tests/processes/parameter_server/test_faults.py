@@ -7,6 +7,8 @@ import pytest
 
 from tests.lib.lobby_processes import Processes
 
+pytestmark = pytest.mark.latest
+
 MINIBATCHES = 200  # of an epoch
 
 

@@ -20,6 +20,8 @@ from tfpara.parameter_server.messages import Place, Push
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.shard import NOT_FINITE
 
+pytestmark = pytest.mark.latest
+
 PROGRAM = pathlib.Path(__file__).parents[2] / "lib" / "programs" / "async_run.py"
 
 

@@ -102,7 +102,6 @@ def test_the_former_name_starts_the_same_program_with_a_warning(run, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.one_version
 def test_goodput_of_a_run_with_faults_and_of_one_without(run_well, tmp_path):
     """A quiet run's is 1; where a worker is killed the others go on, and all epochs are trained."""
     out = tmp_path / "faults.json"

@@ -115,7 +115,6 @@ def test_a_grid_of_what_there_is_not_is_refused(given, said):
 
 
 @pytest.mark.nightly
-@pytest.mark.one_version
 @pytest.mark.parametrize("rule", ["bsp", "downpour-mean", "bmuf-async"])
 def test_a_transformer_learns_characters(rule, run_well, tmp_path):
     cell = study_grid.Cell("characters", rule, 2, 200, 0, 0.003)

@@ -353,6 +353,7 @@ def test_the_meeting_point_is_stopped_and_nobody_meets_for_it():
 # -- the program --------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("begins", [True, False])
 def test_the_program_serves_on_where_nobody_reads_what_it_prints(begins):
     """It ends with 1 if training has not begun: it would not the next time either."""

@@ -12,8 +12,6 @@ from tfpara import files
 from tfpara.elastic import record
 from tfpara.elastic.plan import Plan, begin
 
-pytestmark = pytest.mark.quick
-
 
 def line(number=1, syncs=0, plan=None, **others):
     plan = begin(0, [0, 1]) if plan is None else plan

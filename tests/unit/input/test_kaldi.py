@@ -131,6 +131,7 @@ def test_ranges_outside_of_the_matrix(tmp_path, ranges, asked):
         kaldi.read_matrix(location(tmp_path / "a.ark", 0, ranges))
 
 
+@pytest.mark.quick
 def test_a_pipe_that_is_allowed(tmp_path):
     (tmp_path / "a").write_bytes(by_hand(b"FM", np.ones((2, 2))))
     place = kaldi_tables.locate(f"cat {tmp_path}/a |", "feats.scp, line 1, utt", True)
@@ -323,6 +324,7 @@ def test_no_pickle_is_loaded(tmp_path, kind):
         assert (tmp_path / "harm").exists()
 
 
+@pytest.mark.quick
 def test_python_without_assertions_is_refused(tmp_path):
     kaldiio.save_ark(str(tmp_path / "a.ark"), alignments())
     code = (

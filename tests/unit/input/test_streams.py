@@ -245,6 +245,7 @@ def test_a_damaged_utterance_is_named(tiny, tiny_directory, tmp_path):
         read(index.read(copy))
 
 
+@pytest.mark.quick
 def test_streams_of_two_replicas_score_as_whole_utterances_do(tiny, tmp_path):
     """Trains under the strategy, then scores in pieces of 7 frames and in one piece each."""
     options = StreamOptions(**SMALL, stack=3)

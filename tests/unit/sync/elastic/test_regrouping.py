@@ -7,6 +7,8 @@ import pytest
 from tfpara.elastic.meeting import Form
 from tfpara.sync.elastic.rejoin import Regrouping
 
+pytestmark = pytest.mark.latest
+
 
 def test_who_joins_ends_where_all_others_are_lost():
     def end(why):

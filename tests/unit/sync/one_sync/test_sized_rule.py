@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tfpara
 from tfpara.sync.one_sync.sized_rule import SizedRule, check_sizes, sized_fields
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.latest
 
 
 def make(value, name):
