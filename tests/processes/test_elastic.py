@@ -179,13 +179,13 @@ def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path
 
 
 def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
-    options = {"epochs": 4, "step_seconds": 0.05, "silence_seconds": 2.0, "grace_seconds": 60.0}
+    options = {"epochs": 4, "step_seconds": 0.05, "silence_seconds": 4.0, "grace_seconds": 60.0}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
         for number in range(2):
             run.wait_until(number, "synced", count=2)
         for process in run.processes:
             process.send_signal(signal.SIGSTOP)
-        time.sleep(5.0)
+        time.sleep(8.0)
         for process in run.processes:
             process.send_signal(signal.SIGCONT)
         assert len(run.check([], epochs=4)) == 2

@@ -97,7 +97,7 @@ def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run)
 
 def test_a_fit_that_fails_ends_though_a_generator_is_at_work():
     """At the end of the interpreter its thread would wait for Python for ever."""
-    (alone,) = run("end.py", [{"how": "reading", "run": False}], environ=QUIET[:1], timeout=60)
+    (alone,) = run("end.py", [{"how": "reading", "run": False}], environ=QUIET[:1])
     assert alone.returncode == 1 and 'KeyError: "the user\'s"' in alone.output
 
 

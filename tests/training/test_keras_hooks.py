@@ -166,7 +166,7 @@ def test_a_file_within_a_block_waits_for_the_sync_beside_the_training(tmp_path, 
             commit(state, update)
 
     def save(batch, logs):
-        if batch == TAU - 1 and half.wait(20):
+        if batch == TAU - 1 and half.wait(120):
             model.save(tmp_path / "m.keras")
             saved.set()
 

@@ -40,7 +40,7 @@ def interrupted(environment, flags):
         lines.append(line)
         if line.startswith("Epoch 3/"):
             program.send_signal(signal.SIGTERM)
-    return program.wait(timeout=60), "".join(lines), program.stderr.read()
+    return program.wait(timeout=200), "".join(lines), program.stderr.read()
 
 
 @pytest.fixture(scope="module")
