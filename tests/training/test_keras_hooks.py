@@ -15,6 +15,7 @@ import tensorflow as tf
 import tfpara
 from tests.lib import simulation
 from tests.lib.replicas_here import TAU, data_of, make, network, of_replicas
+from tests.lib.small import compiled_net, strategy_of
 from tfpara import files
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.placement import Sharded
@@ -29,16 +30,11 @@ Y = X[:, :2]
 
 @pytest.fixture(scope="module")
 def strategy():
-    return tfpara.PeriodicSyncStrategy(
-        tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"], averages={"ema": tfpara.EMA(0.5)}
-    )
+    return strategy_of(averages={"ema": tfpara.EMA(0.5)})
 
 
 def make_model(strategy=None):
-    with (strategy or tf.distribute.get_strategy()).scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("adam", "mse")
-    return model
+    return compiled_net(strategy, 4, 2, optimizer="adam")
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tfpara
 from input import features, index, stream_plan, streams
 from input.streams import StreamOptions
 from models import presets
+from tests.lib.small import strategy_of
 
 SMALL = {"streams": 4, "truncation": 7}
 
@@ -252,7 +252,7 @@ def test_streams_of_two_replicas_score_as_whole_utterances_do(tiny, tmp_path):
     preset = presets.get("lstm-000")
     shape = {"input_dim": options.input_dim(120), "num_classes": tiny.num_classes}
     shape |= {"scale": 0.01, "layers": 1}
-    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=5, devices=["CPU:0", "CPU:1"])
+    strategy = strategy_of(sync_period=5)
     plan = streams.partition(tiny, "train", options, num_replicas=2)
     assert plan.steps(0) != plan.steps(1)
     with strategy.scope():
