@@ -56,6 +56,7 @@ check() { # check NAME COMMAND...
 processes=$(($(nproc) + 1))
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
+if [ -z "$nightly" ]; then pytest_arguments+=(--hypothesis-profile=thorough); fi
 if [ "$stack" = full ]; then
   if [ -n "$fast" ]; then
     mapfile -t quick < <(grep -rl --include='test_*.py' 'mark\.quick' tests/training tests/processes)

@@ -28,9 +28,11 @@ from tests.lib.fixtures import (  # noqa: F401
     uninterrupted,
 )
 
-# No deadline, since the time of an example depends on what else the machine does.
-hypothesis.settings.register_profile("without deadline", deadline=None)
-hypothesis.settings.load_profile("without deadline")
+# No deadline, since the time of an example depends on what else the machine does. Other examples at
+# each run; scripts/test.sh --all asks for more of them.
+hypothesis.settings.register_profile("each change", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
+hypothesis.settings.load_profile("each change")
 
 _TIER = re.compile(r"tests/(unit|training|processes|programs|nightly)/")
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")

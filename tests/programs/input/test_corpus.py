@@ -1,6 +1,5 @@
 """The script that makes a synthetic corpus, and the same corpus in another process."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from input import corpus, index
+from tests.lib.contents import digest
 
 PROSE = "The cat sat on the mat. A dog ran to the big house. Nobody knows why they did it."
 SMALL = corpus.Options(
@@ -19,14 +19,6 @@ SMALL = corpus.Options(
     validation_speakers=1,
     test_speakers=1,
 )
-
-
-def digest(directory):
-    """One hash of every name and byte in a directory."""
-    total = hashlib.sha256()
-    for path in sorted(Path(directory).iterdir()):
-        total.update(path.name.encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()
 
 
 @pytest.mark.nightly

@@ -1,15 +1,14 @@
 """The synthetic corpus: its parts, and the whole of it."""
 
 import dataclasses
-import hashlib
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from input import alignment, audio, corpus, features, index, speakers, synthesis, text
 from input.records import CorpusError
+from tests.lib.contents import digest
 
 PROSE = "The cat sat on the mat. A dog ran to the big house. Nobody knows why they did it."
 SMALL = corpus.Options(
@@ -20,14 +19,6 @@ SMALL = corpus.Options(
     validation_speakers=1,
     test_speakers=1,
 )
-
-
-def digest(directory):
-    """One hash of every name and byte in a directory."""
-    total = hashlib.sha256()
-    for path in sorted(Path(directory).iterdir()):
-        total.update(path.name.encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()
 
 
 # Text

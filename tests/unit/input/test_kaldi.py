@@ -231,7 +231,7 @@ def test_sizes_that_cannot_be(tmp_path, size):
         archive(path)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"u ")

@@ -52,7 +52,7 @@ def by_bytes(arrays):
     return sorted(array.tobytes() for array in arrays)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
     num_replicas=st.integers(1, 4),
