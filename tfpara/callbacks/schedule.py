@@ -16,7 +16,6 @@ import tensorflow as tf
 from tfpara import fit_call
 from tfpara.schedules import AdaComm, AdaCommState, Piecewise
 from tfpara.strategy import Strategy
-from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
@@ -118,6 +117,78 @@ class LearningRate(Schedule):
         self._done = 0  # all minibatches of the epoch so far
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
+        self._units = 1  # of this epoch
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns the state to save: numbers and strings by name."""
+        return {"learning_rate": learning_rate(self.model)} if self._sets_rate else {}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """Goes on from a saved state; its learning rate is set when the next epoch begins."""
+        self._restored_rate = state.get("learning_rate")
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._restored_rate is not None:
+            self.model.optimizer.learning_rate = self._restored_rate
+            self._restored_rate = None
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if logs is not None and self._sets_rate:
+            logs["learning_rate"] = learning_rate(self.model)
+
+    def say(self, epoch: int, text: str) -> None:
+        """Prints a line on the chief."""
+        if self._verbose and Strategy.of(self.model).is_chief:
+            print(f"Epoch {epoch + 1}: {type(self).__name__}: {text}", flush=True)
+
+
+class LearningRate(Schedule):
+    """Sets the learning rate to a function of the position in the run.
+
+    Args:
+        schedule: position in epochs → rate: `tfpara.schedules.Exponential`, `Hand`, `Piecewise`, or
+            any function; or rates by the position from which on each holds, `{0: 0.1, 2: 0.01}`.
+        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run of one of those
+            with which it began. If given, the rate is set before every execution of
+            `steps_per_execution` minibatches. None: when each epoch begins.
+        verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
+
+    Unlike a schedule inside the optimizer, the rate is the same on workers that take more steps
+    than others.
+
+    Raises:
+        TypeError: the optimizer has a learning-rate schedule of its own, or `schedule` is none of
+            these.
+        ValueError: `steps_per_epoch` below 1, or a schedule that gives no finite rate ≥ 0.
+    """
+
+    order = fit_call.Order.RATE
+
+    def __init__(
+        self,
+        schedule: Mapping[float, float] | Callable[[float], float],
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__("learning_rate", verbose, sets_rate=True)
+        if steps_per_epoch is not None:
+            steps_per_epoch = checked_whole("steps_per_epoch", steps_per_epoch, of="minibatches")
+        self._schedule: Callable[[float], float]
+        if isinstance(schedule, Mapping):
+            self._schedule = Piecewise(schedule)
+        elif callable(schedule):
+            self._schedule = schedule
+        else:
+            raise TypeError(
+                f"schedule={schedule!r} must be rates by epochs, such as {{0: 0.1, 2: 0.01}}, or a "
+                "function of the position in epochs."
+            )
+        self._steps = steps_per_epoch
+        self._epoch = -1
+        self._before = 0  # minibatches of the epoch before this `fit`, if it resumes inside one
+        self._done = 0  # all minibatches of the epoch so far
+        self._restored: tuple[int, int] | None = None
+        self._rate: float | None = None
         self._elastic: Regrouping | None = None
         self._units = 1  # of this epoch, in an elastic run
 
@@ -145,8 +216,8 @@ class LearningRate(Schedule):
         # Keras counts batches from where it resumes, AsyncStrategy from the start of the epoch.
         is_async = Strategy.of(self.model).running is not None
         self._before = 0 if is_async else self._done
-        if self._elastic is not None and self._steps:
-            self._units = self._elastic.units(self._steps)
+        if self._steps:
+            self._units = Strategy.of(self.model).units(self._steps)
         before, self._rate = self._rate, None
         self._set(epoch + self._share(self._done))
         if self._rate != before:
@@ -171,9 +242,7 @@ class LearningRate(Schedule):
         """
         if not self._steps:
             return 0.0
-        if self._elastic is not None:
-            return min(self._elastic.reached() / self._units, 1.0)
-        return min(done / self._steps, 1.0)
+        return min(Strategy.of(self.model).reached(done) / self._units, 1.0)
 
     def _set(self, position: float) -> None:
         rate = float(self._schedule(position))
@@ -246,7 +315,7 @@ class SyncPeriod(Schedule):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         close_block(self.model)
-        self.model.distribute_strategy.extended.period_is_scheduled = True
+        self.model.distribute_strategy.note_scheduled_period()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy

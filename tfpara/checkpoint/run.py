@@ -76,7 +76,6 @@ class Checkpoints:
         self._model = model
         self._strategy = model.distribute_strategy
         self._may_change = may_change
-        self._extended = self._strategy.extended
         self.store = Store(directory, keep, _FIELDS)
         self._next = 0
         self._began_in: int | None = None  # generation in which a checkpoint is begun
@@ -92,7 +91,7 @@ class Checkpoints:
     def synchronizer(self) -> Synchronizer:
         """The model's synchronizer."""
         with self._strategy.scope():
-            return self._extended.synchronizer_of(self._model)
+            return self._strategy.synchronizer_of(self._model)
 
     def lock(self) -> None:
         """Locks the directory for this run.
@@ -137,8 +136,7 @@ class Checkpoints:
         while True:
             number, self._next = self._next, self._next + 1
             self._take_the_lock()
-            elastic = self._extended.elastic
-            self._began_in = elastic.form.number if elastic is not None else None
+            self._began_in = self._strategy.generation
             try:
                 self._save(number, position())
                 return number
@@ -150,7 +148,7 @@ class Checkpoints:
 
     def _take_the_lock(self) -> None:
         """Locks the directory where this worker has become the chief of an elastic run."""
-        if self._extended.elastic is None or not self._strategy.is_chief:
+        if not (self._strategy.members_change and self._strategy.is_chief):
             return
         try:
             self.store.lock()
@@ -174,7 +172,7 @@ class Checkpoints:
             "workers": self._strategy.num_workers,
             "bucket_sizes": self.synchronizer.graph.global_state.bucket_sizes,
             "position": dict(position),
-            "states": collected(self._extended.states),
+            "states": collected(self._strategy.states),
         }
         try:
             begun = self._together(lambda: self.store.begin(number), "begin", chief_only=True)
@@ -236,7 +234,7 @@ class Checkpoints:
 
     def _everyones(self, value: Json, name: str) -> list[Json]:
         advice = "give tfpara.callbacks.Checkpoint to fit on every worker"
-        return everyones(value, self._extended.control, Purpose(f"in Checkpoint ({name})", advice))
+        return self._strategy.everyones(value, Purpose(f"in Checkpoint ({name})", advice))
 
     def _together(
         self, action: Callable[..., Json], name: str, chief_only: bool = False
@@ -253,10 +251,9 @@ class Checkpoints:
             except (CheckpointError, OSError) as error:
                 problem = str(error)
         everyone = self._everyones([result, problem, self._began_in], name)
-        elastic = self._extended.elastic
         # All compare the same values, so that all write the checkpoint anew, or none does.
         began_in = {generation for _, _, generation in everyone}
-        if elastic is not None and began_in != {None} and began_in != {elastic.completed_in}:
+        if began_in != {None} and began_in != {self._strategy.completed_in}:
             raise _ChangedError
         for worker, (_, theirs, _) in enumerate(everyone):
             if theirs is not None:
@@ -275,13 +272,13 @@ class Checkpoints:
         return self._everyones(problem, "problem")[0]
 
     def _of_a_run(self) -> dict[str, Json]:
-        run = self._extended.settings.of_a_run()
+        run = self._strategy.settings.of_a_run()
         optimizer = getattr(self._model, "optimizer", None)
         shapes = [f"{tuple(v.shape)} {v.dtype}" for v in self._model.trainable_variables]
         return {
             "run": {
                 **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
-                "sync_period": self._extended.settings.sync_period,
+                "sync_period": self._strategy.settings.sync_period,
                 "model": "; ".join(shapes),
                 "optimizer": type(optimizer).__name__,
             }
@@ -328,12 +325,12 @@ class Checkpoints:
                 slot.variable.assign(value)
             if value is not None and slot.kind.is_of_epoch:
                 self._of_epoch.append((slot.variable, value))
-        self._extended.sync_period = self.synchronizer.sync_period
+        self._strategy.note_restored_period(self.synchronizer.sync_period)
         rank = self._strategy.worker_index % len(readers)
         set_random_states(json.loads(parts.of_worker(rank, "random")))
         for name, state in manifest["states"].items():
-            if name in self._extended.states:
-                give_state(name, self._extended.states[name], state)
+            if name in self._strategy.states:
+                give_state(name, self._strategy.states[name], state)
             else:
                 warnings.warn(
                     f"the checkpoint has a state of {name!r}, which this run does not have; it is "

@@ -294,7 +294,7 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
     extended = strategy.extended
     if extended.order.seed is None:
         drawn = random.getrandbits(48)
-        if extended.elastic is not None and not extended.elastic.joining:
+        if not strategy.joining:
             mine = {"seed": drawn, "facts": facts}
             everyone = everyones(mine, extended.control, FIT_BEGIN)
             drawn = everyone[0]["seed"]
