@@ -160,7 +160,7 @@ class Elastic:
 
     def finish_blocks(self, purpose: Purpose) -> None:
         if not self.joining and not self._rejoin.progress.epoch_is_closed:
-            for synchronizer in self._extended.synchronizers:
+            for synchronizer in self._extended.models.synchronizers:
                 self.finish_block(synchronizer, purpose)
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
@@ -202,7 +202,7 @@ class Elastic:
                 lambda: fit({"x": given["x"], "epochs": 0, "verbose": 0}),
             )
             if len(self.connection.form.tasks) > 1:
-                self._extended.finish_blocks(FIT_END)
+                self._extended.models.finish_blocks(FIT_END)
         return history
 
     def fit_begins(self) -> None:

@@ -19,6 +19,7 @@ from tfpara.cluster import exit_codes, ports, secret
 from tfpara.collectives.members import Members
 from tfpara.elastic.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError
 from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 
@@ -147,11 +148,9 @@ class Connection:
         with self._lock:
             self.form = form
             addresses = dict(zip(form.tasks, form.addresses, strict=True))
-            self._extended.serve(addresses, self.names[0], self.rank)
+            links.serve(addresses, self.names[0])
+            self._extended.take_place(len(addresses), self.rank)
             self.members.change(self.names, self.rank, form.number)
-        for synchronizer in self._extended.synchronizers:
-            replicas = len(form.tasks) * len(self._extended.worker_devices)
-            synchronizer.graph.global_state.rule.change(replicas)
 
     def _listen(self) -> None:
         self.line.on_abort(self._abort)
@@ -161,13 +160,14 @@ class Connection:
         """Ends the collectives of a generation. The line's thread calls it."""
         with self._lock:
             if generation == self.form.number:
-                self._extended.end_collectives(f"tfpara: {why}")
+                links.end_collectives(f"tfpara: {why}")
 
     def _end_long_wait(self) -> None:
         """Ends a wait for workers while the meeting point is silent. The line's thread calls it."""
-        began = self._extended.waiting_since()
+        waits = vars(self._extended).get("waits")  # made after the founders are connected
+        began = waits.since() if waits else 0.0
         if began and time.monotonic() - began > self._extended.settings.timeout_seconds:
-            self._extended.end_collectives("tfpara: no worker and no meeting point answers")
+            links.end_collectives("tfpara: no worker and no meeting point answers")
 
     # -- meetings ----------------------------------------------------------------------------
 

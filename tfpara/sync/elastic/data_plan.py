@@ -67,7 +67,7 @@ class DataPlan:
     def begin(self, epoch: int, fit: int) -> None:
         """Begins an epoch of a call of `fit`."""
         # A worker that joined has made passes over data of its own, which are no epochs.
-        self._extended.position.move(epoch, self._extended.steps_seen)
+        self._extended.data.position.move(epoch, self._extended.models.steps_seen)
         if self.plan.at == (fit, epoch):
             # The others have begun it. At the meeting the data may not have been there yet.
             self.iterator = self.iterator or self.data()
@@ -89,15 +89,15 @@ class DataPlan:
 
     def forget_trained(self) -> None:
         """Notes that no unit of the plan is in the model yet."""
-        for synchronizer in self._extended.synchronizers:
+        for synchronizer in self._extended.models.synchronizers:
             count = len(self._connection.form.tasks)
             synchronizer.graph.dealt.assign(tf.zeros([count], tf.int64))
 
     def trained_steps(self) -> list[int]:
         """Returns for each rank how many of its steps by the plan are in the model."""
-        if not self._extended.synchronizers:
+        if not self._extended.models.synchronizers:
             return [0] * len(self._connection.form.tasks)
-        (synchronizer,) = self._extended.synchronizers
+        (synchronizer,) = self._extended.models.synchronizers
         return synchronizer.graph.dealt.numpy().tolist()
 
     # -- data --------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ class DataPlan:
         for part in parts[1:]:
             whole = whole.concatenate(part)
         # The plan leaves out the steps before a resume, so they must not be skipped again.
-        self._extended.position.take_steps()
-        return iter(self._extended.distribute_from_function(lambda context: whole))
+        self._extended.data.position.take_steps()
+        return iter(self._extended._distribute_datasets_from_function(lambda context: whole, None))
 
     def whole_epoch(self, epoch: int) -> tf.data.Dataset:
         """Returns all minibatches of an epoch."""
@@ -140,7 +140,7 @@ class DataPlan:
         Workers that have taken as many steps since the last sync get the same number.
         """
         del steps
-        open_steps = sum(each.graph.block.trained for each in self._extended.synchronizers)
+        open_steps = sum(each.graph.block.trained for each in self._extended.models.synchronizers)
         return self.trained_units() + open_steps * self.plan.size
 
     def units(self, steps: int | None) -> int:
@@ -152,7 +152,7 @@ class DataPlan:
         minibatches = int(self.whole_epoch(self.plan.epoch).cardinality())
         if minibatches > 0:
             return -(-minibatches // self._devices)
-        parts = self._extended.order.parts or self.began.replicas
+        parts = self._extended.data.order.parts or self.began.replicas
         return (steps or 0) * parts // self._devices
 
     def position(self) -> dict[str, Json]:
@@ -161,7 +161,7 @@ class DataPlan:
         `minibatches` are done, over all replicas, except those of the units `owed`.
         """
         rest = self.plan
-        if self._extended.synchronizers:
+        if self._extended.models.synchronizers:
             rest = rest.after(self.trained_steps(), [0] * rest.size, rest.tasks)
         return {
             "minibatches": rest.first * self._devices,

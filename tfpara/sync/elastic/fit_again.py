@@ -77,7 +77,7 @@ class FitAgain:
 
     @property
     def _synchronizer(self) -> Synchronizer:
-        (synchronizer,) = self._extended.synchronizers
+        (synchronizer,) = self._extended.models.synchronizers
         return synchronizer
 
     def check(self, model: keras.Model) -> None:
@@ -157,7 +157,7 @@ class FitAgain:
         progress.fit, progress.epoch, self._logs = progress.fit + 1, -1, None
         self._agreed = self._returns = False
         self._transfer.holders.clear()  # of the callbacks of an earlier call
-        for synchronizer in self._extended.synchronizers:
+        for synchronizer in self._extended.models.synchronizers:
             # A worker that wanted in hears of this call, and asks again.
             synchronizer.graph.answered(Request.MEET)
         if not self._connection.joining and progress.fit:
@@ -193,7 +193,7 @@ class FitAgain:
         if not self._connection.joining or self._passes_by:
             return
         model = self._transfer.trained_model
-        if not (self._returns and self._extended.synchronizers):
+        if not (self._returns and self._extended.models.synchronizers):
             self._trace_alone(model)
         try:
             self._rejoin.join()
@@ -205,7 +205,7 @@ class FitAgain:
 
     def _trace_alone(self, model: keras.Model) -> None:
         """Takes a step, which traces it, while the others train; it is no part of the run."""
-        before = [each.graph.statistics() for each in self._extended.synchronizers]
+        before = [each.graph.statistics() for each in self._extended.models.synchronizers]
         self._alone = self._data.data()
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
             self._logs = model.train_function.inner(self._alone)  # type: ignore[union-attr]
@@ -265,7 +265,7 @@ class FitAgain:
     def _repeat_sync(self) -> bool:
         """Runs the sync that is due, where it had failed before; returns whether one was due."""
         due, self._progress.sync_may_be_due = self._progress.sync_may_be_due, False
-        if due and self._extended.synchronizers:
+        if due and self._extended.models.synchronizers:
             block = self._synchronizer.graph.block
             if int(block.steps) >= int(block.period):
                 self._synchronizer.graph.sync(tf.constant(True))
@@ -274,7 +274,7 @@ class FitAgain:
 
     def _meet_if_agreed(self) -> None:
         """Meets the others where all have agreed on it in a sync."""
-        if not self._extended.synchronizers:
+        if not self._extended.models.synchronizers:
             return
         if self._rejoin.last and "checkpoints" not in self._transfer.holders:
             self._connection.end(

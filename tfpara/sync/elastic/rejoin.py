@@ -119,11 +119,11 @@ class Rejoin:
         if not form.last:
             return
         self.last = form.last
-        if not self._extended.synchronizers:
+        if not self._extended.models.synchronizers:
             self._connection.end(f"{form.last}, and none has trained.")
         if self._connection.rank == 0:
             print(f"tfpara: {form.last}: training ends.", file=sys.stderr, flush=True)
-        for synchronizer in self._extended.synchronizers:
+        for synchronizer in self._extended.models.synchronizers:
             synchronizer.graph.request(Request.LEAVE)
 
     def join(self) -> None:
@@ -138,6 +138,9 @@ class Rejoin:
     def _agree(self, form: Form) -> bool:
         """Connects to a generation; returns whether all of its members agree on the state."""
         self._connection.become(form)
+        for synchronizer in self._extended.models.synchronizers:
+            replicas = self._extended.topology.replicas
+            synchronizer.graph.global_state.rule.change(replicas)
         if not self._connection.ready():
             return False
         try:
@@ -149,7 +152,7 @@ class Rejoin:
 
     def report(self) -> dict[str, Json]:
         """Returns where this worker is."""
-        graphs = [synchronizer.graph for synchronizer in self._extended.synchronizers]
+        graphs = [synchronizer.graph for synchronizer in self._extended.models.synchronizers]
         for graph in graphs:
             graph.forget_waiting()
         progress = self.progress
@@ -216,7 +219,7 @@ class Rejoin:
         """
         # The others have trained a part of the block, or all: they wait for no whole one.
         missed = max(own["open"] for own in reports if own and own["syncs"] == syncs)
-        for synchronizer in self._extended.synchronizers:
+        for synchronizer in self._extended.models.synchronizers:
             block = synchronizer.graph.block
             missed = min(missed, int(block.period))
             if behind[self._connection.rank]:

@@ -71,7 +71,7 @@ class StateTransfer:
         """Returns the slots that travel."""
         kinds = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
         counters = ("counter/syncs", "counter/period")
-        (synchronizer,) = self._extended.synchronizers
+        (synchronizer,) = self._extended.models.synchronizers
         slots = [
             *slots_of(self.trained_model),
             *synchronizer.graph.global_state.rule.slots(),
@@ -89,7 +89,7 @@ class StateTransfer:
             joins: whether this worker is new, and so takes over the log of earlier epochs.
             ahead: the sender's report.
         """
-        (synchronizer,) = self._extended.synchronizers
+        (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
         values = hand_over(self.slots(), hosts, source, receives)
