@@ -123,6 +123,11 @@ class Strategy:
             holder: `get_state()` returns what JSON can carry, `set_state(state)` restores it.
         """
 
+    @property
+    def states(self) -> Mapping[str, StateHolder]:
+        """The objects given to `keep_state`, by name."""
+        return {}
+
     # -- workers that come and go ----------------------------------------------------------------
 
     @property

@@ -522,6 +522,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """
         self.extended.states[name] = holder
 
+    @property
+    def states(self) -> dict[str, StateHolder]:
+        """The objects given to `keep_state`, and those of the strategy's own, by name."""
+        return self.extended.states
+
     def request(self, request: Request) -> None:
         """Requests a checkpoint or a stop of all workers, who agree on it at the next sync.
 
@@ -583,11 +588,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def settings(self) -> Settings:
         """The settings, with those that depend on the number of replicas filled in."""
         return self.extended.settings
-
-    @property
-    def states(self) -> Mapping[str, StateHolder]:
-        """The objects whose state checkpoints keep, by name."""
-        return self.extended.states
 
     @property
     def generation(self) -> int:
