@@ -37,7 +37,8 @@ from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import counted, start_line
 from tfpara.sync.tensorflow import average_loss
 from tfpara.sync.tensorflow.devices import default_devices
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended, in_replica
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.sync.workers import data_place, horovod_group
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.fixed import Fixed
@@ -284,10 +285,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             self.rule,
             self.sync_period,
             self.averages,
-            extended.collectives.way,
+            extended.links.collectives.way,
             divided=not extended.company.changes,
         )
-        for text in filter(None, (line, extended.connected_by)):
+        for text in filter(None, (line, extended.links.connected_by)):
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
@@ -299,7 +300,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def has_trained(self) -> bool:
         """Whether a model was trained under this strategy."""
-        return self.extended.has_trained
+        return self.extended.models.has_trained
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -345,7 +346,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def sync_period(self) -> int | None:
         """τ, minibatches of each replica between two syncs; None while there are none."""
-        return self.extended.sync_period
+        return self.extended.momentum.sync_period
 
     def set_sync_period(self, sync_period: int | None) -> None:
         """Sets τ from here on. Every worker must call it between blocks: where an epoch begins.
@@ -364,7 +365,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             # Raises if the period does not go with the other settings.
             settings = dataclasses.replace(extended.settings, sync_period=sync_period)
             sync_period = settings.sync_period
-        if any(s.agreement().block_open or s.in_flight for s in extended.synchronizers):
+        if any(s.agreement().block_open or s.in_flight for s in extended.models.synchronizers):
             raise ValueError(
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
                 "sync. Call it where an epoch begins, or after strategy.synchronize()."
@@ -384,7 +385,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Raises:
             ValueError: there is no such replica.
         """
-        self.extended.broadcast_replica(model, replica)
+        self.extended.models.broadcast_replica(model, replica)
 
     @property
     def rule(self) -> Rule:
@@ -392,7 +393,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
         Once a model trains, they are also those for its local optimizer.
         """
-        return self.extended.rule
+        return self.extended.models.rule
 
     @property
     def averages(self) -> dict[str, Average]:
@@ -412,39 +413,39 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         A replica whose part of the batch is empty takes no step. If `fn` updates the weights of a
         model, every `sync_period`-th call includes a sync.
         """
-        extended = self.extended
+        models, steps = self.extended.models, self.extended.steps
         with self.scope():
-            if tf.executing_eagerly() and extended.synchronizer_for(fn) is None:
-                model = extended.model_of(fn)
-                if _is_train_step(fn) or (model is extended.tracked and _has_weights(model)):
+            if tf.executing_eagerly() and models.for_step(fn) is None:
+                model = models.model_of(fn)
+                if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
                     # Made before the step, so that it starts from the weights before the step.
-                    extended.make_synchronizer(model)
+                    models.make(model)
             # A function that was traced in an earlier call does not show that it steps. Its
             # optimizers' step counts do.
-            counts = extended.step_counts() if tf.executing_eagerly() else []
-            extended.optimizer_stepped = False
-            extended.written, extended.used = [], []
+            counts = steps.step_counts() if tf.executing_eagerly() else []
+            steps.optimizer_stepped = False
+            steps.written, steps.used = [], []
             outputs = super().run(skip_empty(fn), args, kwargs, options)
             locals_ = self.experimental_local_results((args, kwargs or {}))
             samples = [batch_size(values) for values in locals_]
             if _is_step_of_keras(fn):
-                outputs = extended.of_those_that_stepped(outputs, samples)
-            if tf.executing_eagerly() and extended.have_stepped(counts):
-                extended.optimizer_stepped = True
-            if not extended.optimizer_stepped and not _is_train_step(fn):
+                outputs = steps.of_those_that_stepped(outputs, samples)
+            if tf.executing_eagerly() and steps.have_stepped(counts):
+                steps.optimizer_stepped = True
+            if not steps.optimizer_stepped and not _is_train_step(fn):
                 return outputs
-            extended.check_optimizers(extended.model_of(fn))
+            steps.check_optimizers(models.model_of(fn))
             # Looked up again, since the step may have made slots of optimizers.
-            synchronizer = extended.synchronizer_for(fn)
+            synchronizer = models.for_step(fn)
             if synchronizer is None:
                 with tf.init_scope():
-                    synchronizer = extended.make_synchronizer(extended.model_of(fn))
-                scope.check(extended.model_of(fn), self)
-            extended.check_written(synchronizer)
+                    synchronizer = models.make(models.model_of(fn))
+                scope.check(models.model_of(fn), self)
+            steps.check_written(synchronizer)
             with after(locals_):
                 synchronizer.after_step(
                     [1 if n is None else n for n in samples],
-                    [extended.weight_of(fn, *values) for values in locals_],
+                    [steps.weight_of(fn, *values) for values in locals_],
                 )
             return outputs
 
@@ -486,7 +487,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             loop of your own every pass that follows training steps is the next epoch's. In a
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
-        position = self.extended.position
+        position = self.extended.data.position
         return self.extended.datasets_by_epoch(
             lambda context: dataset_fn(position.epoch, position.first)
         )
@@ -532,7 +533,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
         `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
         """
-        for synchronizer in self.extended.synchronizers:
+        for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.request(request)
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
@@ -663,7 +664,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     def steps_resumed(self, epoch: int) -> int:
         """Returns the minibatches of each replica that an earlier process trained of this epoch."""
-        position = self.extended.position
+        position = self.extended.data.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 
     def answered(self, *requests: Request) -> None:
@@ -671,7 +672,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
         Others stay until they are answered. Every worker calls it at the same sync.
         """
-        for synchronizer in self.extended.synchronizers:
+        for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.answered(*requests)
 
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
@@ -695,7 +696,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
                 "weigh_minibatches() after a model was trained: its compiled step counts "
                 "otherwise. Call it right after the strategy is made."
             )
-        self.extended.minibatch_weight = weight
+        self.extended.steps.minibatch_weight = weight
 
     def track(
         self,
@@ -716,7 +717,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             TypeError: an argument is no model, or no optimizer.
             ValueError: the list of models is empty.
         """
-        self.extended.track(as_list(model), as_list(optimizers))
+        self.extended.models.track(as_list(model), as_list(optimizers))
 
     def forget(self, model: keras.Model) -> None:
         """Gives up what the strategy keeps of a model that was trained; every worker must call it.
@@ -738,7 +739,17 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Raises:
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
         """
-        self.extended.forget(model)
+        extended = self.extended
+        if extended.elastic is not None:
+            raise ValueError(
+                "strategy.forget() does not go with elastic=, whose run trains one model."
+            )
+        if extended.place.fits or extended.shown is not None:
+            inside = (
+                "in a callback of fit" if extended.place.fits else "inside strategy.weights(...)"
+            )
+            raise ValueError(f"strategy.forget() {inside}: a model is in use. Call it afterwards.")
+        extended.models.forget(model)
 
     def synchronize(self) -> None:
         """Closes the open block: takes part in syncs until every worker has called it.
@@ -746,7 +757,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Every worker must call it. `fit` does so at the end of each epoch; custom loops call it at
         the end of their data.
         """
-        self.extended.finish_blocks()
+        self.extended.models.finish_blocks()
 
     def barrier(self) -> None:
         """Waits until every worker has called this.
@@ -779,9 +790,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
-        self.extended.finish_blocks(call(f"strategy.weights(model, {which!r})"))
-        synchronizer = self.extended.trained(model)
-        if synchronizer is None and self.extended.is_stranger(model):
+        self.extended.models.finish_blocks(call(f"strategy.weights(model, {which!r})"))
+        synchronizer = self.extended.models.trained(model)
+        if synchronizer is None and self.extended.models.is_stranger(model):
             raise ValueError(
                 f"this model has no {which!r} weights of its own: it belongs to another strategy, "
                 "or shares some of its weights with a model that was trained. Give the model that "
@@ -804,14 +815,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             model: a model that is built and compiled in the scope.
         """
         with self.scope():
-            return self.extended.synchronizer_of(model).graph.global_state.nbytes
+            return self.extended.models.synchronizer_of(model).graph.global_state.nbytes
 
     def statistics(self) -> SyncStatistics:
         """Returns counts and times of this worker's syncs so far, over all models."""
-        total = self.extended.dropped
-        for synchronizer in self.extended.synchronizers:
-            total = total.and_then(synchronizer.graph.statistics())
-        return total
+        return self.extended.models.statistics()
 
 
 @contextlib.contextmanager
