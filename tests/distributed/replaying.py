@@ -37,7 +37,7 @@ def replayed(path, rule, elastic=None, **options):
 
     class Strategy(_Replaying):
         def _company_of(self, settings, elastic, devices, timeout):
-            # Simulated devices would divide the state, which a run whose members change keeps whole.
+            # Devices of one process would divide the state, which the run has kept whole.
             settings = dataclasses.replace(settings.elastic(), aggregation="replicated")
             if of_run.rule_follows:
                 largest = check_sizes(rule, of_run.max_workers, 1)

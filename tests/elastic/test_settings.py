@@ -8,6 +8,7 @@ import pytest
 
 import tfpara
 
+
 @pytest.mark.parametrize(
     "options,sentence",
     [

@@ -7,7 +7,6 @@ import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf

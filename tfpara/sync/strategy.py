@@ -340,8 +340,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def local_replica_ids(self) -> list[int]:
         """The numbers, among 0 … N − 1, of this worker's replicas."""
-        place = data_place.present() or self.extended.company.data_place(0, 0)
-        return place.replica_ids
+        return (data_place.present() or self.extended.data.place_of(0, 0)).replica_ids
 
     @property
     def sync_period(self) -> int | None:
@@ -487,10 +486,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             loop of your own every pass that follows training steps is the next epoch's. In a
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
-        position = self.extended.data.position
-        return self.extended.datasets_by_epoch(
-            lambda context: dataset_fn(position.epoch, position.first)
-        )
+
+        def make(context: object) -> tf.data.Dataset:
+            place = data_place.present()
+            assert place is not None
+            return dataset_fn(place.epoch, place.first)
+
+        return self.extended.datasets_by_epoch(make)
 
     def minibatches_by_epoch(
         self, dataset_fn: Callable[[int], tf.data.Dataset]
@@ -579,11 +581,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     def note(self, text: str) -> None:
         """Prints a note once, on the chief."""
-        self.extended.note(text)
+        self.extended.notes.tell(text)
 
     def synchronizer_of(self, model: keras.Model) -> Synchronizer:
         """Returns the synchronizer of a built and compiled model; makes one if there is none."""
-        return self.extended.synchronizer_of(model)
+        return self.extended.models.synchronizer_of(model)
 
     @property
     def settings(self) -> Settings:
@@ -615,15 +617,15 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def blocks_closed(self) -> int:
         """How often Python code has closed the open blocks, on all workers alike."""
-        return self.extended.blocks_closed
+        return self.extended.models.blocks_closed
 
     def note_scheduled_period(self) -> None:
         """Notes that callbacks of `fit` set the sync period."""
-        self.extended.period_is_scheduled = True
+        self.extended.momentum.is_scheduled = True
 
     def note_restored_period(self, sync_period: int | None) -> None:
         """Notes τ, where a checkpoint has set it."""
-        self.extended.sync_period = sync_period
+        self.extended.momentum.sync_period = sync_period
 
     def put_back_sync_period(self, sync_period: int | None) -> None:
         """Sets τ again after a failed `fit`, which may have left a block open."""
@@ -639,7 +641,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         found = self.extended.company.epoch.position() if steps else {}
         if found:
             return found
-        passes = self.extended.passes
+        passes = self.extended.data.passes
         begun = passes.present() if passes is not None else None
         if begun is not None:
             found["pass"] = dataclasses.asdict(begun)
@@ -658,7 +660,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         begun = Pass(epoch, first, steps) if steps else None
         if "pass" in position:
             begun = Pass(**position["pass"])
-        self.extended.position.move(epoch, self.extended.steps_seen, first, steps, begun)
+        seen = self.extended.models.steps_seen
+        self.extended.data.position.move(epoch, seen, first, steps, begun)
         if first:
             self.extended.company.epoch.resume(epoch, position)
 
@@ -740,7 +743,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
         """
         extended = self.extended
-        if extended.elastic is not None:
+        if extended.company.changes:
             raise ValueError(
                 "strategy.forget() does not go with elastic=, whose run trains one model."
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from tfpara.sync.elastic.data_plan import DataPlan
 from tfpara.sync.elastic.fit_again import FitAgain
 from tfpara.sync.elastic.rejoin import Rejoin
 from tfpara.sync.elastic.state_transfer import StateTransfer
-from tfpara.sync.keras.hooks import deal_out
+from tfpara.sync.keras.fit_arguments import deal_out
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers.company import Fit
-from tfpara.sync.workers.data_place import DataPlace
 from tfpara.typing import Json, Scalar
 
 _log = logging.getLogger(__name__)
@@ -183,13 +182,6 @@ class Elastic:
         ]
 
     # -- fit ---------------------------------------------------------------------------------
-
-    def data_place(self, epoch: int, first: int) -> DataPlace:
-        extended = self._extended
-        workers = extended._num_workers
-        # Before a worker has joined, its number may be that of workers or more.
-        worker = extended._id_in_cluster % workers
-        return DataPlace(worker, workers, len(extended.worker_devices), epoch, first)
 
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         self._fit.check(model)

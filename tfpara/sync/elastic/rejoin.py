@@ -9,7 +9,6 @@ furthest to those behind, deal out the rest of the epoch, and go on in the same 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -209,9 +208,7 @@ class Rejoin:
             print(text, file=sys.stderr, flush=True)
             self.write_record(syncs)
 
-    def _shorten_block(
-        self, reports: list[Any], behind: list[bool], syncs: int
-    ) -> list[int]:
+    def _shorten_block(self, reports: list[Any], behind: list[bool], syncs: int) -> list[int]:
         """Lets workers that are behind close the open block together with the others.
 
         Returns:
@@ -254,9 +251,7 @@ class Rejoin:
         """Returns what must be equal on all workers."""
         model = self._transfer.trained_model
         data = self._data.whole_epoch(0)
-        slots = [
-            f"{s.name} {s.variable.shape} {s.variable.dtype}" for s in self._transfer.slots()
-        ]
+        slots = [f"{s.name} {s.variable.shape} {s.variable.dtype}" for s in self._transfer.slots()]
         terms = {
             "tfpara": __version__,
             "TensorFlow": tf.__version__,

@@ -15,7 +15,7 @@ from tfpara.strategy import StateHolder
 from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.sync.one_sync.reports import Request
-from tfpara.sync.one_sync.state_vars import Kind, Slot, slots_of
+from tfpara.sync.one_sync.state_vars import TRAVELLING, Slot, slots_of
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 
@@ -69,18 +69,15 @@ class StateTransfer:
 
     def slots(self) -> list[Slot]:
         """Returns the slots that travel."""
-        kinds = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
         counters = ("counter/syncs", "counter/period")
         (synchronizer,) = self._extended.models.synchronizers
         slots = [
             *slots_of(self.trained_model),
             *synchronizer.graph.global_state.rule.slots(),
         ]
-        return [slot for slot in slots if slot.kind in kinds or slot.name in counters]
+        return [slot for slot in slots if slot.kind in TRAVELLING or slot.name in counters]
 
-    def hand_over(
-        self, source: int, receives: bool, joins: bool, ahead: Mapping[str, Any]
-    ) -> None:
+    def hand_over(self, source: int, receives: bool, joins: bool, ahead: Mapping[str, Any]) -> None:
         """Sends the state of one worker to those that receive it; all workers call it.
 
         Args:

@@ -15,7 +15,7 @@ from tfpara.keras_model import constrained
 from tfpara.sync.one_sync.buckets import Layout
 from tfpara.sync.settings import Settings
 from tfpara.sync.workers.company import Company
-from tfpara.typing import Array, Scalar
+from tfpara.typing import Scalar
 
 Buckets = Sequence[tf.Tensor]
 BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
@@ -31,7 +31,8 @@ class Site(NamedTuple):
     collectives: between the workers' lead devices, for the weights.
     reports: collectives between the workers' hosts, for the reports.
     place: where in its script this process is; its owner keeps it up to date.
-    make: creates a plain variable, `make(initial_value, name)`; with a third argument of that shape.
+    make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
+        one whose shape may change.
     period: the sync period in minibatches, of all models of the strategy.
     """
 

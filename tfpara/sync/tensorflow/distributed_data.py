@@ -28,6 +28,7 @@ from tfpara.sync.tensorflow.device_datasets import own_iterators
 from tfpara.sync.tensorflow.private import input_lib as _input_lib
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.topology import Topology
+from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 from tfpara.typing import Json, Nest
@@ -48,7 +49,6 @@ class DistributedData:
         control: between the workers.
         models: the trained models.
         momentum: the momentum of the models' optimizers, which depends on the length of an epoch.
-        elastic: whether workers come and go, and each evaluates all data.
 
     Attributes:
         position: in the data of `fit`.
@@ -63,14 +63,12 @@ class DistributedData:
         control: Control,
         models: TrainedModels,
         momentum: MomentumFit,
-        elastic: bool,
     ) -> None:
         self.topology = topology
         self.place = place
         self._control = control
         self._models = models
         self._momentum = momentum
-        self._elastic = elastic
         self.position = Position()
         self.order = Order()
         self.passes: Any = None
@@ -89,6 +87,13 @@ class DistributedData:
             yield
         finally:
             self._undivided = False
+
+    def place_of(self, epoch: int, first: int) -> DataPlace:
+        """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
+        topology = self.topology
+        # Before a worker has joined an elastic run, its number may be that of workers or more.
+        worker = topology.rank % topology.workers
+        return DataPlace(worker, topology.workers, len(topology.devices), epoch, first)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -191,7 +196,7 @@ class DistributedData:
         """
         check_batched(dataset.element_spec, self.topology.replicas > 1)
         dataset = without_tuner(_safe(dataset))
-        if self._undivided or self._elastic:
+        if self._undivided or self.topology.changes:
             # A worker that comes or goes would change the others' parts: each evaluates all data.
             with self.topology.alone():
                 whole = distribute(dataset)
@@ -232,7 +237,7 @@ class DistributedData:
         """Returns data that `dataset_fn` makes anew for each epoch; for `make` see above."""
         if not self.place.fits:
             self.position.move(0, self._models.steps_seen)
-        with self.position.at(0, 0):
+        with making(self.place_of(0, 0)):
             dataset = self.from_function(dataset_fn, make)
         dataset.__class__ = _EpochDatasets
         dataset.dataset_fn = dataset_fn
@@ -293,7 +298,7 @@ class _EpochDatasets(_Datasets):
         return tf.data.UNKNOWN_CARDINALITY
 
     def map(self, function: Callable[..., Nest]) -> _EpochDatasets:
-        with self.data.position.at(*self.built_for[:2]):
+        with making(self.data.place_of(*self.built_for[:2])):
             made = super().map(function)
         made.dataset_fn = lambda context: self.dataset_fn(context).map(function)
         return made
@@ -306,7 +311,7 @@ class _EpochDatasets(_Datasets):
         wanted = epoch, first, self.data.share
         if wanted != self.built_for:
             self._built = False
-            with self.data.position.at(epoch, first):
+            with making(self.data.place_of(epoch, first)):
                 self.build()
             self.built_for = wanted
         if (steps := super().cardinality) >= 0:

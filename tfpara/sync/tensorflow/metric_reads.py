@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,6 +12,7 @@ from tfpara.cluster.place import Place
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import Metric
 from tfpara.sync.topology import Topology
+from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.meetings import Control
 
 
@@ -24,7 +24,7 @@ class MetricReads:
         place: the place of this process in its script.
         control: between the workers.
         models: the trained models.
-        elastic: this worker's part in an elastic run; else None.
+        company: the workers.
     """
 
     def __init__(
@@ -33,19 +33,19 @@ class MetricReads:
         place: Place,
         control: Control,
         models: TrainedModels,
-        elastic: Any,
+        company: Company,
     ) -> None:
         self._topology = topology
         self._place = place
         self._control = control
         self._models = models
-        self._elastic = elastic
+        self._company = company
         self._sums: dict[int, tf.Tensor] = {}  # by the variable's id, while metrics are read
 
     @contextlib.contextmanager
     def reading(self, model: keras.Model) -> Iterator[None]:
-        """Metrics are read inside. In an elastic run all of them are those of the same workers."""
-        if self._elastic is None:
+        """Has metrics that are read inside be all of the same workers, where these change."""
+        if not self._company.changes:
             yield
             return
         values = [variable.value for variable in model.metrics_variables]
@@ -62,26 +62,16 @@ class MetricReads:
 
         Of a variable that is read as replica 0's, it is that one's component.
         """
-        eager = tf.executing_eagerly()
-        replicas = self._topology.replicas
-        if self._elastic is not None and eager:
-            found = self._sums.get(id(variable))
-            found = self._sums_of([variable])[0] if found is None else found
-            if self._place.calls:  # each worker has evaluated all data
-                replicas = len(self._topology.devices)
-            return found / replicas if mean else found
-        if eager:
-            purpose = self._place.of_metric()
-            if self._models.synchronizers:
-                self._models.finish_blocks(purpose)
-            else:
-                self._control.together(purpose)
-        local = self._part_of(variable)
-        if self._topology.workers > 1 and eager:
-            name = f"metric/{local.dtype.name}"
-            flat = tf.reshape(local, [-1])
-            local = tf.reshape(self._control.collectives.all_reduce([flat], name)[0], local.shape)
-        return local / replicas if mean else local
+        replicas, eager = self._topology.replicas, tf.executing_eagerly()
+        if not eager:
+            total = self._part_of(variable)
+        elif id(variable) in self._sums:
+            total = self._sums[id(variable)]
+        else:
+            (total,) = self._sums_of([variable])
+        if eager and self._company.changes and self._place.calls:
+            replicas = len(self._topology.devices)  # each worker has evaluated all data
+        return total / replicas if mean else total
 
     def _part_of(self, variable: Metric) -> tf.Tensor:
         """Returns this worker's term of the sum of which a metric's variable is read."""
@@ -93,22 +83,12 @@ class MetricReads:
         return first if counts else tf.zeros_like(first)
 
     def _sums_of(self, variables: Sequence[Metric]) -> list[tf.Tensor]:
-        """Returns metrics' variables summed over the workers of an elastic run, in one exchange."""
+        """Returns metrics' variables summed over the workers."""
+        if not self._company.changes:
+            purpose = self._place.of_metric()
+            if self._models.synchronizers:
+                self._models.finish_blocks(purpose)
+            else:
+                self._control.together(purpose)
         parts = [self._part_of(variable) for variable in variables]
-        if not parts:
-            return []
-        flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
-        evaluates = bool(self._place.calls)
-
-        def shared() -> list[float]:
-            hosts = self._control.collectives
-            if evaluates:  # each worker has evaluated all data
-                return hosts.all_gather(flat, "metrics")[0].numpy().tolist()
-            return hosts.all_reduce([flat], "metrics")[0].numpy().tolist()
-
-        total = tf.constant(self._elastic.together(shared), tf.float64)
-        pieces = tf.split(total, [int(tf.size(part)) for part in parts])
-        return [
-            tf.cast(tf.reshape(piece, part.shape), part.dtype)
-            for piece, part in zip(pieces, parts, strict=True)
-        ]
+        return self._company.sums(parts, bool(self._place.calls))

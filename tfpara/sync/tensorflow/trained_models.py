@@ -27,6 +27,7 @@ from tfpara.sync.tensorflow.links import Links
 from tfpara.sync.tensorflow.model_variables import replica_variables
 from tfpara.sync.tensorflow.variables import Metric, not_aggregated, plain_variable
 from tfpara.sync.topology import Topology
+from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.settings_check import agree
@@ -67,7 +68,7 @@ class TrainedModels:
         links: the collectives.
         momentum: the momentum of the models' optimizers.
         notes: for the user.
-        elastic: this worker's part in an elastic run; else None.
+        company: the workers.
 
     Attributes:
         settings: of the strategy.
@@ -75,7 +76,6 @@ class TrainedModels:
         tracked: what a custom loop trains; None: not named.
         blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
         control: exchanges between the workers; set where these are connected.
-        present: see `Site.present`.
     """
 
     control: Control
@@ -89,7 +89,7 @@ class TrainedModels:
         links: Links,
         momentum: MomentumFit,
         notes: Notes,
-        elastic: Any,
+        company: Company,
     ) -> None:
         self._strategy = strategy
         self.settings = settings
@@ -98,11 +98,10 @@ class TrainedModels:
         self._links = links
         self._momentum = momentum
         self._notes = notes
-        self._elastic = elastic
+        self._company = company
         self.rule: Rule = settings.rule
         self.tracked: keras.Model | None = None
         self.blocks_closed = 0
-        self.present: tf.Variable | None = None
         self._trained: list[_Trained] = []
         self._recent: _Trained | None = None  # of the model that was trained last
         self._dropped = NO_SYNCS  # what syncs of models cost that are not in `_trained` any more
@@ -249,11 +248,7 @@ class TrainedModels:
         former = self._entry(model)
         self._drop_collected(former)
         if former is not None:
-            if self._elastic is not None:
-                self._elastic.together(former.synchronizer.finish_block)
-            else:
-                with self._place.meeting(COMPILED_ANEW):
-                    former.synchronizer.finish_block()
+            self._company.finish_block(former.synchronizer, COMPILED_ANEW)
         build_optimizer(model)
         settings = self.settings.for_optimizers(optimizers(model))
         variables = replica_variables(model, self._strategy.experimental_local_results, settings)
@@ -274,9 +269,7 @@ class TrainedModels:
         if former is not None:
             former.synchronizer.leave(variables.weights, self._chiefs_left)
         synchronizer = Synchronizer(variables, settings, site)
-        if site.members is not None:
-            replicas = site.members.size * len(self._topology.devices)
-            synchronizer.graph.global_state.rule.change(replicas)
+        synchronizer.graph.global_state.rule.change(self._topology.replicas)
         if former is not None:
             synchronizer.adopt(former.synchronizer)
         others = [each.synchronizer for each in self._trained if each is not former]
@@ -293,8 +286,7 @@ class TrainedModels:
         )
         at = len(self._trained) if former is None else self._place_of(former)
         self._trained[at : at + 1] = [self._recent]
-        if self._elastic is not None:
-            self._elastic.check_step()
+        self._company.check_step()
         return synchronizer
 
     def _note_settings(self, model: keras.Model, settings: Settings) -> None:
@@ -320,11 +312,9 @@ class TrainedModels:
         site = Site(
             # A joiner of an elastic run has made fewer synchronizers than the others, so that
             # numbers would differ; such a run has one model.
-            name="model" if self._elastic else f"model{self._made}",
+            name="model" if self._company.changes else f"model{self._made}",
             num_replicas=self._topology.replicas,
-            first_replica=self._topology.first_replica,
-            members=self._elastic.members if self._elastic else None,
-            present=self.present,
+            company=self._company,
             devices=self._topology.devices,
             collectives=self._links.collectives,
             reports=self._links.reports,
@@ -344,8 +334,7 @@ class TrainedModels:
         Args:
             former: the entry of the model that is about to be trained, if it has one.
         """
-        # An elastic run has one model.
-        if self._elastic is not None or all(each is former for each in self._trained):
+        if all(each is former for each in self._trained):
             return
         gc.collect()  # Models refer to themselves, so that they stay until then.
         gone = [k for k, each in enumerate(self._trained) if each.model() is None]
@@ -358,8 +347,7 @@ class TrainedModels:
     def _drop(self, entry: _Trained, purpose: Purpose) -> None:
         """Closes a model's block and gives up its synchronizer; every worker must call it."""
         synchronizer = entry.synchronizer
-        with self._place.meeting(purpose):
-            synchronizer.finish_block()
+        self._company.finish_block(synchronizer, purpose)
         synchronizer.leave([], self._chiefs_left)
         self._dropped = self._dropped.and_then(synchronizer.graph.statistics())
         del self._trained[self._place_of(entry)]
@@ -385,14 +373,7 @@ class TrainedModels:
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
         """Closes the open blocks of all models; every worker must call it for this purpose."""
         self.blocks_closed += 1
-        synchronizers = self.in_turn()
-        if self._elastic is not None:
-            self._elastic.close()
-            return
-        if synchronizers:
-            with self._place.meeting(purpose):
-                for synchronizer in synchronizers:
-                    synchronizer.finish_block()
+        self._company.finish_blocks(purpose)
 
     @contextlib.contextmanager
     def writing(self, model: keras.Model) -> Iterator[None]:

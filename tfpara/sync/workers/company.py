@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfpara.cluster.place import Purpose
 from tfpara.collectives.members import Members
 from tfpara.strategy import StateHolder
-from tfpara.sync.workers.data_place import DataPlace
 from tfpara.typing import Json, Scalar
 
 Fit = Callable[[Mapping[str, Any]], keras.callbacks.History]
@@ -53,7 +52,10 @@ class Company(Protocol):
     """
 
     changes: bool  # whether members may come and go
-    epoch: Epoch
+
+    @property
+    def epoch(self) -> Epoch:
+        """The position in the epoch."""
 
     @property
     def joining(self) -> bool:
@@ -88,9 +90,6 @@ class Company(Protocol):
 
     def founding_replicas(self, devices: int) -> int:
         """Returns N at the begin of the run."""
-
-    def data_place(self, epoch: int, first: int) -> DataPlace:
-        """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
 
     # -- the start and the end ---------------------------------------------------------------
 

@@ -15,9 +15,15 @@ from tfpara.cluster import ALONE, Cluster
 from tfpara.cluster.place import END, FIT_END, Place, Purpose, call
 from tfpara.strategy import StateHolder
 from tfpara.sync.workers.company import Fit
-from tfpara.sync.workers.data_place import DataPlace
 from tfpara.sync.workers.meetings import Control, MismatchError
 from tfpara.typing import Json, Scalar
+
+
+class Models(Protocol):
+    """The trained models, as `Fixed` uses them."""
+
+    def in_turn(self) -> Sequence[Any]: ...
+    def finish_blocks(self, purpose: Purpose) -> None: ...
 
 
 class Host(Protocol):
@@ -25,11 +31,10 @@ class Host(Protocol):
 
     control: Control
     place: Place
-    worker_devices: Sequence[str]
 
-    def in_turn(self) -> Sequence[Any]: ...
+    @property
+    def models(self) -> Models: ...
     def take_place(self, num_workers: int, rank: int) -> None: ...
-    def finish_blocks(self, purpose: Purpose) -> None: ...
 
 
 class Steps:
@@ -50,8 +55,8 @@ class Steps:
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
         if owed := position.get("owed"):
             raise ValueError(
-                f"the checkpoint is of an elastic run, of which {len(owed)} steps are owed by workers "
-                "that were lost. Resume it with elastic=."
+                f"the checkpoint is of an elastic run, and owes {len(owed)} steps of workers that were "
+                "lost. Resume it with elastic=."
             )
 
 
@@ -83,10 +88,6 @@ class Fixed:
 
     def founding_replicas(self, devices: int) -> int:
         return self._found.num_workers * devices
-
-    def data_place(self, epoch: int, first: int) -> DataPlace:
-        devices = len(self._host.worker_devices)
-        return DataPlace(self._found.rank, self._found.num_workers, devices, epoch, first)
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         found = ALONE if self._by_horovod else self._found
@@ -129,7 +130,7 @@ class Fixed:
             synchronizer.finish_block()
 
     def finish_blocks(self, purpose: Purpose) -> None:
-        synchronizers = self._host.in_turn()
+        synchronizers = self._host.models.in_turn()
         if synchronizers:
             with self._host.place.meeting(purpose):
                 for synchronizer in synchronizers:
@@ -151,7 +152,7 @@ class Fixed:
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         history = fit(given)
         if self._found.num_workers > 1:
-            self._host.finish_blocks(FIT_END)
+            self._host.models.finish_blocks(FIT_END)
         return history
 
     def fit_begins(self) -> None:
