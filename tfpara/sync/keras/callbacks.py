@@ -60,13 +60,13 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             if name == "on_epoch_begin":
                 place.epoch_begins(*args[:1])
                 extended.data.enter_epoch(args[0])
-                extended.company.epoch_begins(args[0])
+                extended.worker.company.epoch_begins(args[0])
             if name == "on_train_batch_begin":
                 place.step_begins(*args[:1])
             with place.in_callbacks():
                 result = hook(callbacks, *args, **kwargs)
             if name == "on_train_begin":
-                extended.company.fit_begins()
+                extended.worker.company.fit_begins()
             if name in ("on_epoch_begin", "on_train_end"):
                 # Callbacks may have changed the sync period.
                 steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None

@@ -145,7 +145,7 @@ def _together(fit: Method) -> Method:
         (_, *names), given = signature.parameters, bound.arguments
         given = {name: given[name] for name in names if name in given}
         with program.noting(), in_fit, _with_data("fit", strategy):
-            return extended.company.fit(model, given, lambda given: fit(model, **given))
+            return extended.worker.company.fit(model, given, lambda given: fit(model, **given))
 
     return fitting
 

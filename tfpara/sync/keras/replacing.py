@@ -39,6 +39,7 @@ _replaced: set[tuple[int, str, Method]] = set()
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function or class by what `make` makes of it; a second call changes nothing."""
     if (id(owner), name, make) not in _replaced:
         _replaced.add((id(owner), name, make))
         setattr(owner, name, make(getattr(owner, name)))
