@@ -20,6 +20,8 @@ from tfpara.typing import Scalar
 class Models(Protocol):
     """The trained models, as `Fixed` uses them."""
 
+    @property
+    def synchronizers(self) -> Sequence[Any]: ...
     def in_turn(self) -> Sequence[Any]: ...
     def finish_blocks(self, purpose: Purpose) -> None: ...
 
@@ -101,7 +103,13 @@ class Fixed(Company):
                     synchronizer.finish_block()
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        del evaluates  # of the parts of an evaluation's data, as of those of training
+        del evaluates  # each worker has evaluated its part of the data
+        # All blocks are closed first, so that the data of all workers have ended.
+        purpose = self._host.place.of_metric()
+        if self._host.models.synchronizers:
+            self._host.models.finish_blocks(purpose)
+        else:
+            self._host.control.together(purpose)
         return [self._sum(part) for part in parts]
 
     def _sum(self, part: tf.Tensor) -> tf.Tensor:
