@@ -151,8 +151,7 @@ class SyncGraph:
         self._distance = make(tf.zeros([]), "distance")
         self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
         self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
-        workers = [self._site.num_replicas // len(self._site.devices)]
-        self.dealt = make(tf.zeros(workers, tf.int64), "dealt", [None])
+        self.dealt = make(tf.zeros([self._site.reports.size], tf.int64), "dealt", [None])
 
     # -- in the training thread --------------------------------------------------------------
 
