@@ -6,8 +6,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from record import unit_of
 
+from tests.lib.record import unit_of
 from tfpara.elastic.plan import Plan, begin
 
 

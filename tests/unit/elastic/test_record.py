@@ -4,11 +4,10 @@ import json
 import os
 
 import pytest
-import record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lib import mutants
+from tests.lib import mutants, record
 from tfpara import files
 from tfpara.elastic.plan import Plan, begin
 
