@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
-from tfpara.sync.keras import hooks
+from tfpara.sync.keras import compiling
 
 L = keras.layers
 ROWS = 50
@@ -162,14 +162,14 @@ def weights_of(strategy, model):
 def compilations(monkeypatch):
     """Notes the names of the steps that XLA compiles."""
     names = []
-    call = hooks.CompiledStep.__call__
+    call = compiling.CompiledStep.__call__
 
     def noted(step, *args):
         names.append(step.__name__)
         return call(step, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hooks.CompiledStep, "__call__", noted)
+        patch.setattr(compiling.CompiledStep, "__call__", noted)
         yield names
 
 

@@ -1,4 +1,4 @@
-"""Tests of tfpara/sync/keras/hooks.py in one process, which is made another worker by saying so."""
+"""Tests of what tfpara/sync/keras replaces, in one process, made another worker by saying so."""
 
 import csv
 import gc

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfpara.sync.data import elastic_data
 from tfpara.sync.data.reading import Order
-from tfpara.sync.keras import hooks
+from tfpara.sync.keras import fit_arguments
 
 Dataset = tf.data.Dataset
 
@@ -28,11 +28,10 @@ def test_arrays_of_different_lengths():
 
 
 def strategy_of(order, replicas, ids):
-    elastic = types.SimpleNamespace(joining=True)
-    extended = types.SimpleNamespace(
-        order=order, elastic=elastic, worker_devices=["CPU:0"] * len(ids)
-    )
+    data = types.SimpleNamespace(order=order)
+    extended = types.SimpleNamespace(data=data, worker_devices=["CPU:0"] * len(ids))
     return types.SimpleNamespace(
+        joining=True,
         extended=extended,
         num_replicas=replicas,
         local_replica_ids=ids,
@@ -61,7 +60,7 @@ def dealt_out(data, parts, replicas, epochs=1, first=0, devices=1, order=None, *
         ids = list(range(begin, begin + devices))
         strategy = strategy_of(order, replicas, ids)
         arguments = {"x": data, **given}
-        hooks._deal_out(strategy, elastic_data.Began(parts, devices), arguments)
+        fit_arguments.deal_out(strategy, elastic_data.Began(parts, devices), arguments)
         for epoch in range(epochs):
             numbers = (s + own for s in range(first, 10_000, replicas) for own in ids)
             for number, own in zip(numbers, arguments["x"].made(epoch, first), strict=False):
@@ -96,13 +95,15 @@ def test_epochs_of_so_many_steps_go_on_in_the_arrays(workers):
 def test_arrays_are_divided_and_weighted_as_by_fit():
     x, y = np.arange(10.0), np.arange(10) % 3
     given = {"x": x, "y": y, "validation_split": 0.3, "class_weight": {0: 2.0, 2: 0.5}}
-    hooks._divide_and_weight(given)
+    fit_arguments.divide_and_weight(given)
     assert given["x"].tolist() == x[:7].tolist() and given["y"].tolist() == y[:7].tolist()
     assert given["sample_weight"].tolist() == [2.0, 1.0, 0.5, 2.0, 1.0, 0.5, 2.0]
     assert [part.tolist() for part in given["validation_data"][:2]] == [[7, 8, 9], [1, 2, 0]]
     assert not given["validation_split"] and given["class_weight"] is None
     with pytest.raises(ValueError, match="class_weight weighs the only labels"):
-        hooks._divide_and_weight({"x": x, "y": y, "sample_weight": x, "class_weight": {0: 1}})
+        fit_arguments.divide_and_weight(
+            {"x": x, "y": y, "sample_weight": x, "class_weight": {0: 1}}
+        )
 
 
 def test_what_is_no_array_is_left_alone():
@@ -312,18 +313,17 @@ def of_value(value):
     return Dataset.from_tensor_slices(np.full(8, value)).batch(2)
 
 
-def test_workers_that_begin_with_other_data(monkeypatch):
+def test_workers_that_begin_with_other_data():
     """Each hears of it, before the first step."""
     other = {"seed": 1, "facts": elastic_data.same_data.facts_of_dataset(of_value(2.0))}
-    monkeypatch.setattr(elastic_data, "everyones", lambda mine, *_: [mine, other])
     order = Order()
     strategy = strategy_of(order, 2, [0])
-    strategy.extended.elastic.joining = False
-    strategy.extended.control = None
+    strategy.joining = False
+    strategy.everyones = lambda mine, purpose: [mine, other]
     with pytest.raises(ValueError, match="rows: those of worker 1 are not those of worker 0"):
-        hooks._deal_out(strategy, elastic_data.Began(2, 1), {"x": of_value(1.0)})
+        fit_arguments.deal_out(strategy, elastic_data.Began(2, 1), {"x": of_value(1.0)})
     assert order.seed is None
-    hooks._deal_out(strategy, elastic_data.Began(2, 1), {"x": of_value(2.0)})
+    fit_arguments.deal_out(strategy, elastic_data.Began(2, 1), {"x": of_value(2.0)})
     assert order.seed is not None
 
 

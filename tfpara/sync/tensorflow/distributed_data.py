@@ -27,6 +27,7 @@ from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.tensorflow.device_datasets import own_iterators
 from tfpara.sync.tensorflow.private import input_lib as _input_lib
 from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
@@ -75,6 +76,13 @@ class DistributedData:
         finally:
             self._undivided = False
 
+    def place_of(self, epoch: int, first: int) -> DataPlace:
+        """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
+        worker = self.worker
+        # Before a worker has joined an elastic run, its number may be that of workers or more.
+        number = worker.rank % worker.num_workers
+        return DataPlace(number, worker.num_workers, len(worker.devices), epoch, first)
+
     # -- passes ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -82,7 +90,7 @@ class DistributedData:
         """Notes that a call of `fit` runs inside, which begins with that epoch."""
         passes, seed = self.passes, self.order.seed
         self.passes = None
-        if not self.worker.changes:
+        if not self.worker.company.changes:
             self.order.seed = None  # each call draws one, or takes that of a checkpoint
         within = self.worker.place.fits > 0  # this fit is called in a callback of another fit
         aside = self.position.aside(lambda: self.models.steps_seen)
@@ -152,7 +160,7 @@ class DistributedData:
         Raises:
             ValueError: on every worker, if they have different data.
         """
-        if self.worker.changes or self._undivided:
+        if self.worker.company.changes or self._undivided:
             return
         if drawn and self.order.seed is None:
             self.order.seed = random.getrandbits(48)
@@ -176,7 +184,7 @@ class DistributedData:
         """
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
-        if self._undivided or self.worker.elastic is not None:
+        if self._undivided or self.worker.company.changes:
             # A worker that comes or goes would change the others' parts: each evaluates all data.
             with self.worker.alone():
                 whole = distribute(dataset)
@@ -217,7 +225,7 @@ class DistributedData:
         """Returns data that `dataset_fn` makes anew for each epoch; for `make` see above."""
         if not self.worker.place.fits:
             self.position.move(0, self.models.steps_seen)
-        with self.position.at(0, 0):
+        with making(self.place_of(0, 0)):
             dataset = self.from_function(dataset_fn, make)
         dataset.__class__ = _EpochDatasets
         dataset.dataset_fn = dataset_fn
@@ -278,7 +286,7 @@ class _EpochDatasets(_Datasets):
         return tf.data.UNKNOWN_CARDINALITY
 
     def map(self, function: Callable[..., Nest]) -> _EpochDatasets:
-        with self.data.position.at(*self.built_for[:2]):
+        with making(self.data.place_of(*self.built_for[:2])):
             made = super().map(function)
         made.dataset_fn = lambda context: self.dataset_fn(context).map(function)
         return made
@@ -291,7 +299,7 @@ class _EpochDatasets(_Datasets):
         wanted = epoch, first, self.data.share
         if wanted != self.built_for:
             self._built = False
-            with self.data.position.at(epoch, first):
+            with making(self.data.place_of(epoch, first)):
                 self.build()
             self.built_for = wanted
         if (steps := super().cardinality) >= 0:

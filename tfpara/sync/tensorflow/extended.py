@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,14 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara import cluster
-from tfpara.cluster.place import END, call
+from tfpara.cluster.place import call
 from tfpara.strategy import StateHolder
-from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
-from tfpara.sync.one_sync.sized_rule import check_sizes
-from tfpara.sync.one_sync.synchronizer import Synchronizer
-from tfpara.sync.replaying import Replay
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow import links, variables
 from tfpara.sync.tensorflow.devices import checked_devices
@@ -33,8 +28,9 @@ from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import InitialValues, plain_variable, with_our_class
 from tfpara.sync.tensorflow.waits import Waits
+from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import joined
-from tfpara.sync.workers.meetings import Control, MismatchError
+from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest, Variable
 
@@ -61,7 +57,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         settings: of the strategy.
         devices: of this worker.
         found: the cluster.
-        elastic: this worker's part in an elastic run; else None.
+        company: the workers.
 
     Attributes:
         worker: this worker, its place in its script, and its exchanges with the others.
@@ -75,8 +71,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         initial_values: of variables.
         waits: of this process for others.
         states: objects whose state checkpoints keep, by name.
-        replay: an elastic run that this one repeats; else None.
-        as_one_replica: whether a script is asked for the data of all replicas.
         shown: the name given to `strategy.weights`, inside its context; else None.
     """
 
@@ -89,29 +83,19 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         settings: Settings,
         devices: Sequence[str],
         found: cluster.Cluster,
-        elastic: Regrouping | None = None,
+        company: Company,
     ) -> None:
         self._wanted_devices = devices
         self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
-        self.elastic = elastic
-        self.replay: Replay | None = None
-        self.as_one_replica = False
+        self.company = company
         self.shown: str | None = None
-        self.worker = Worker(elastic, changes=elastic is not None)
+        self.worker = Worker(company)
         self.place = self.worker.place
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
-        # The threads of an elastic run ask it before there are links.
-        self.waits = Waits(
-            found,
-            self.worker,
-            lambda: self.synchronizers,
-            bool(settings.overlap),
-            lambda message: self.links.abort(message),
-        )
         horovod = settings.collectives == "horovod" and found.num_workers > 1
-        if elastic is not None:
+        if company.changes:
             links.without_coordination()
-        served = elastic is None and not horovod and found.num_workers > 1
+        served = not horovod and found.num_workers > 1
         earlier = links.strategies_before(found) if served else 0
         # The parent would start the server again for a second strategy, and so drop what a faster
         # worker has already asked it for. The server stays, and each strategy has keys of its own.
@@ -119,42 +103,34 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         strategy._collective_key_base = earlier * BETWEEN_STRATEGIES
         super().__init__(
             strategy,
-            cluster_resolver=(
-                elastic.resolver() if elastic else _resolver(cluster.ALONE if horovod else found)
-            ),
+            cluster_resolver=company.resolver(),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
         self.worker.devices = self.worker_devices
         if served:
             links.count_strategy(found)
-        if horovod:
-            self.take_place(found.num_workers, found.rank)  # TensorFlow sees one process
-        if elastic is not None:
-            elastic.attach(self)
-        # All workers of an elastic run begin with the rule for as many as began it.
-        began = elastic.founders * len(self.worker_devices) if elastic else None
-        self.settings = settings = settings.resolved(began or self._num_replicas_in_sync)
-        if elastic is not None and settings.following_rule is None:
-            check_sizes(settings.rule, elastic.max_workers, len(self.worker_devices))
+        replicas = company.founding_replicas(len(self.worker_devices))
+        self.settings = settings = settings.resolved(replicas)
+        company.attach(self)
         # Weights travel between the lead devices, everything small between the hosts.
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         self.links = Links(found, settings, self.worker, self._local_device_type, host, earlier)
         self._make_parts()
-        if found.num_workers > 1 and elastic is None:
+        overlap, abort = bool(settings.overlap), self.links.abort
+        self.waits = Waits(found, self.worker, self.models.in_turn, overlap, abort)
+        if found.num_workers > 1:
             self.waits.watch(settings.timeout_seconds)
 
     def _make_parts(self) -> None:
         """Makes the parts of the strategy; each gets those before it that it needs."""
         strategy, settings, worker = self._container_strategy(), self.settings, self.worker
-        elastic = worker.elastic
         self.notes = Notes(settings, worker)
         self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
         self.models = TrainedModels(
             strategy, settings, worker, self.links, self.momentum, self.notes
         )
-        guard = elastic.together if elastic else None
         collectives = self.links.for_control()
-        self.control = Control(collectives, worker.place, self.models.in_turn, guard)
+        self.control = Control(collectives, worker.place, self.models.in_turn, self.company)
         worker.control = self.control
         self.steps = RunSteps(strategy, settings, self.models)
         self.data = DistributedData(worker, self.models, self.momentum)
@@ -198,8 +174,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # stopped, its machine sleeps, or its clock is put forward.
         limit = math.ceil(1000 * (self._timeout_seconds + LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
-        if self.elastic is not None:
-            updated.experimental.collective_group_leader = self.elastic.leader()
+        if self.company.leader:
+            updated.experimental.collective_group_leader = self.company.leader
         return updated
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
@@ -211,32 +187,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _in_multi_worker_mode(self) -> bool:
         # False: otherwise Keras and the input library would run a collective at every step.
         return False
-
-    def part(self) -> None:
-        """Waits for all workers at the end of the program.
-
-        If this exchange succeeds, all others have finished their work. If it fails, the error is
-        ignored, since nothing follows.
-        """
-        if self.elastic is not None:
-            self.elastic.part()
-            return
-        with contextlib.suppress(tf.errors.OpError, MismatchError):
-            self.control.together(END)
-
-    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
-        """Has the chief write a file; returns when it is there.
-
-        Args:
-            write: writes the file.
-            name: of the function that is called, on all workers.
-        """
-        if self.elastic is not None:
-            self.elastic.by_the_chief(write, name)
-            return
-        if self._container_strategy().is_chief:
-            write()
-        self.control.together(call(name))
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -358,8 +308,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def datasets_by_epoch(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
         """Distributes datasets that a function makes anew for each epoch."""
-        if self.replay is not None:
-            dataset_fn = self.replay.dealt(dataset_fn)
         make = super()._distribute_datasets_from_function
         return self.data.by_epoch(dataset_fn, lambda prepared: make(prepared, None))
 
@@ -389,7 +337,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def note_idle(self, model: keras.Model) -> None:
         """Tells the user of replicas without a row, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
-        if trained is not None and not self.worker.changes and not self.data.position.first:
+        if trained is not None and not self.company.changes and not self.data.position.first:
             self.notes.idle_replicas(np.flatnonzero(trained.graph.weights_seen == 0).tolist())
 
     def set_sync_period(self, sync_period: int | None) -> None:
@@ -428,34 +376,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     _waiting_since = _moved("waits.since")
     collectives = _moved("links.collectives")
 
-    @property
-    def synchronizers(self) -> list[Synchronizer]:
-        """Those of all trained models; there are none before the workers are connected."""
-        models = vars(self).get("models")
-        return models.synchronizers if models else []
+    synchronizers = _moved("models.synchronizers")
 
     def host_variable(self, value: Nest, name: str) -> tf.Variable:
         return variables.host_variable(value, name)
 
     def fit_momentum(self, optimizer: keras.optimizers.Optimizer) -> Any:
         return self.momentum.of_step(optimizer, variables.local_replica())
-
-    def serve(self, addresses: Mapping[int, str], leader: str, rank: int) -> None:
-        links.serve(addresses, leader)
-        self.take_place(len(addresses), rank)
-
-    def end_collectives(self, why: str) -> None:
-        links.end_collectives(why)
-
-
-def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Returns a resolver for the cluster, which is validated; TF_CONFIG is not read again."""
-    if found.num_workers == 1:
-        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-    jobs = json.loads(found.tf_config())["cluster"]
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs),
-        task_type=found.task_type,
-        task_id=found.task_index,
-        rpc_layer="grpc",
-    )

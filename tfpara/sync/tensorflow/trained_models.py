@@ -74,7 +74,6 @@ class TrainedModels:
         rule: of the model that was made last.
         tracked: what a custom loop trains; None: not named.
         blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
-        present: see `Site.present`.
     """
 
     def __init__(
@@ -93,11 +92,10 @@ class TrainedModels:
         self._links = links
         self._momentum = momentum
         self._notes = notes
-        self._elastic = worker.elastic
+        self._company = worker.company
         self.rule: Rule = settings.rule
         self.tracked: keras.Model | None = None
         self.blocks_closed = 0
-        self.present: tf.Variable | None = None
         self._trained: list[_Trained] = []
         self._recent: _Trained | None = None  # of the model that was trained last
         self._dropped = NO_SYNCS  # what syncs of models cost that are not in `_trained` any more
@@ -241,11 +239,7 @@ class TrainedModels:
         former = self._entry(model)
         self._drop_collected(former)
         if former is not None:
-            if self._elastic is not None:
-                self._elastic.together(former.synchronizer.finish_block)
-            else:
-                with self._place.meeting(COMPILED_ANEW):
-                    former.synchronizer.finish_block()
+            self._company.finish_block(former.synchronizer, COMPILED_ANEW)
         build_optimizer(model)
         settings = self.settings.for_optimizers(optimizers(model))
         variables = replica_variables(model, self._strategy.experimental_local_results, settings)
@@ -266,9 +260,7 @@ class TrainedModels:
         if former is not None:
             former.synchronizer.leave(variables.weights, self._chiefs_left)
         synchronizer = Synchronizer(variables, settings, site)
-        if site.members is not None:
-            replicas = site.members.size * len(self._worker.devices)
-            synchronizer.graph.global_state.rule.change(replicas)
+        synchronizer.graph.global_state.rule.change(self._worker.replicas)
         if former is not None:
             synchronizer.adopt(former.synchronizer)
         others = [each.synchronizer for each in self._trained if each is not former]
@@ -285,8 +277,7 @@ class TrainedModels:
         )
         at = len(self._trained) if former is None else self._trained.index(former)
         self._trained[at : at + 1] = [self._recent]
-        if self._elastic is not None:
-            self._elastic.check_step()
+        self._company.check_step()
         return synchronizer
 
     def _note_settings(self, model: keras.Model, settings: Settings) -> None:
@@ -312,11 +303,9 @@ class TrainedModels:
         site = Site(
             # A joiner of an elastic run has made fewer synchronizers than the others, so that
             # numbers would differ; such a run has one model.
-            name="model" if self._elastic else f"model{self._made}",
+            name="model" if self._company.changes else f"model{self._made}",
             num_replicas=self._worker.replicas,
-            first_replica=self._worker.first_replica,
-            members=self._worker.members,
-            present=self.present,
+            company=self._company,
             devices=self._worker.devices,
             collectives=self._links.collectives,
             reports=self._links.reports,
@@ -336,8 +325,7 @@ class TrainedModels:
         Args:
             former: the entry of the model that is about to be trained, if it has one.
         """
-        # An elastic run has one model.
-        if self._elastic is not None or all(each is former for each in self._trained):
+        if all(each is former for each in self._trained):
             return
         gc.collect()  # Models refer to themselves, so that they stay until then.
         gone = [k for k, each in enumerate(self._trained) if each.model() is None]
@@ -350,8 +338,7 @@ class TrainedModels:
     def _drop(self, entry: _Trained, purpose: Purpose) -> None:
         """Closes a model's block and gives up its synchronizer; every worker must call it."""
         synchronizer = entry.synchronizer
-        with self._place.meeting(purpose):
-            synchronizer.finish_block()
+        self._company.finish_block(synchronizer, purpose)
         synchronizer.leave([], self._chiefs_left)
         self._dropped = self._dropped.and_then(synchronizer.graph.statistics())
         self._trained.remove(entry)
@@ -377,14 +364,7 @@ class TrainedModels:
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
         """Closes the open blocks of all models; every worker must call it for this purpose."""
         self.blocks_closed += 1
-        synchronizers = self.in_turn()
-        if self._elastic is not None:
-            self._elastic.close()
-            return
-        if synchronizers:
-            with self._place.meeting(purpose):
-                for synchronizer in synchronizers:
-                    synchronizer.finish_block()
+        self._company.finish_blocks(purpose)
 
     @contextlib.contextmanager
     def writing(self, model: keras.Model) -> Iterator[None]:
