@@ -21,18 +21,11 @@ from tfpara.typing import Json
 
 
 class ForCallbacks(Strategy):
-    """What `PeriodicSyncStrategy` offers beyond what users call."""
+    """The side of a `PeriodicSyncStrategy` that callbacks, checkpoints and programs use."""
 
     extended: PeriodicSyncExtended
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Adds the state of an object to checkpoints, from which it is restored.
-
-        Args:
-            name: name of the state; a second object with the same name replaces the first.
-            holder: its `get_state()` returns a value that JSON can carry, which `set_state(state)`
-                restores.
-        """
         self.extended.states[name] = holder
 
     @property
@@ -49,24 +42,14 @@ class ForCallbacks(Strategy):
             synchronizer.graph.request(request)
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """Sends this worker's value to all; returns the workers' values by rank.
-
-        Every worker must call it.
-
-        Args:
-            value: anything that JSON can carry; other objects are sent as their `repr`.
-            purpose: the purpose of the exchange.
-        """
         return everyones(value, self.extended.control, purpose)
 
     @property
     def members_change(self) -> bool:
-        """Whether workers may come and go while the run goes on."""
         return self.extended.company.changes
 
     @property
     def joining(self) -> bool:
-        """Whether this worker has still to be let in by the others."""
         return self.extended.company.joining
 
     def share_state(self, name: str, holder: StateHolder) -> None:
@@ -86,7 +69,7 @@ class ForCallbacks(Strategy):
         self.extended.company.part()
 
     def program_ends(self) -> None:
-        """Is called where a program ends that `tfpara.run` has not ended."""
+        """Tells the other workers that this program ends, where `tfpara.run` does not end it."""
         self.extended.company.program_ends()
 
     def note(self, text: str) -> None:
@@ -126,7 +109,7 @@ class ForCallbacks(Strategy):
 
     @property
     def blocks_closed(self) -> int:
-        """How often Python code has closed the open blocks, on all workers alike."""
+        """The number of times that Python code has closed the blocks, on all workers alike."""
         return self.extended.models.blocks_closed
 
     def note_scheduled_period(self) -> None:
@@ -142,7 +125,7 @@ class ForCallbacks(Strategy):
         self.extended.set_sync_period(sync_period)
 
     def position(self, first: int, steps: int) -> dict[str, Json]:
-        """Returns where in the data of its epoch the run is, at a sync, as a checkpoint keeps it.
+        """Returns the position in the data of the epoch, at a sync, as a checkpoint keeps it.
 
         Args:
             first: minibatches of the epoch that an earlier process has trained, over all replicas.
@@ -158,7 +141,7 @@ class ForCallbacks(Strategy):
         return found | {"minibatches": first + steps * self.num_replicas}
 
     def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Sets where in the data an epoch goes on that begins.
+        """Sets the position in the data from which the epoch that begins goes on.
 
         Args:
             epoch: its number.
