@@ -15,7 +15,6 @@ MODULES = {
 
 # Imports that remain to be turned round: for types alone.
 KNOWN = {
-    "tfpara.sync.tensorflow.extended": ("tfpara.sync.elastic.rejoin", "tfpara.sync.replaying"),
     "tfpara.parameter_server.errors": ("tfpara.parameter_server.strategy",),
     "tfpara.parameter_server.fit": ("tfpara.parameter_server.strategy",),
 }

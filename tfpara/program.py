@@ -12,14 +12,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from tfpara import cluster
 from tfpara.cluster import Cluster, exit_codes, failures, parent, whereabouts
 from tfpara.cluster import asynchronous as async_cluster
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 # With 1 in this environment variable, an error that one sentence explains shows its traceback, too.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
@@ -28,8 +25,19 @@ _PARTING_SECONDS = 10.0
 _INTERRUPTED = 130  # the exit code that shells use for SIGINT
 _RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of Python's statement `raise`
 
+
+class _Strategy(Protocol):
+    """A synchronous strategy, as the end of a program sees it."""
+
+    num_workers: int
+    members_change: bool
+
+    def part(self) -> None: ...
+    def program_ends(self) -> None: ...
+
+
 _explains = False  # whether `sys.excepthook` is the one of this module
-_strategy: tf.distribute.Strategy | None = None  # the one that was made last
+_strategy: _Strategy | None = None  # the one that was made last
 _leaves: list[Callable[[bool], None]] = []
 _tells: list[Callable[[int, str], None]] = []
 
@@ -137,7 +145,7 @@ def explain_errors() -> None:
         _explains = True
 
 
-def watch(strategy: tf.distribute.Strategy, found: Cluster, timeout_seconds: float) -> None:
+def watch(strategy: _Strategy, found: Cluster, timeout_seconds: float) -> None:
     """Remembers a strategy for the end of the program.
 
     Args:
@@ -218,7 +226,7 @@ def _sentence(error: BaseException) -> str | None:
         return " ".join(str(error).split())
     if failures.is_of_tensorflow(error):
         # What TF_CONFIG or an engine says of workers is not true of an elastic run.
-        return failures.explain(error, cluster.ALONE if _is_elastic() else cluster.read())
+        return failures.explain(error, cluster.ALONE if _members_change() else cluster.read())
     raised = _raised_here(error)
     if raised is None:
         return None
@@ -276,15 +284,15 @@ def _shows_frames(error: BaseException) -> bool:
     return whereabouts.line_of_error(behind) != ""
 
 
-def _is_elastic() -> bool:
+def _members_change() -> bool:
     """Returns whether the strategy that was made is of an elastic run."""
-    return _strategy is not None and getattr(_strategy.extended, "elastic", None) is not None
+    return _strategy is not None and _strategy.members_change
 
 
 def _has_others() -> bool:
     """Returns whether this process is one of several workers, as far as it can tell."""
     if _strategy is not None:
-        return _is_elastic() or _strategy.num_workers > 1
+        return _strategy.members_change or _strategy.num_workers > 1
     with contextlib.suppress(ValueError):
         return cluster.read().num_workers > 1
     return False
@@ -299,16 +307,14 @@ def _say(name: str, sentence: str) -> None:
 
 
 def _part(process: int) -> None:
-    """Tells an elastic run that this program, which `run` has not ended, has come to its end.
+    """Tells the others of an elastic run that this program, which `run` has not ended, ends.
 
     Args:
         process: that the strategy was made in, and not a fork of it.
     """
     # Python sets this for an error that ends the program. Nothing tells of sys.exit.
-    if process != os.getpid() or not _is_elastic() or hasattr(sys, "last_value"):
-        return
-    if _strategy.extended.elastic.has_trained:  # type: ignore[union-attr]
-        _strategy.extended.part()  # type: ignore[union-attr]
+    if process == os.getpid() and _strategy is not None and not hasattr(sys, "last_value"):
+        _strategy.program_ends()
 
 
 def _leave(code: str | int | None, orderly: bool) -> NoReturn:
@@ -323,7 +329,7 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     if orderly and _strategy is not None:
         # If a worker left at once, another could lose the rest of a message that it is reading.
-        parting = threading.Thread(target=_strategy.extended.part, daemon=True)
+        parting = threading.Thread(target=_strategy.part, daemon=True)
         parting.start()
         parting.join(None if code == 0 else _PARTING_SECONDS)
     atexit.unregister(_part)

@@ -128,6 +128,45 @@ class Strategy:
         """The objects given to `keep_state`, by name."""
         return {}
 
+    # -- workers that come and go ----------------------------------------------------------------
+
+    @property
+    def members_change(self) -> bool:
+        """Whether workers may come and go while the run goes on."""
+        return False
+
+    @property
+    def joining(self) -> bool:
+        """Whether this worker has still to be let in by the others."""
+        return False
+
+    def share_state(self, name: str, holder: StateHolder) -> None:
+        """Has workers that join take over an object's state from those that are there.
+
+        Args:
+            name: of the state; a number is added where another object has it.
+            holder: its arrays travel as well if its state says `HAS_WEIGHTS`; they are its
+                attribute `weights`, of the same shapes on all workers.
+        """
+
+    def units(self, steps: int | None) -> int:
+        """Returns the length of the epoch in units that all workers count alike; 0: not known.
+
+        Args:
+            steps: of each of the replicas with which the run begins; None: not known.
+        """
+        return steps or 0
+
+    def trained_units(self, steps: int) -> int:
+        """Returns the units of the epoch in the model, at a sync after so many steps."""
+        return steps
+
+    def reached(self, steps: int) -> int:
+        """Returns the units of the epoch that are trained, after so many steps of a replica."""
+        return steps
+
+    # -- all together ----------------------------------------------------------------------------
+
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
         """Returns the values of all processes that run callbacks, by rank. All must call it.
 

@@ -5,11 +5,11 @@ import os
 
 import mutants
 import pytest
+import record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfpara import files
-from tfpara.elastic import record
 from tfpara.elastic.plan import Plan, begin
 
 pytestmark = pytest.mark.quick

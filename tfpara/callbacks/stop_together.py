@@ -59,7 +59,7 @@ class StopTogether(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
-        asked = strategy.extended.synchronizer_of(self.model).agreement().request == Request.STOP
+        asked = strategy.synchronizer_of(self.model).agreement().request == Request.STOP
         mine = bool(self.model.stop_training) or self._asked or asked
         self.model.stop_training = any(strategy.everyones(mine, _WISHES))
         strategy.answered(Request.STOP)

@@ -100,7 +100,7 @@ class Telemetry(keras.callbacks.Callback):
             measured["sync_ms"] = 1000.0 * waited / max(after.syncs - before.syncs, 1)
             measured["sync_fraction"] = waited / seconds
             measured["distance"] = after.distance
-            if self.model.distribute_strategy.extended.elastic is not None:
+            if Strategy.of(self.model).members_change:
                 measured["workers"] = float(self.model.distribute_strategy.num_workers)
         elif before is not None and after is not None:
             # Workers push many times before the first batch hook.

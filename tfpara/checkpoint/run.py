@@ -63,7 +63,6 @@ class SyncCheckpoints(Checkpoints):
         build_optimizers(model)
         super().__init__(model, Store(directory, keep, _FIELDS))
         self._may_change = may_change
-        self._extended = self._strategy.extended
         self._began_in: int | None = None  # generation in which a checkpoint is begun
         self._told_of_lock = False
         # Variables and values for `restore_epoch`.
@@ -77,7 +76,7 @@ class SyncCheckpoints(Checkpoints):
     def synchronizer(self) -> Synchronizer:
         """The model's synchronizer."""
         with self._strategy.scope():
-            return self._extended.synchronizer_of(self._model)
+            return self._strategy.synchronizer_of(self._model)
 
     def restore_epoch(self) -> None:
         """Restores metrics and the open block again, when `fit` has begun the interrupted epoch.
@@ -106,8 +105,7 @@ class SyncCheckpoints(Checkpoints):
         """
         while True:
             self._take_the_lock()
-            elastic = self._extended.elastic
-            self._began_in = elastic.form.number if elastic is not None else None
+            self._began_in = self._strategy.generation
             try:
                 return super().save(position)
             except _ChangedError:
@@ -118,7 +116,7 @@ class SyncCheckpoints(Checkpoints):
 
     def _take_the_lock(self) -> None:
         """Locks the directory where this worker has become the chief of an elastic run."""
-        if self._extended.elastic is None or not self._strategy.is_chief:
+        if not (self._strategy.members_change and self._strategy.is_chief):
             return
         try:
             self.store.lock()
@@ -133,15 +131,14 @@ class SyncCheckpoints(Checkpoints):
         everyone = super()._everyones([value, self._began_in], name)
         # All compare the same values, so that all write the checkpoint anew, or none does.
         began_in = {generation for _, generation in everyone}
-        elastic = self._extended.elastic
-        if elastic is not None and began_in != {None} and began_in != {elastic.completed_in}:
+        if began_in != {None} and began_in != {self._strategy.completed_in}:
             raise _ChangedError
         return [value for value, _ in everyone]
 
     # -- what is in a checkpoint -----------------------------------------------------------------
 
     def _settings(self) -> dict[str, Json]:
-        settings = self._extended.settings
+        settings = self._strategy.settings
         run = settings.of_a_run()
         return {
             **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
@@ -191,7 +188,7 @@ class SyncCheckpoints(Checkpoints):
                 slot.variable.assign(value)
             if value is not None and slot.kind.is_of_epoch:
                 self._of_epoch.append((slot.variable, value))
-        self._extended.sync_period = self.synchronizer.sync_period
+        self._strategy.note_restored_period(self.synchronizer.sync_period)
         rank = self._strategy.worker_index % len(readers)
         set_random_states(json.loads(parts.of_worker(rank, "random")))
         self._give_states(manifest["states"])

@@ -7,6 +7,8 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -24,17 +26,22 @@ from tfpara.group import as_list
 from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync.data.elastic_data import by_epoch
-from tfpara.sync.elastic.rejoin import Regrouping
+from tfpara.sync.data.position import Pass
+from tfpara.sync.elastic.company import Elastic as ElasticCompany
 from tfpara.sync.keras import hooks, scope
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.statistics import SyncStatistics
+from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import counted, start_line
 from tfpara.sync.tensorflow import average_loss
 from tfpara.sync.tensorflow.devices import default_devices
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended, in_replica
-from tfpara.sync.workers import horovod_group
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.variables import in_replica
+from tfpara.sync.workers import data_place, horovod_group
+from tfpara.sync.workers.company import Company
+from tfpara.sync.workers.fixed import Fixed
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
@@ -189,40 +196,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         # Before the processes know of each other: then TensorFlow lists the devices of all.
         devices = default_devices() if devices is None else devices
         check_threads(len(devices))
-        if elastic is not None:
-            settings = _checked_elastic(settings, elastic)
-            if meeting_point():
-                self._start_elastic(settings, devices, elastic, startup_timeout_seconds)
-                return
-            text = f"tfpara: elastic=: {MEETING} is not set, so this process trains alone"
-            print(text, file=sys.stderr, flush=True)
-        found = cluster.taking_part(cluster.read)
-        if meeting_point() and found.num_workers == 1 and not self._is_simulated:
-            raise ValueError(
-                f"{MEETING}={meeting_point()!r} says where the workers of an elastic run meet, and "
-                "with elastic=None each of them would train by itself. Give this strategy "
-                f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
-            )
-        if found.has_ps and found.is_chief:
-            _log.warning("tfpara: %s", _PS_LEFT_OUT)
-        chosen, why = choose(collectives, found)
-        settings = dataclasses.replace(settings, collectives=chosen)
-        if found.num_workers > 1 and found.is_chief and collectives == "auto":
-            # A warning is shown by default. It is one only if another backend was possible.
-            chose = found.rank_variable and (of_horovod(found) or not found.told)
-            level = logging.WARNING if chose else logging.DEBUG
-            _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
-        if chosen == "tensorflow" or not of_horovod(found):
-            found = startup.find_each_other(found, startup_timeout_seconds, chosen)
-        if found.num_workers > 1 and chosen == "horovod":
-            horovod_group.join(found, startup_timeout_seconds, timeout_seconds)
-            starting: Any = contextlib.nullcontext()
-        else:
-            starting = startup.guard(found, startup_timeout_seconds)
+        found, settings, starting = self._company_of(
+            settings, elastic, len(devices), startup_timeout_seconds
+        )
         # The grandparent's constructor is called, since the parent's builds its own extended class.
-        with starting:
-            with _starting_first():
-                extended = PeriodicSyncExtended(self, settings, devices, found)
+        with starting as company, _starting_first():
+            extended = PeriodicSyncExtended(self, settings, devices, found, company)
             tf.distribute.Strategy.__init__(self, extended)
         if found.num_workers > 1:
             found = horovod_group.with_addresses(found, extended.control)
@@ -234,41 +213,69 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         hooks.install()
         quiet.install()
         average_loss.install()
-        if self.is_chief:
+        if company.joining:
+            print("tfpara: joins a run that is under way", file=sys.stderr, flush=True)
+        elif self.is_chief:
             # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
             self._print_start()
-            alone = found.num_workers == 1 and not self._is_simulated
+            alone = found.num_workers == 1 and not (self._is_simulated or company.changes)
             text = cluster.left_alone() if alone else ""
             if text:
                 print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
-    def _start_elastic(
+    def _company_of(
         self,
         settings: Settings,
-        devices: Sequence[str],
-        elastic: Elastic,
+        elastic: Elastic | None,
+        devices: int,
         startup_timeout_seconds: float,
-    ) -> None:
+    ) -> tuple[cluster.Cluster, Settings, AbstractContextManager[Company]]:
+        """Returns the workers, their settings, and the context in which TensorFlow's server starts.
+
+        Args:
+            settings: as they were given.
+            elastic: as it was given.
+            devices: the number of this worker's.
+            startup_timeout_seconds: longest wait for the others.
+        """
+        if elastic is not None:
+            settings = _checked_elastic(settings, elastic)
+        if elastic is None or not meeting_point():
+            found, settings = self._find_workers(settings, elastic, startup_timeout_seconds)
+            return found, settings, _fixed_company(found, settings, startup_timeout_seconds)
         if elastic.rule_follows:
-            largest = check_sizes(settings.rule, elastic.max_workers, len(devices))
+            largest = check_sizes(settings.rule, elastic.max_workers, devices)
             settings = dataclasses.replace(
                 settings, following_rule=settings.rule, largest_rule=largest
             )
-        with startup.elastic_run():
-            regrouping = Regrouping(elastic, startup_timeout_seconds)
-            with quiet.starting(), _starting_first():
-                extended = PeriodicSyncExtended(self, settings, devices, cluster.ALONE, regrouping)
-        tf.distribute.Strategy.__init__(self, extended)
-        program.watch(self, cluster.ALONE, settings.timeout_seconds)
-        extended.start()
-        scope.watch(self)
-        hooks.install()
-        quiet.install()
-        average_loss.install()
-        if regrouping.joining:
-            print("tfpara: joins a run that is under way", file=sys.stderr, flush=True)
-        elif self.is_chief:
-            self._print_start()
+        return cluster.ALONE, settings, _elastic_company(elastic, startup_timeout_seconds)
+
+    def _find_workers(
+        self, settings: Settings, elastic: Elastic | None, startup_timeout_seconds: float
+    ) -> tuple[cluster.Cluster, Settings]:
+        """Returns the workers of a run that stay the same, and the settings with their backend."""
+        if elastic is not None:
+            text = f"tfpara: elastic=: {MEETING} is not set, so this process trains alone"
+            print(text, file=sys.stderr, flush=True)
+        found = cluster.taking_part(cluster.read)
+        if meeting_point() and found.num_workers == 1 and not self._is_simulated:
+            raise ValueError(
+                f"{MEETING}={meeting_point()!r} says where the workers of an elastic run meet, and "
+                "with elastic=None each of them would train by itself. Give this strategy "
+                f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
+            )
+        if found.has_ps and found.is_chief:
+            _log.warning("tfpara: %s", _PS_LEFT_OUT)
+        asked = settings.collectives
+        chosen, why = choose(asked, found)
+        if found.num_workers > 1 and found.is_chief and asked == "auto":
+            # A warning is shown by default. It is one only if another backend was possible.
+            chose = found.rank_variable and (of_horovod(found) or not found.told)
+            level = logging.WARNING if chose else logging.DEBUG
+            _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
+        if chosen == "tensorflow" or not of_horovod(found):
+            found = startup.find_each_other(found, startup_timeout_seconds, chosen)
+        return found, dataclasses.replace(settings, collectives=chosen)
 
     def _print_start(self) -> None:
         extended = self.extended
@@ -278,10 +285,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             self.rule,
             self.sync_period,
             self.averages,
-            extended.collectives.way,
-            divided=extended.elastic is None,
+            extended.links.collectives.way,
+            divided=not extended.company.changes,
         )
-        for text in filter(None, (line, extended.connected_by)):
+        for text in filter(None, (line, extended.links.connected_by)):
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
@@ -293,7 +300,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def has_trained(self) -> bool:
         """Whether a model was trained under this strategy."""
-        return self.extended.has_trained
+        return self.extended.models.has_trained
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -306,17 +313,20 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def num_replicas(self) -> int:
         """N, the replicas of all workers."""
-        return 1 if self.extended.as_one_replica else self.extended._num_replicas_in_sync
+        place = data_place.present()
+        return place.num_replicas if place else self.extended._num_replicas_in_sync
 
     @property
     def num_workers(self) -> int:
         """The number of processes that take part."""
-        return self.extended._num_workers
+        place = data_place.present()
+        return place.workers if place else self.extended._num_workers
 
     @property
     def worker_index(self) -> int:
         """This worker, 0 … num_workers − 1; 0 is the chief."""
-        return self.extended._id_in_cluster
+        place = data_place.present()
+        return place.worker if place else self.extended._id_in_cluster
 
     @property
     def is_chief(self) -> bool:
@@ -325,21 +335,17 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
         next exchange on, elsewhere at once.
         """
-        elastic = self.extended.elastic
-        return elastic.is_chief if elastic is not None else self.worker_index == 0
+        return self.extended.company.is_chief
 
     @property
     def local_replica_ids(self) -> list[int]:
         """The numbers, among 0 … N − 1, of this worker's replicas."""
-        count = 1 if self.extended.as_one_replica else len(self.extended.worker_devices)
-        # Before a worker has joined an elastic run, its number may be that of workers or more.
-        place = self.worker_index % self.num_workers
-        return list(range(place * count, (place + 1) * count))
+        return (data_place.present() or self.extended.data.place_of(0, 0)).replica_ids
 
     @property
     def sync_period(self) -> int | None:
         """τ, minibatches of each replica between two syncs; None while there are none."""
-        return self.extended.sync_period
+        return self.extended.momentum.sync_period
 
     def set_sync_period(self, sync_period: int | None) -> None:
         """Sets τ from here on. Every worker must call it between blocks: where an epoch begins.
@@ -358,7 +364,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             # Raises if the period does not go with the other settings.
             settings = dataclasses.replace(extended.settings, sync_period=sync_period)
             sync_period = settings.sync_period
-        if any(s.agreement().block_open or s.in_flight for s in extended.synchronizers):
+        if any(s.agreement().block_open or s.in_flight for s in extended.models.synchronizers):
             raise ValueError(
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
                 "sync. Call it where an epoch begins, or after strategy.synchronize()."
@@ -378,7 +384,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Raises:
             ValueError: there is no such replica.
         """
-        self.extended.broadcast_replica(model, replica)
+        self.extended.models.broadcast_replica(model, replica)
 
     @property
     def rule(self) -> Rule:
@@ -386,7 +392,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
         Once a model trains, they are also those for its local optimizer.
         """
-        return self.extended.rule
+        return self.extended.models.rule
 
     @property
     def averages(self) -> dict[str, Average]:
@@ -406,39 +412,39 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         A replica whose part of the batch is empty takes no step. If `fn` updates the weights of a
         model, every `sync_period`-th call includes a sync.
         """
-        extended = self.extended
+        models, steps = self.extended.models, self.extended.steps
         with self.scope():
-            if tf.executing_eagerly() and extended.synchronizer_for(fn) is None:
-                model = extended.model_of(fn)
-                if _is_train_step(fn) or (model is extended.tracked and _has_weights(model)):
+            if tf.executing_eagerly() and models.for_step(fn) is None:
+                model = models.model_of(fn)
+                if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
                     # Made before the step, so that it starts from the weights before the step.
-                    extended.make_synchronizer(model)
+                    models.make(model)
             # A function that was traced in an earlier call does not show that it steps. Its
             # optimizers' step counts do.
-            counts = extended.step_counts() if tf.executing_eagerly() else []
-            extended.optimizer_stepped = False
-            extended.written, extended.used = [], []
+            counts = steps.step_counts() if tf.executing_eagerly() else []
+            steps.optimizer_stepped = False
+            steps.written, steps.used = [], []
             outputs = super().run(skip_empty(fn), args, kwargs, options)
             locals_ = self.experimental_local_results((args, kwargs or {}))
             samples = [batch_size(values) for values in locals_]
             if _is_step_of_keras(fn):
-                outputs = extended.of_those_that_stepped(outputs, samples)
-            if tf.executing_eagerly() and extended.have_stepped(counts):
-                extended.optimizer_stepped = True
-            if not extended.optimizer_stepped and not _is_train_step(fn):
+                outputs = steps.of_those_that_stepped(outputs, samples)
+            if tf.executing_eagerly() and steps.have_stepped(counts):
+                steps.optimizer_stepped = True
+            if not steps.optimizer_stepped and not _is_train_step(fn):
                 return outputs
-            extended.check_optimizers(extended.model_of(fn))
+            steps.check_optimizers(models.model_of(fn))
             # Looked up again, since the step may have made slots of optimizers.
-            synchronizer = extended.synchronizer_for(fn)
+            synchronizer = models.for_step(fn)
             if synchronizer is None:
                 with tf.init_scope():
-                    synchronizer = extended.make_synchronizer(extended.model_of(fn))
-                scope.check(extended.model_of(fn), self)
-            extended.check_written(synchronizer)
+                    synchronizer = models.make(models.model_of(fn))
+                scope.check(models.model_of(fn), self)
+            steps.check_written(synchronizer)
             with after(locals_):
                 synchronizer.after_step(
                     [1 if n is None else n for n in samples],
-                    [extended.weight_of(fn, *values) for values in locals_],
+                    [steps.weight_of(fn, *values) for values in locals_],
                 )
             return outputs
 
@@ -480,10 +486,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             loop of your own every pass that follows training steps is the next epoch's. In a
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
-        position = self.extended.position
-        return self.extended.datasets_by_epoch(
-            lambda context: dataset_fn(position.epoch, position.first)
-        )
+
+        def make(context: object) -> tf.data.Dataset:
+            place = data_place.present()
+            assert place is not None
+            return dataset_fn(place.epoch, place.first)
+
+        return self.extended.datasets_by_epoch(make)
 
     def minibatches_by_epoch(
         self, dataset_fn: Callable[[int], tf.data.Dataset]
@@ -526,7 +535,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
         `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
         """
-        for synchronizer in self.extended.synchronizers:
+        for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.request(request)
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
@@ -540,9 +549,125 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """
         return everyones(value, self.extended.control, purpose)
 
+    @property
+    def members_change(self) -> bool:
+        """Whether workers may come and go while the run goes on."""
+        return self.extended.company.changes
+
+    @property
+    def joining(self) -> bool:
+        """Whether this worker has still to be let in by the others."""
+        return self.extended.company.joining
+
+    def share_state(self, name: str, holder: StateHolder) -> None:
+        self.extended.company.share_state(name, holder)
+
+    def units(self, steps: int | None) -> int:
+        return self.extended.company.epoch.units(steps)
+
+    def trained_units(self, steps: int) -> int:
+        return self.extended.company.epoch.trained_units(steps)
+
+    def reached(self, steps: int) -> int:
+        return self.extended.company.epoch.reached(steps)
+
+    def part(self) -> None:
+        """Waits for all workers at the end of the program."""
+        self.extended.company.part()
+
+    def program_ends(self) -> None:
+        """Is called where a program ends that `tfpara.run` has not ended."""
+        self.extended.company.program_ends()
+
+    def note(self, text: str) -> None:
+        """Prints a note once, on the chief."""
+        self.extended.notes.tell(text)
+
+    def synchronizer_of(self, model: keras.Model) -> Synchronizer:
+        """Returns the synchronizer of a built and compiled model; makes one if there is none."""
+        return self.extended.models.synchronizer_of(model)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, with those that depend on the number of replicas filled in."""
+        return self.extended.settings
+
+    @property
+    def generation(self) -> int:
+        """The number of the present set of members."""
+        return self.extended.company.generation
+
+    @property
+    def completed_in(self) -> int:
+        """The generation in which the last exchange from Python has succeeded."""
+        return self.extended.company.completed_in
+
+    def leave(self) -> bool:
+        """Has this worker leave at the next sync; returns whether all must leave with it."""
+        return self.extended.company.leave()
+
+    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
+        """Keeps a record of changes of members beside the checkpoints of a callback."""
+        self.extended.company.keep_record(checkpoints, directory)
+
+    def write_record(self, syncs: int) -> None:
+        """Adds the present members to the record, after so many syncs."""
+        self.extended.company.write_record(syncs)
+
+    @property
+    def blocks_closed(self) -> int:
+        """How often Python code has closed the open blocks, on all workers alike."""
+        return self.extended.models.blocks_closed
+
+    def note_scheduled_period(self) -> None:
+        """Notes that callbacks of `fit` set the sync period."""
+        self.extended.momentum.is_scheduled = True
+
+    def note_restored_period(self, sync_period: int | None) -> None:
+        """Notes τ, where a checkpoint has set it."""
+        self.extended.momentum.sync_period = sync_period
+
+    def put_back_sync_period(self, sync_period: int | None) -> None:
+        """Sets τ again after a failed `fit`, which may have left a block open."""
+        self.extended.set_sync_period(sync_period)
+
+    def position(self, first: int, steps: int) -> dict[str, Json]:
+        """Returns where in the data of its epoch the run is, at a sync, as a checkpoint keeps it.
+
+        Args:
+            first: minibatches of the epoch that an earlier process has trained, over all replicas.
+            steps: minibatches of it that each replica has trained since.
+        """
+        found = self.extended.company.epoch.position() if steps else {}
+        if found:
+            return found
+        passes = self.extended.data.passes
+        begun = passes.present() if passes is not None else None
+        if begun is not None:
+            found["pass"] = dataclasses.asdict(begun)
+        return found | {"minibatches": first + steps * self.num_replicas}
+
+    def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
+        """Sets where in the data an epoch goes on that begins.
+
+        Args:
+            epoch: its number.
+            position: of a checkpoint from which the run goes on; of another epoch, or empty: the
+                epoch begins at its start.
+        """
+        within = position if position.get("epoch") == epoch else {}
+        first, steps = within.get("minibatches", 0), within.get("steps", 0)
+        begun = Pass(epoch, first, steps) if steps else None
+        if "pass" in position:
+            begun = Pass(**position["pass"])
+        seen = self.extended.models.steps_seen
+        self.extended.data.position.move(epoch, seen, first, steps, begun)
+        if first:
+            self.extended.company.epoch.resume(epoch, position)
+
     def steps_resumed(self, epoch: int) -> int:
         """Returns the minibatches of each replica that an earlier process trained of this epoch."""
-        position = self.extended.position
+        position = self.extended.data.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 
     def answered(self, *requests: Request) -> None:
@@ -550,7 +675,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
         Others stay until they are answered. Every worker calls it at the same sync.
         """
-        for synchronizer in self.extended.synchronizers:
+        for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.answered(*requests)
 
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
@@ -574,7 +699,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
                 "weigh_minibatches() after a model was trained: its compiled step counts "
                 "otherwise. Call it right after the strategy is made."
             )
-        self.extended.minibatch_weight = weight
+        self.extended.steps.minibatch_weight = weight
 
     def track(
         self,
@@ -595,7 +720,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             TypeError: an argument is no model, or no optimizer.
             ValueError: the list of models is empty.
         """
-        self.extended.track(as_list(model), as_list(optimizers))
+        self.extended.models.track(as_list(model), as_list(optimizers))
 
     def forget(self, model: keras.Model) -> None:
         """Gives up what the strategy keeps of a model that was trained; every worker must call it.
@@ -617,7 +742,17 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Raises:
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
         """
-        self.extended.forget(model)
+        extended = self.extended
+        if extended.company.changes:
+            raise ValueError(
+                "strategy.forget() does not go with elastic=, whose run trains one model."
+            )
+        if extended.place.fits or extended.shown is not None:
+            inside = (
+                "in a callback of fit" if extended.place.fits else "inside strategy.weights(...)"
+            )
+            raise ValueError(f"strategy.forget() {inside}: a model is in use. Call it afterwards.")
+        extended.models.forget(model)
 
     def synchronize(self) -> None:
         """Closes the open block: takes part in syncs until every worker has called it.
@@ -625,7 +760,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Every worker must call it. `fit` does so at the end of each epoch; custom loops call it at
         the end of their data.
         """
-        self.extended.finish_blocks()
+        self.extended.models.finish_blocks()
 
     def barrier(self) -> None:
         """Waits until every worker has called this.
@@ -658,9 +793,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
-        self.extended.finish_blocks(call(f"strategy.weights(model, {which!r})"))
-        synchronizer = self.extended.trained(model)
-        if synchronizer is None and self.extended.is_stranger(model):
+        self.extended.models.finish_blocks(call(f"strategy.weights(model, {which!r})"))
+        synchronizer = self.extended.models.trained(model)
+        if synchronizer is None and self.extended.models.is_stranger(model):
             raise ValueError(
                 f"this model has no {which!r} weights of its own: it belongs to another strategy, "
                 "or shares some of its weights with a model that was trained. Give the model that "
@@ -683,14 +818,34 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             model: a model that is built and compiled in the scope.
         """
         with self.scope():
-            return self.extended.synchronizer_of(model).graph.global_state.nbytes
+            return self.extended.models.synchronizer_of(model).graph.global_state.nbytes
 
     def statistics(self) -> SyncStatistics:
         """Returns counts and times of this worker's syncs so far, over all models."""
-        total = self.extended.dropped
-        for synchronizer in self.extended.synchronizers:
-            total = total.and_then(synchronizer.graph.statistics())
-        return total
+        return self.extended.models.statistics()
+
+
+@contextlib.contextmanager
+def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterator[Company]:
+    """Connects to the meeting point; TensorFlow's server starts inside."""
+    with startup.elastic_run():
+        company = ElasticCompany(elastic, startup_timeout_seconds)
+        with quiet.starting():
+            yield company
+
+
+@contextlib.contextmanager
+def _fixed_company(
+    found: cluster.Cluster, settings: Settings, startup_timeout_seconds: float
+) -> Iterator[Company]:
+    """Joins Horovod's group, if that connects the workers; TensorFlow's server starts inside."""
+    by_horovod = found.num_workers > 1 and settings.collectives == "horovod"
+    if by_horovod:
+        horovod_group.join(found, startup_timeout_seconds, settings.timeout_seconds)
+        yield Fixed(found, by_horovod)
+    else:
+        with startup.guard(found, startup_timeout_seconds):
+            yield Fixed(found)
 
 
 @contextlib.contextmanager

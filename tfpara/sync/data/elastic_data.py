@@ -21,7 +21,6 @@ import tensorflow as tf
 from tfpara.cluster.place import FIT_BEGIN
 from tfpara.sync.data import same_data
 from tfpara.sync.data.reading import Order, ahead, shuffled, shuffled_rows
-from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Json
 
 Facts: TypeAlias = dict[str, Json]
@@ -291,22 +290,21 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
     Raises:
         ValueError: the workers with which the run begins have different data.
     """
-    extended = strategy.extended
-    if extended.order.seed is None:
+    order: Order = strategy.extended.data.order
+    if order.seed is None:
         drawn = random.getrandbits(48)
-        if extended.elastic is not None and not extended.elastic.joining:
-            mine = {"seed": drawn, "facts": facts}
-            everyone = everyones(mine, extended.control, FIT_BEGIN)
+        if not strategy.joining:
+            everyone = strategy.everyones({"seed": drawn, "facts": facts}, FIT_BEGIN)
             drawn = everyone[0]["seed"]
             problem = same_data.difference(
                 [each["facts"] for each in everyone], "Give all workers of an elastic run the same."
             )
             if problem:
                 raise ValueError(problem)
-        extended.order.seed = drawn
-    if extended.order.parts is None:
-        extended.order.parts, extended.order.devices = began
-    return extended.order
+        order.seed = drawn
+    if order.parts is None:
+        order.parts, order.devices = began
+    return order
 
 
 def _numbers(strategy: Any, first: int, count: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +95,11 @@ class Position:
         steps, self.steps, self.begun = self.steps, 0, None
         return steps
 
-    def within(self, begun: Pass) -> AbstractContextManager[None]:
-        """Sets the position to one within a pass for what begins to read inside."""
-        self.steps = begun.steps
-        return self.at(begun.epoch, begun.first)
-
     @contextlib.contextmanager
-    def at(self, epoch: int, first: int) -> Iterator[None]:
-        """Sets the epoch and `first` for data that are made inside."""
+    def within(self, begun: Pass) -> Iterator[None]:
+        """Sets the position to one within a pass, for a pass that begins inside."""
         former = self.epoch, self.first
-        self.epoch, self.first = epoch, first
+        self.epoch, self.first, self.steps = begun.epoch, begun.first, begun.steps
         try:
             yield
         finally:

@@ -35,7 +35,7 @@ def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
                 chiefs_callbacks.prepared(c, strategy) for c in fit_call.arranged(callbacks)
             ]
             prepared = [p for p in prepared if p is not None]
-            if given.arguments.get("add_progbar") and strategy.extended.elastic is not None:
+            if given.arguments.get("add_progbar") and strategy.members_change:
                 prepared.append(chiefs_callbacks.ChiefsBar(strategy))
             given.arguments["callbacks"] = prepared
         make(*given.args, **given.kwargs)
@@ -56,45 +56,31 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             place: Place | None = getattr(callbacks, _PLACE, None)
             if place is None:
                 return hook(callbacks, *args, **kwargs)
-            elastic = _elastic(callbacks)
+            extended = strategy_of_ours(callbacks._model).extended
             if name == "on_epoch_begin":
                 place.epoch_begins(*args[:1])
-                extended = _extended(callbacks)
-                extended.position.enter(args[0], extended.steps_seen)
-                changing = elastic or getattr(_extended(callbacks), "replay", None)
-                if changing is not None:
-                    changing.begin_epoch(*args[:1])
+                extended.data.enter_epoch(args[0])
+                extended.company.epoch_begins(args[0])
             if name == "on_train_batch_begin":
                 place.step_begins(*args[:1])
             with place.in_callbacks():
                 result = hook(callbacks, *args, **kwargs)
-            if name == "on_train_begin" and elastic is not None:
-                elastic.begin()
+            if name == "on_train_begin":
+                extended.company.fit_begins()
             if name in ("on_epoch_begin", "on_train_end"):
                 # Callbacks may have changed the sync period.
                 steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None
-                _extended(callbacks).note_epoch(callbacks._model, steps)
+                extended.note_epoch(callbacks._model, steps)
             if name == "on_epoch_end" and place.fits and place.in_first_epoch:
-                _extended(callbacks).note_idle(callbacks._model)
+                extended.note_idle(callbacks._model)
             if name == "on_epoch_begin" and place.fits and place.in_first_epoch:
                 epochs = callbacks.params["epochs"]
-                _extended(callbacks).note_syncs(steps, epochs if epochs - args[0] > 1 else 0)
+                extended.note_syncs(steps, epochs if epochs - args[0] > 1 else 0)
             return result
 
         return calling
 
     return make
-
-
-def _elastic(callbacks: keras.callbacks.CallbackList) -> Any:
-    """The regrouping of an elastic run in whose `fit` callbacks run; else None."""
-    return getattr(_extended(callbacks), "elastic", None)
-
-
-def _extended(callbacks: keras.callbacks.CallbackList) -> Any:
-    """The strategy's extended part of the model whose callbacks these are; None if it has none."""
-    strategy = strategy_of_ours(callbacks._model) if getattr(callbacks, "_model", None) else None
-    return strategy.extended if strategy is not None else None
 
 
 HOOKS = {

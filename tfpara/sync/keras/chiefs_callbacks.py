@@ -6,6 +6,7 @@ writes goes on there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -43,10 +44,11 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
         ValueError: the callback cannot work under the strategy.
     """
     _refuse(callback, strategy)
-    if strategy.extended.elastic is not None:
-        _remember(callback, strategy.extended.elastic.states)
+    names = next((n for kind, n in _REMEMBERED.items() if isinstance(callback, kind)), ())
+    if names:
+        strategy.share_state("callback of Keras", _Memory(callback, names))
     attribute = next((a for kind, a in _PATHS.items() if isinstance(callback, kind)), None)
-    if not strategy.is_chief or strategy.extended.elastic is not None:
+    if strategy.members_change or not strategy.is_chief:
         if type(callback) is _CALLBACKS.RemoteMonitor:
             return callback if strategy.is_chief else None
         return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
@@ -56,15 +58,6 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
     return callback
 
 
-def _remember(callback: keras.callbacks.Callback, states: dict[str, Any]) -> None:
-    """Adds what a callback remembers to the states that a worker takes over where it joins."""
-    names = next((n for kind, n in _REMEMBERED.items() if isinstance(callback, kind)), ())
-    known = any(isinstance(s, _Memory) and s.callback is callback for s in states.values())
-    if names and not known:
-        count = sum(isinstance(state, _Memory) for state in states.values())
-        states[f"callback {count} of Keras"] = _Memory(callback, names)
-
-
 def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
     if isinstance(callback, _CALLBACKS.BackupAndRestore):
         raise ValueError(
@@ -72,12 +65,9 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
             "momentum and averages nor the other replicas: a run would not go on where it was. Use "
             f"tfpara.callbacks.Checkpoint({os.fspath(callback.backup_dir)!r}) in its place."
         )
-    elastic = strategy.extended.elastic
-    if elastic is not None:
-        why = getattr(callback, "not_elastic", "")
-        if why:
-            name = type(callback).__name__
-            raise ValueError(f"{name} and elastic= contradict each other: {why}")
+    why = getattr(callback, "not_elastic", "")
+    if why and strategy.members_change:
+        raise ValueError(f"{type(callback).__name__} and elastic= contradict each other: {why}")
     orbax = getattr(_CALLBACKS, "OrbaxCheckpoint", None)
     if orbax is not None and isinstance(callback, orbax) and strategy.num_workers > 1:
         raise ValueError(
@@ -87,11 +77,12 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
         )
 
 
+@dataclasses.dataclass
 class _Memory:
-    """What a callback of Keras remembers of earlier epochs, for a worker that joins."""
+    """The state that a callback of Keras keeps from epoch to epoch, for a worker that joins."""
 
-    def __init__(self, callback: keras.callbacks.Callback, names: tuple[str, ...]) -> None:
-        self.callback, self._names = callback, names
+    callback: keras.callbacks.Callback
+    _names: tuple[str, ...]
 
     @property
     def weights(self) -> list[np.ndarray] | None:

@@ -31,13 +31,13 @@ from typing import Any
 import keras
 
 from tfpara import fit_call, program
-from tfpara.cluster.place import EVALUATE, FIT_END
+from tfpara.cluster.place import EVALUATE
 from tfpara.sync.keras import scope
 from tfpara.sync.keras.building import looking, of_a_row, without_reading
 from tfpara.sync.keras.callbacks import HOOKS, with_files_of_the_chief
 from tfpara.sync.keras.compiling import compiled_by_default, compiled_by_replica
 from tfpara.sync.keras.data_passes import with_divided_data
-from tfpara.sync.keras.fit_arguments import deal_out, refuse_spent
+from tfpara.sync.keras.fit_arguments import refuse_spent
 from tfpara.sync.keras.logs import of_all_workers
 from tfpara.sync.keras.optimizer_steps import step_noted, with_fitted_average, with_fitted_momentum
 from tfpara.sync.keras.replacing import (
@@ -114,9 +114,8 @@ def _shown_by_the_chief(method: Method) -> Method:
     def showing(model: keras.Model, *args: object, **kwargs: object) -> object:
         strategy = strategy_of_ours(model)
         given = signature.bind(model, *args, **kwargs)
-        others = strategy is not None and not strategy.is_chief
-        others = others and strategy.extended.elastic is None  # there the chief may change
-        if others:
+        # Where members change, another worker may become the chief.
+        if strategy is not None and not (strategy.is_chief or strategy.members_change):
             given.arguments["verbose"] = 0
         try:
             return method(*given.args, **given.kwargs)
@@ -143,23 +142,10 @@ def _together(fit: Method) -> Method:
         refuse_spent(bound.arguments)
         extended = strategy.extended
         in_fit = extended.in_fit(model, bound.arguments.get("initial_epoch", 0))
-        changing: Any = extended.elastic or extended.replay
-        if changing is not None:
-            deal_out(strategy, changing.began, bound.arguments)
-            changing.check(model, bound.arguments)
-            args, kwargs = bound.args[1:], bound.kwargs
-        elastic = changing.training(model) if changing else contextlib.nullcontext()
-        with program.noting(), in_fit, _with_data("fit", strategy), elastic:
-            if extended.elastic is not None:
-                history = extended.elastic.fit(
-                    lambda: fit(model, *args, **kwargs),
-                    lambda: fit(model, bound.arguments["x"], epochs=0, verbose=0),
-                )
-            else:
-                history = fit(model, *args, **kwargs)
-            if strategy.num_workers > 1:
-                extended.finish_blocks(FIT_END)
-        return history
+        (_, *names), given = signature.parameters, bound.arguments
+        given = {name: given[name] for name in names if name in given}
+        with program.noting(), in_fit, _with_data("fit", strategy):
+            return extended.company.fit(model, given, lambda given: fit(model, **given))
 
     return fitting
 

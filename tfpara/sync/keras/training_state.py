@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.keras_model import optimizers
+from tfpara.strategy import Strategy
 from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.keras.optimizer_steps import build_optimizers
-from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
+from tfpara.sync.one_sync.state_vars import TRAVELLING, Kind, Slot, model_slots, slots_of
 from tfpara.typing import Array, Json
 
 
@@ -77,23 +78,14 @@ class EpochStart:
     Args:
         model: a compiled model.
 
-    Raises:
-        ValueError: the run is a replay.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._extended: Any = getattr(model.distribute_strategy, "extended", None)
+        self._strategy: Any = Strategy.of(model)
         self._state: TrainingState | None = None
         self._taken: Sequence[np.ndarray] | None = None
-        self._elastic: Any = getattr(self._extended, "elastic", None)
-        if self._elastic is not None:
-            self._elastic.keep_state("epoch start", self)
-        elif getattr(self._extended, "replay", None) is not None:
-            raise ValueError(
-                "a replay cannot go back to where an epoch began: its record does not have what "
-                "workers that came within the epoch went back to."
-            )
+        self._strategy.share_state("epoch start", self)
 
     def note(self) -> None:
         """Notes the present state, where an epoch begins. All workers call it.
@@ -111,7 +103,7 @@ class EpochStart:
             return
         for variable, value in zip(self._travelling(), self._taken, strict=True):
             variable.assign(value)
-        synchronizer = self._extended.synchronizer_of(self._model)
+        synchronizer = self._strategy.synchronizer_of(self._model)
         synchronizer.start_from(synchronizer.broadcast_point())
 
     def forget(self) -> None:
@@ -136,11 +128,12 @@ class EpochStart:
 
     @weights.setter
     def weights(self, weights: Sequence[np.ndarray]) -> None:
-        if self._elastic.joining:  # who is behind has noted the same itself
+        if self._strategy.joining:  # one that is behind has noted the same itself
             self._taken = weights
 
     def _travelling(self) -> list[tf.Variable]:
-        return list(_changing(self._model, self._elastic.slots()))
+        slots = (slot for slot in _shared_slots(self._model) if slot.kind in TRAVELLING)
+        return list(_changing(self._model, slots))
 
 
 def _shared_slots(model: keras.Model) -> list[Slot]:

@@ -97,8 +97,7 @@ class SyncGraph:
             weights.
         weights_seen: for each replica a number that is 0 as long as no sync has had a minibatch of
             it that counts.
-        dealt: in an elastic run, steps of each worker that are in the model since its data were
-            dealt out; else None.
+        dealt: steps of each worker that are in the model since the data were dealt out.
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
@@ -152,12 +151,8 @@ class SyncGraph:
         self._distance = make(tf.zeros([]), "distance")
         self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
         self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
-        self.dealt: tf.Variable | None = None
-        if self._site.members is not None:
-            number = [self._site.members.size]
-            self.dealt = tf.Variable(
-                tf.zeros(number, tf.int64), shape=[None], trainable=False, name="tfpara/dealt"
-            )
+        workers = [self._site.num_replicas // len(self._site.devices)]
+        self.dealt = make(tf.zeros(workers, tf.int64), "dealt", [None])
 
     # -- in the training thread --------------------------------------------------------------
 
@@ -290,8 +285,7 @@ class SyncGraph:
         self._sync_began.assign(began)
         with phase("wait"):
             table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
-        count = -1 if self._site.members else self._site.num_replicas
-        reports = tf.reshape(table, [count, self.columns.width])
+        reports = tf.reshape(table, [-1, self.columns.width])
         with tf.control_dependencies([reports]):
             # The wait is over. If the reports forbid the sync, no other wait follows.
             self._sync_began.assign(0.0)
@@ -300,7 +294,7 @@ class SyncGraph:
     def apart(self, reports: tf.Tensor) -> tf.Tensor:
         """Returns the sentence that says which worker is where, if they are apart; else ""."""
         site = self._site
-        if site.reports.size == 1 and site.members is None:
+        if site.is_alone:
             return tf.constant("")
 
         def told() -> tf.Tensor:
@@ -311,9 +305,9 @@ class SyncGraph:
             table = site.reports.all_gather(mine, f"{self._site.name}/places")
             return tf.numpy_function(lambda rows: sentence(rows).encode(), [table], tf.string)
 
-        elastic = site.members is not None
+        changes = site.company.changes
         (differ,) = in_python(
-            lambda table: [are_apart(table, elastic)], (reports,), tf.TensorSpec([], tf.bool)
+            lambda table: [are_apart(table, changes)], (reports,), tf.TensorSpec([], tf.bool)
         )
         return tf.cond(differ, told, lambda: tf.constant(""))
 
@@ -331,16 +325,15 @@ class SyncGraph:
         """
         site, columns, names = self._site, self.columns, self.replicas.averaged_names
         own, fragments = len(site.devices), self._fragments
-        several = site.reports.size > 1 or site.members is not None
 
         def decided(
             table: np.ndarray, apart: bytes, replicas: int, first: int, period: int
         ) -> Sequence[Array | bytes]:
             at = time.monotonic()
             text = apart.decode() or problem_of(table, columns, names, own)
-            if not text and site.members is None:
+            if not text and len(table) == len(self.weights_seen):
                 self.weights_seen += table[:, columns.samples].max(1)
-            if text and patient and several:
+            if text and patient and not site.is_alone:
                 time.sleep(_GRACE_SECONDS)
             # With F fragments, each fragment's block is F sync periods long.
             block = float(period) * fragments
@@ -460,8 +453,7 @@ class SyncGraph:
             seconds: for which training stood still, and the part of these spent waiting.
         """
         self._agreed.assign(verdict.agreed)
-        if self.dealt is not None:
-            self.dealt.assign_add(verdict.trained)
+        self.dealt.assign_add(verdict.trained)
         self._syncs.assign_add(committed)
         self._seconds.assign_add(seconds)
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfpara.cluster.place import Place
-from tfpara.collectives import Collectives, broadcast_to_devices
-from tfpara.collectives.members import Members
+from tfpara.collectives import Collectives, Loopback, broadcast_to_devices
 from tfpara.keras_model import constrained
 from tfpara.sync.one_sync.buckets import Layout
 from tfpara.sync.settings import Settings
-from tfpara.typing import Array
+from tfpara.sync.workers.company import Company
+from tfpara.typing import Scalar
 
 Buckets = Sequence[tf.Tensor]
 BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
@@ -25,39 +25,35 @@ class Site(NamedTuple):
     """The place of this worker among all that train a model, and its links to them.
 
     name: prefix of the names of the model's exchanges; unique in a run, the same on every worker.
-    num_replicas: N, over all workers.
-    first_replica: global number of this worker's first replica.
+    num_replicas: N, over all workers, at the start.
+    company: the workers.
     devices: one for each local replica, the lead device first.
     collectives: between the workers' lead devices, for the weights.
     reports: collectives between the workers' hosts, for the reports.
     place: where in its script this process is; its owner keeps it up to date.
-    make: creates a plain variable, `make(initial_value, name)`.
+    make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
+        one whose shape may change.
     period: the sync period in minibatches, of all models of the strategy.
-    members: of a group that changes, else None; num_replicas and first_replica are then those with
-        which the run began.
-    present: N, where it changes and the local replicas stay: those beyond it are idle. Else None.
     """
 
     name: str
     num_replicas: int
-    first_replica: int
+    company: Company
     devices: Sequence[str]
     collectives: Collectives
     reports: Collectives
     place: Place
-    make: Callable[[Array, str], tf.Variable]
+    make: Callable[..., tf.Variable]
     period: tf.Variable
-    members: Members | None = None
-    present: tf.Variable | None = None
 
-    def replicas_now(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-        """N and the number of this worker's first replica, as graphs read them."""
-        if self.present is not None:
-            return self.present.read_value(), self.first_replica
-        if self.members is None:
-            return self.num_replicas, self.first_replica
-        size, rank = self.members.size_and_rank()
-        return size * len(self.devices), rank * len(self.devices)
+    def replicas_now(self) -> tuple[Scalar, Scalar]:
+        """Returns N, and the number of this worker's first replica, as graphs read them."""
+        return self.company.replicas_now(len(self.devices))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker trains alone, now and later."""
+        return isinstance(self.reports, Loopback)
 
 
 @dataclasses.dataclass

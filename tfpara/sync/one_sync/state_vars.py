@@ -65,6 +65,10 @@ class Kind(enum.Enum):
 _OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 
+# What workers that are behind, or new, take over from another one.
+TRAVELLING = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
+
+
 class Slot(NamedTuple):
     """One variable of the state.
 

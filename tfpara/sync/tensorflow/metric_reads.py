@@ -1,0 +1,94 @@
+"""Metrics' variables, read as one number of the replicas of all workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfpara.cluster.place import Place
+from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.tensorflow.variables import Metric
+from tfpara.sync.topology import Topology
+from tfpara.sync.workers.company import Company
+from tfpara.sync.workers.meetings import Control
+
+
+class MetricReads:
+    """The reading of metrics, which closes the open blocks: so the data of all workers end alike.
+
+    Args:
+        topology: the workers and devices.
+        place: the place of this process in its script.
+        control: between the workers.
+        models: the trained models.
+        company: the workers.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        place: Place,
+        control: Control,
+        models: TrainedModels,
+        company: Company,
+    ) -> None:
+        self._topology = topology
+        self._place = place
+        self._control = control
+        self._models = models
+        self._company = company
+        self._sums: dict[int, tf.Tensor] = {}  # by the variable's id, while metrics are read
+
+    @contextlib.contextmanager
+    def reading(self, model: keras.Model) -> Iterator[None]:
+        """Has metrics that are read inside be all of the same workers, where these change."""
+        if not self._company.changes:
+            yield
+            return
+        values = [variable.value for variable in model.metrics_variables]
+        variables = [value for value in values if isinstance(value, Metric)]
+        try:
+            for variable, total in zip(variables, self._sums_of(variables), strict=True):
+                self._sums[id(variable)] = total
+            yield
+        finally:
+            self._sums.clear()
+
+    def over_all(self, variable: Metric, mean: bool) -> tf.Tensor:
+        """Returns the sum or mean of a variable over all replicas; every worker must call it.
+
+        Of a variable that is read as replica 0's, it is that one's component.
+        """
+        replicas, eager = self._topology.replicas, tf.executing_eagerly()
+        if not eager:
+            total = self._part_of(variable)
+        elif id(variable) in self._sums:
+            total = self._sums[id(variable)]
+        else:
+            (total,) = self._sums_of([variable])
+        if eager and self._company.changes and self._place.calls:
+            replicas = len(self._topology.devices)  # each worker has evaluated all data
+        return total / replicas if mean else total
+
+    def _part_of(self, variable: Metric) -> tf.Tensor:
+        """Returns this worker's term of the sum of which a metric's variable is read."""
+        if not variable.is_of_first:
+            return tf.add_n([v.read_value() for v in variable.values])
+        first = variable.values[0].read_value()
+        # In a graph nothing is exchanged.
+        counts = self._topology.rank == 0 or not tf.executing_eagerly()
+        return first if counts else tf.zeros_like(first)
+
+    def _sums_of(self, variables: Sequence[Metric]) -> list[tf.Tensor]:
+        """Returns metrics' variables summed over the workers."""
+        if not self._company.changes:
+            purpose = self._place.of_metric()
+            if self._models.synchronizers:
+                self._models.finish_blocks(purpose)
+            else:
+                self._control.together(purpose)
+        parts = [self._part_of(variable) for variable in variables]
+        return self._company.sums(parts, bool(self._place.calls))
