@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ __all__ = [
     "adapter_utils",
     "adapters",
     "array_slicing",
+    "for_ours",
     "legacy_h5_format",
     "replace",
     "saving_lib",
@@ -35,13 +37,34 @@ __all__ = [
 
 # A function of Keras, or its replacement.
 Method: TypeAlias = Callable[..., Any]
-_replaced: set[tuple[int, str, Method]] = set()
+_replaced: set[tuple[int, str, Callable[[Any], Any]]] = set()
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function or class by what `make` makes of it; a second call changes nothing."""
     if (id(owner), name, make) not in _replaced:
         _replaced.add((id(owner), name, make))
         setattr(owner, name, make(getattr(owner, name)))
+
+
+def for_ours(replacement: Method) -> Callable[[Method], Method]:
+    """Makes a replacement for models of a `PeriodicSyncStrategy`; others keep Keras' function.
+
+    Args:
+        replacement: called as `replacement(original, strategy, model, …)`.
+    """
+
+    def make(original: Method) -> Method:
+        @functools.wraps(original)
+        def calling(model: keras.Model, *args: object, **kwargs: object) -> object:
+            strategy = strategy_of_ours(model)
+            if strategy is None:
+                return original(model, *args, **kwargs)
+            return replacement(original, strategy, model, *args, **kwargs)
+
+        return calling
+
+    return make
 
 
 def strategy_of_ours(model: keras.Model) -> Any:
