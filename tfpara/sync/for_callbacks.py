@@ -16,6 +16,7 @@ from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Json
 
@@ -24,6 +25,10 @@ class ForCallbacks(Strategy):
     """The side of a `PeriodicSyncStrategy` that callbacks, checkpoints and programs use."""
 
     extended: PeriodicSyncExtended
+
+    @property
+    def _company(self) -> Company:
+        return self.extended.worker.company
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
         self.extended.states[name] = holder
@@ -46,31 +51,31 @@ class ForCallbacks(Strategy):
 
     @property
     def members_change(self) -> bool:
-        return self.extended.company.changes
+        return self._company.changes
 
     @property
     def joining(self) -> bool:
-        return self.extended.company.joining
+        return self._company.joining
 
     def share_state(self, name: str, holder: StateHolder) -> None:
-        self.extended.company.share_state(name, holder)
+        self._company.share_state(name, holder)
 
     def units(self, steps: int | None) -> int:
-        return self.extended.company.epoch.units(steps)
+        return self._company.epoch.units(steps)
 
     def trained_units(self, steps: int) -> int:
-        return self.extended.company.epoch.trained_units(steps)
+        return self._company.epoch.trained_units(steps)
 
     def reached(self, steps: int) -> int:
-        return self.extended.company.epoch.reached(steps)
+        return self._company.epoch.reached(steps)
 
     def part(self) -> None:
         """Waits for all workers at the end of the program."""
-        self.extended.company.part()
+        self._company.part()
 
     def program_ends(self) -> None:
         """Tells the other workers that this program ends, where `tfpara.run` does not end it."""
-        self.extended.company.program_ends()
+        self._company.program_ends()
 
     def note(self, text: str) -> None:
         """Prints a note once, on the chief."""
@@ -88,24 +93,24 @@ class ForCallbacks(Strategy):
     @property
     def generation(self) -> int:
         """The number of the present set of members."""
-        return self.extended.company.generation
+        return self._company.generation
 
     @property
     def completed_in(self) -> int:
         """The generation in which the last exchange from Python has succeeded."""
-        return self.extended.company.completed_in
+        return self._company.completed_in
 
     def leave(self) -> bool:
         """Has this worker leave at the next sync; returns whether all must leave with it."""
-        return self.extended.company.leave()
+        return self._company.leave()
 
     def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
         """Keeps a record of changes of members beside the checkpoints of a callback."""
-        self.extended.company.keep_record(checkpoints, directory)
+        self._company.keep_record(checkpoints, directory)
 
     def write_record(self, syncs: int) -> None:
         """Adds the present members to the record, after so many syncs."""
-        self.extended.company.write_record(syncs)
+        self._company.write_record(syncs)
 
     @property
     def blocks_closed(self) -> int:
@@ -131,7 +136,7 @@ class ForCallbacks(Strategy):
             first: minibatches of the epoch that an earlier process has trained, over all replicas.
             steps: minibatches of it that each replica has trained since.
         """
-        found = self.extended.company.epoch.position() if steps else {}
+        found = self._company.epoch.position() if steps else {}
         if found:
             return found
         passes = self.extended.data.passes
@@ -156,7 +161,7 @@ class ForCallbacks(Strategy):
         seen = self.extended.models.steps_seen
         self.extended.data.position.move(epoch, seen, first, steps, begun)
         if first:
-            self.extended.company.epoch.resume(epoch, position)
+            self._company.epoch.resume(epoch, position)
 
     def steps_resumed(self, epoch: int) -> int:
         """Returns the minibatches of each replica that an earlier process trained of this epoch."""

@@ -28,8 +28,8 @@ class Notes:
 
     def tell(self, text: str) -> None:
         """Prints a note, unless it was printed before."""
-        joining = self.worker.company.joining
-        if self.worker.rank == 0 and not joining and text not in self._told:
+        joins = self.worker.company.joining
+        if self.worker.rank == 0 and not joins and text not in self._told:
             self._told.add(text)
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
@@ -46,7 +46,7 @@ class Notes:
             replicas = self.worker.num_workers  # a worker's devices meet more often
         block = period * self.settings.fragments
         text = few_syncs(epochs * -(-steps // block), replicas) if block > 1 else ""
-        if text and not self._few_told and not self.worker.company.changes:
+        if text and not self._few_told and not self.worker.changes:
             self._few_told = True
             self.tell(text)
 
@@ -57,7 +57,7 @@ class Notes:
             rows: of the largest batch; None: not known.
         """
         replicas = self.worker.replicas
-        if rows is not None and rows < replicas and not self.worker.company.changes:
+        if rows is not None and rows < replicas and not self.worker.changes:
             self._idle_told = True
             self.tell(
                 f"fit divides batches of {counted(rows, 'row')} among {replicas} "
@@ -72,7 +72,7 @@ class Notes:
             idle: the numbers of these replicas.
         """
         replicas = self.worker.replicas
-        if 0 < len(idle) < replicas and not self._idle_told and not self.worker.company.changes:
+        if 0 < len(idle) < replicas and not self._idle_told and not self.worker.changes:
             self._idle_told = True
             self.tell(
                 f"replicas without a row in this epoch: {', '.join(map(str, idle))} (of 0 … "

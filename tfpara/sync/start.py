@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,8 +15,8 @@ from tfpara.cluster import quiet, startup
 from tfpara.collectives.choice import choose, of_horovod
 from tfpara.elastic.meeting import ADDRESS as MEETING
 from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.strategy import Strategy
 from tfpara.sync.elastic.company import Elastic as ElasticCompany
-from tfpara.sync.for_callbacks import ForCallbacks
 from tfpara.sync.keras import hooks, scope
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.settings import Settings
@@ -38,7 +37,7 @@ _PS_LEFT_OUT = (
 
 
 def start(
-    strategy: Any,
+    strategy: Strategy,
     settings: Settings,
     devices: Sequence[str] | None,
     elastic: Elastic | None,
@@ -48,7 +47,7 @@ def start(
     """Joins the other workers, and initializes a strategy as one of theirs.
 
     Args:
-        strategy: a `PeriodicSyncStrategy` that has no attributes yet.
+        strategy: the strategy, of which only the class exists so far.
         settings: its settings.
         devices: of this worker; None: the default ones.
         elastic: the settings of an elastic run; else None.
@@ -58,20 +57,13 @@ def start(
     # Before the processes know of each other: then TensorFlow lists the devices of all.
     devices = default_devices() if devices is None else devices
     check_threads(len(devices))
-    if elastic is not None:
-        settings = _checked_elastic(settings, elastic)
-    if elastic is not None and meeting_point():
-        found, settings = cluster.ALONE, _following(settings, elastic, len(devices))
-        starting = _elastic_company(elastic, startup_timeout_seconds)
-    else:
-        if elastic is not None:
-            _say(f"elastic=: {MEETING} is not set, so this process trains alone")
-        found, settings = _find_workers(settings, startup_timeout_seconds, is_simulated)
-        starting = _fixed_company(found, settings, startup_timeout_seconds)
+    found, settings, starting = workers_of(
+        settings, len(devices), elastic, startup_timeout_seconds, is_simulated
+    )
     with starting as company, _starting_first():
         extended = PeriodicSyncExtended(strategy, settings, devices, found, company)
-        # The constructor of tf.distribute.MultiWorkerMirroredStrategy would build an extended
-        # strategy of its own, so its base's is called.
+        # The constructor of tf.distribute.MultiWorkerMirroredStrategy would build an extended class
+        # of its own, so its base's is called.
         tf.distribute.Strategy.__init__(strategy, extended)
     if found.num_workers > 1:
         found = horovod_group.with_addresses(found, extended.control)
@@ -92,70 +84,43 @@ def start(
             _say(cluster.left_alone())
 
 
-def _checked_elastic(settings: Settings, elastic: object) -> Settings:
-    """Returns the settings for an elastic run.
+def workers_of(
+    settings: Settings,
+    devices: int,
+    elastic: Elastic | None,
+    startup_timeout_seconds: float,
+    is_simulated: bool,
+) -> tuple[cluster.Cluster, Settings, contextlib.AbstractContextManager[Company]]:
+    """Finds the other workers, unless they come and go.
 
-    Raises:
-        TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting contradicts it; or TF_CONFIG, or an engine, has started several
-            workers without a meeting point.
+    Args:
+        devices: the number of this worker's; the others as of `start`.
+
+    Returns:
+        The workers that stay the same, else this one; the settings, with what depends on them; and
+        the context in which TensorFlow's server starts, which yields the company.
     """
-    if not isinstance(elastic, Elastic):
-        raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
-    try:
-        found = cluster.taking_part(cluster.read)
-    except cluster.ClusterError:
-        if not meeting_point():
-            raise
-        return settings.elastic()  # TF_CONFIG and an engine's variables are not needed
-    if found.num_workers > 1:
-        told = found.told.engine if found.told else "TF_CONFIG"
-        if not meeting_point():
-            raise ValueError(
-                f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
-                f"workers without one. Start tfpara-meet --workers={found.num_workers} "
-                f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
-                "name, for all workers: docs/elastic.md."
-            )
-        if found.is_chief:
-            _say(f"workers meet at {MEETING}; ranks and addresses of {told} are not used")
-    return settings.elastic()
-
-
-def _following(settings: Settings, elastic: Elastic, devices: int) -> Settings:
-    """Returns the settings for a rule that follows the number of replicas, if it does."""
-    if not elastic.rule_follows:
-        return settings
-    largest = check_sizes(settings.rule, elastic.max_workers, devices)
-    return dataclasses.replace(settings, following_rule=settings.rule, largest_rule=largest)
-
-
-def _find_workers(
-    settings: Settings, startup_timeout_seconds: float, is_simulated: bool
-) -> tuple[cluster.Cluster, Settings]:
-    """Returns the workers of a run that stay the same, and the settings with their backend.
-
-    Raises:
-        ValueError: the environment names a meeting point, and the run is not elastic.
-    """
-    found = cluster.taking_part(cluster.read)
-    if meeting_point() and found.num_workers == 1 and not is_simulated:
-        raise ValueError(
-            f"{MEETING}={meeting_point()!r} is where the workers of an elastic run meet, and "
-            "with elastic=None each of them would train by itself. Give this strategy "
-            f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
-        )
-    if found.has_ps and found.is_chief:
-        _log.warning("tfpara: %s", _PS_LEFT_OUT)
+    if elastic is not None:
+        settings = _checked_elastic(settings, elastic)
+        if meeting_point():
+            if elastic.rule_follows:
+                largest = check_sizes(settings.rule, elastic.max_workers, devices)
+                settings = dataclasses.replace(
+                    settings, following_rule=settings.rule, largest_rule=largest
+                )
+            return cluster.ALONE, settings, _elastic_company(elastic, startup_timeout_seconds)
+        _say(f"elastic=: {MEETING} is not set, so this process trains alone")
+    found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
     if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
         # A warning is shown by default. It is one only if another backend was possible.
         chose = found.rank_variable and (of_horovod(found) or not found.told)
         level = logging.WARNING if chose else logging.DEBUG
         _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
+    settings = dataclasses.replace(settings, collectives=chosen)
     if chosen == "tensorflow" or not of_horovod(found):
         found = startup.find_each_other(found, startup_timeout_seconds, chosen)
-    return found, dataclasses.replace(settings, collectives=chosen)
+    return found, settings, _fixed_company(found, settings, startup_timeout_seconds)
 
 
 @contextlib.contextmanager
@@ -172,12 +137,82 @@ def _fixed_company(
     found: cluster.Cluster, settings: Settings, startup_timeout_seconds: float
 ) -> Iterator[Company]:
     """Joins Horovod's group, if that connects the workers; TensorFlow's server starts inside."""
-    if found.num_workers > 1 and settings.collectives == "horovod":
+    by_horovod = found.num_workers > 1 and settings.collectives == "horovod"
+    starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if by_horovod:
         horovod_group.join(found, startup_timeout_seconds, settings.timeout_seconds)
-        yield Fixed(found, by_horovod=True)
     else:
-        with startup.guard(found, startup_timeout_seconds):
-            yield Fixed(found)
+        starting = startup.guard(found, startup_timeout_seconds)
+    with starting:
+        yield Fixed(found, by_horovod)
+
+
+def _found(settings: Settings, is_simulated: bool) -> cluster.Cluster:
+    """Returns the cluster of TF_CONFIG, or of an engine's variables.
+
+    Raises:
+        ValueError: the environment names a meeting point, and the run is not elastic.
+    """
+    found = cluster.taking_part(cluster.read)
+    if meeting_point() and found.num_workers == 1 and not is_simulated:
+        raise ValueError(
+            f"{MEETING}={meeting_point()!r} is where the workers of an elastic run meet, and "
+            "with elastic=None each of them would train by itself. Give this strategy "
+            f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
+        )
+    if found.has_ps and found.is_chief:
+        _log.warning("tfpara: %s", _PS_LEFT_OUT)
+    return found
+
+
+def _checked_elastic(settings: Settings, elastic: object) -> Settings:
+    """Returns the settings for an elastic run.
+
+    Raises:
+        TypeError: `elastic` is no `Elastic`.
+        ValueError: a setting contradicts it; or TF_CONFIG, or an engine, has started several
+            workers without a meeting point.
+    """
+    if not isinstance(elastic, Elastic):
+        raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
+    try:
+        found = cluster.taking_part(cluster.read)
+    except cluster.ClusterError:
+        if not meeting_point():
+            raise
+        return settings.elastic()  # what they say is not needed
+    if found.num_workers > 1:
+        told = found.told.engine if found.told else "TF_CONFIG"
+        if not meeting_point():
+            raise ValueError(
+                f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
+                f"workers without one. Start tfpara-meet --workers={found.num_workers} "
+                f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
+                "name, for all workers: docs/elastic.md."
+            )
+        if found.is_chief:
+            text = f"tfpara: workers meet at {MEETING}; ranks and addresses of {told} are not used"
+            print(text, file=sys.stderr, flush=True)
+    return settings.elastic()
+
+
+def _print_line(strategy: Strategy, extended: PeriodicSyncExtended) -> None:
+    line = start_line(
+        strategy.num_workers,
+        extended.worker_devices,
+        extended.models.rule,
+        strategy.sync_period,
+        strategy.averages,
+        extended.links.collectives.way,
+        divided=not strategy.members_change,
+    )
+    for text in (line, extended.links.connected_by):
+        _say(text)
+
+
+def _say(text: str) -> None:
+    if text:
+        print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -194,22 +229,3 @@ def _starting_first() -> Iterator[None]:
             "optimizer; give tfpara.Outer a function, as in "
             "Outer(lambda: keras.optimizers.Adam(0.1))."
         ) from None
-
-
-def _print_line(strategy: ForCallbacks, extended: PeriodicSyncExtended) -> None:
-    line = start_line(
-        strategy.num_workers,
-        extended.worker_devices,
-        extended.models.rule,
-        strategy.sync_period,
-        strategy.averages,
-        extended.links.collectives.way,
-        divided=not extended.company.changes,
-    )
-    _say(line)
-    _say(extended.links.connected_by)
-
-
-def _say(text: str) -> None:
-    if text:
-        print(f"tfpara: {text}", file=sys.stderr, flush=True)

@@ -165,13 +165,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def num_workers(self) -> int:
         """The number of processes that take part."""
         place = data_place.present()
-        return place.workers if place else self.extended._num_workers
+        return place.workers if place else self.extended.worker.num_workers
 
     @property
     def worker_index(self) -> int:
         """This worker, 0 … num_workers − 1; 0 is the chief."""
         place = data_place.present()
-        return place.worker if place else self.extended._id_in_cluster
+        return place.worker if place else self.extended.worker.rank
 
     @property
     def is_chief(self) -> bool:
@@ -180,7 +180,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
         next exchange on, elsewhere at once.
         """
-        return self.extended.company.is_chief
+        return self.extended.worker.company.is_chief
 
     @property
     def local_replica_ids(self) -> list[int]:
@@ -392,7 +392,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
         """
         extended = self.extended
-        if extended.company.changes:
+        if self.members_change:
             raise ValueError(
                 "strategy.forget() does not go with elastic=, whose run trains one model."
             )

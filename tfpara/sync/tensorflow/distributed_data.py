@@ -80,8 +80,8 @@ class DistributedData:
         """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
         worker = self.worker
         # Before a worker has joined an elastic run, its number may be that of workers or more.
-        number = worker.rank % worker.num_workers
-        return DataPlace(number, worker.num_workers, len(worker.devices), epoch, first)
+        rank = worker.rank % worker.num_workers
+        return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class DistributedData:
         """Notes that a call of `fit` runs inside, which begins with that epoch."""
         passes, seed = self.passes, self.order.seed
         self.passes = None
-        if not self.worker.company.changes:
+        if not self.worker.changes:
             self.order.seed = None  # each call draws one, or takes that of a checkpoint
         within = self.worker.place.fits > 0  # this fit is called in a callback of another fit
         aside = self.position.aside(lambda: self.models.steps_seen)
@@ -160,7 +160,7 @@ class DistributedData:
         Raises:
             ValueError: on every worker, if they have different data.
         """
-        if self.worker.company.changes or self._undivided:
+        if self.worker.changes or self._undivided:
             return
         if drawn and self.order.seed is None:
             self.order.seed = random.getrandbits(48)
@@ -184,7 +184,7 @@ class DistributedData:
         """
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
-        if self._undivided or self.worker.company.changes:
+        if self._undivided or self.worker.changes:
             # A worker that comes or goes would change the others' parts: each evaluates all data.
             with self.worker.alone():
                 whole = distribute(dataset)

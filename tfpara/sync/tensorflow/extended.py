@@ -16,6 +16,7 @@ from tfpara.cluster.place import call
 from tfpara.strategy import StateHolder
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
+from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow import links, variables
 from tfpara.sync.tensorflow.devices import checked_devices
@@ -57,7 +58,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         settings: of the strategy.
         devices: of this worker.
         found: the cluster.
-        company: the workers.
+        company: the workers that take part.
 
     Attributes:
         worker: this worker, its place in its script, and its exchanges with the others.
@@ -87,11 +88,18 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> None:
         self._wanted_devices = devices
         self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
-        self.company = company
         self.shown: str | None = None
         self.worker = Worker(company)
         self.place = self.worker.place
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
+        # The threads of an elastic run ask it before there are links.
+        self.waits = Waits(
+            found,
+            self.worker,
+            lambda: self.synchronizers,
+            bool(settings.overlap),
+            lambda message: self.links.abort(message),
+        )
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if company.changes:
             links.without_coordination()
@@ -116,8 +124,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
         self.links = Links(found, settings, self.worker, self._local_device_type, host, earlier)
         self._make_parts()
-        overlap, abort = bool(settings.overlap), self.links.abort
-        self.waits = Waits(found, self.worker, self.models.in_turn, overlap, abort)
         if found.num_workers > 1:
             self.waits.watch(settings.timeout_seconds)
 
@@ -130,7 +136,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             strategy, settings, worker, self.links, self.momentum, self.notes
         )
         collectives = self.links.for_control()
-        self.control = Control(collectives, worker.place, self.models.in_turn, self.company)
+        self.control = Control(collectives, worker.place, self.models.in_turn, worker.company)
         worker.control = self.control
         self.steps = RunSteps(strategy, settings, self.models)
         self.data = DistributedData(worker, self.models, self.momentum)
@@ -174,8 +180,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # stopped, its machine sleeps, or its clock is put forward.
         limit = math.ceil(1000 * (self._timeout_seconds + LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
-        if self.company.leader:
-            updated.experimental.collective_group_leader = self.company.leader
+        if self.worker.company.leader:
+            updated.experimental.collective_group_leader = self.worker.company.leader
         return updated
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
@@ -337,7 +343,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def note_idle(self, model: keras.Model) -> None:
         """Tells the user of replicas without a row, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
-        if trained is not None and not self.company.changes and not self.data.position.first:
+        if trained is not None and not self.worker.changes and not self.data.position.first:
             self.notes.idle_replicas(np.flatnonzero(trained.graph.weights_seen == 0).tolist())
 
     def set_sync_period(self, sync_period: int | None) -> None:
@@ -376,7 +382,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     _waiting_since = _moved("waits.since")
     collectives = _moved("links.collectives")
 
-    synchronizers = _moved("models.synchronizers")
+    @property
+    def synchronizers(self) -> list[Synchronizer]:
+        """Those of all trained models; there are none before the workers are connected."""
+        models = vars(self).get("models")
+        return models.synchronizers if models else []
 
     def host_variable(self, value: Nest, name: str) -> tf.Variable:
         return variables.host_variable(value, name)

@@ -82,15 +82,15 @@ class Links:
         waiting: Callable[[], AbstractContextManager[None]] | None = None,
         communication: str = "RING",
     ) -> Collectives:
-        workers = self._worker.num_workers
-        if workers == 1 and self._worker.company.members is None:
+        workers, members = self._worker.num_workers, self._worker.company.members
+        if workers == 1 and members is None:
             return Loopback()
         group += self._earlier * BETWEEN_STRATEGIES
         place = (self._worker.rank, device, timeout_seconds)
         if self._settings.collectives == "horovod":
             return HorovodCollectives(workers, *place, group)
         return TensorFlowCollectives(
-            self._found.tasks, *place, communication, group, self._worker.company.members, waiting
+            self._found.tasks, *place, communication, group, members, waiting
         )
 
     def compare(self) -> None:
@@ -110,7 +110,7 @@ class Links:
         card = card_of(self._worker.devices[0]) if self._kind == "GPU" else None
         mine = [self._worker.rank, card, random_states()]
         ranks, cards, states = zip(*everyones(mine, self._worker.control, START), strict=True)
-        if self._worker.company.members is None and ranks != tuple(range(self._worker.num_workers)):
+        if not self._worker.changes and ranks != tuple(range(self._worker.num_workers)):
             raise RuntimeError(
                 f"tables of the workers have the order {ranks}, and not that of ranks, so "
                 "weights would go to other workers than they are meant for. This TensorFlow, "
@@ -134,7 +134,7 @@ class Links:
             self._settings.communication,
             self._kind,
             cards,
-            members_change=self._worker.company.members is not None,
+            members_change=self._worker.changes,
         )
         if chosen == "NCCL":
             self.collectives = self._between(0, self._worker.devices[0], communication=chosen)

@@ -31,7 +31,7 @@ class MetricReads:
     @contextlib.contextmanager
     def reading(self, model: keras.Model) -> Iterator[None]:
         """Has metrics that are read inside be all of the same workers, where these change."""
-        if not self.worker.company.changes:
+        if not self.worker.changes:
             yield
             return
         values = [variable.value for variable in model.metrics_variables]
@@ -55,7 +55,7 @@ class MetricReads:
             total = self._sums[id(variable)]
         else:
             (total,) = self._sums_of([variable])
-        if eager and self.worker.company.changes and self.worker.place.calls:
+        if eager and self.worker.changes and self.worker.place.calls:
             replicas = len(self.worker.devices)  # each worker has evaluated all data
         return total / replicas if mean else total
 
@@ -70,11 +70,11 @@ class MetricReads:
 
     def _sums_of(self, variables: Sequence[Metric]) -> list[tf.Tensor]:
         """Returns metrics' variables summed over the workers."""
-        if not self.worker.company.changes:
-            purpose = self.worker.place.of_metric()
+        place = self.worker.place
+        if not self.worker.changes:
             if self.models.synchronizers:
-                self.models.finish_blocks(purpose)
+                self.models.finish_blocks(place.of_metric())
             else:
-                self.worker.control.together(purpose)
+                self.worker.control.together(place.of_metric())
         parts = [self._part_of(variable) for variable in variables]
-        return self.worker.company.sums(parts, bool(self.worker.place.calls))
+        return self.worker.company.sums(parts, bool(place.calls))

@@ -55,8 +55,8 @@ class Steps:
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
         if owed := position.get("owed"):
             raise ValueError(
-                f"the checkpoint is of an elastic run, and owes {len(owed)} steps of workers that were "
-                "lost. Resume it with elastic=."
+                f"the checkpoint is of an elastic run, and owes {len(owed)} steps of workers that "
+                "were lost. Resume it with elastic=."
             )
 
 

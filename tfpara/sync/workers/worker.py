@@ -16,8 +16,8 @@ class Worker:
     """This worker's number among all workers, its devices, its place, and its exchanges with them.
 
     Attributes:
-        company: all workers that take part.
-        num_workers: the number of these. In an elastic run it changes, and so does `rank`.
+        company: the workers that take part.
+        num_workers: the workers that take part; in an elastic run it changes, and so does `rank`.
         rank: the number of this one, by which data and seeds are divided; 0 is the chief.
         devices: the names of this worker's devices, the lead device first; the others have as many.
         place: the place of this process in its script.
@@ -30,6 +30,11 @@ class Worker:
     devices: Sequence[str] = ()
     place: Place = dataclasses.field(default_factory=Place)
     control: Control = dataclasses.field(init=False)
+
+    @property
+    def changes(self) -> bool:
+        """Whether workers may come and go."""
+        return self.company.changes
 
     @property
     def replicas(self) -> int:
