@@ -88,7 +88,7 @@ def export(
 def _warn_of_young_average(strategy: Any, model: keras.Model, which: str) -> None:
     share = 0.0
     if isinstance(strategy, PeriodicSyncStrategy):
-        synchronizer = strategy.extended.trained(model)
+        synchronizer = strategy.extended.models.trained(model)
         trained = synchronizer is not None
         if synchronizer is not None:
             share = synchronizer.graph.global_state.share_of_start(which)

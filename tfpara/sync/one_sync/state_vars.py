@@ -116,7 +116,7 @@ def slots_of(model: keras.Model) -> list[Slot]:
     """Returns the model's slots and, where its replicas are synchronised, the synchronizer's."""
     strategy: Any = model.distribute_strategy
     slots = list(model_slots(model))
-    if hasattr(strategy.extended, "synchronizer_of"):
+    if hasattr(strategy, "synchronizer_of"):
         with strategy.scope():
-            slots += strategy.extended.synchronizer_of(model).slots()
+            slots += strategy.synchronizer_of(model).slots()
     return slots

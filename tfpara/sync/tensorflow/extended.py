@@ -96,7 +96,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.waits = Waits(
             found,
             self.worker,
-            lambda: self.synchronizers,
+            lambda: self.models.synchronizers if "models" in vars(self) else (),
             bool(settings.overlap),
             lambda message: self.links.abort(message),
         )
@@ -356,31 +356,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     # Other files still reach the parts by these names.
     note = _moved("notes.tell")
     note_batches = _moved("notes.small_batches")
-    note_syncs = _moved("momentum.set_epochs")
-    note_epoch = _moved("momentum.begin_epoch")
-    sync_period = _moved("momentum.sync_period")
-    period_is_scheduled = _moved("momentum.is_scheduled")
     note_step = _moved("steps.note")
     applying = _moved("steps.applying")
     share = _moved("data.share")
     check_data = _moved("data.check")
     next_order = _moved("data.next_order")
     next_order_of_rows = _moved("data.next_order_of_rows")
-    undivided = _moved("data.undivided")
     passes = _moved("data.passes")
     position = _moved("data.position")
     order = _moved("data.order")
-    steps_seen = _moved("models.steps_seen")
-    finish_blocks = _moved("models.finish_blocks")
-    trained = _moved("models.trained")
     synchronizer_of = _moved("models.synchronizer_of")
-    writing = _moved("models.writing")
-    blocks_closed = _moved("models.blocks_closed")
-    make_synchronizer = _moved("models.make")
-    reading_metrics = _moved("metrics.reading")
-    creating_alone = _moved("initial_values.alone")
-    _waiting_since = _moved("waits.since")
-    collectives = _moved("links.collectives")
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
