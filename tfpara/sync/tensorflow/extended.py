@@ -92,14 +92,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.worker = Worker(company)
         self.place = self.worker.place
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
-        # The threads of an elastic run ask it before there are links.
-        self.waits = Waits(
-            found,
-            self.worker,
-            lambda: self.models.synchronizers if "models" in vars(self) else (),
-            bool(settings.overlap),
-            lambda message: self.links.abort(message),
-        )
+        # Threads of an elastic run ask it before models can be trained.
+        self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if company.changes:
             links.without_coordination()
@@ -135,6 +129,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.models = TrainedModels(
             strategy, settings, worker, self.links, self.momentum, self.notes
         )
+        self.waits.synchronizers, self.waits.abort = self.models.in_turn, self.links.abort
         collectives = self.links.for_control()
         self.control = Control(collectives, worker.place, self.models.in_turn, worker.company)
         worker.control = self.control
