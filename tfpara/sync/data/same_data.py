@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpara.dataset_graph import RANDOM, all_nodes, unordered, unseeded
 from tfpara.sync.start_line import counted
 from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Json, Nest
@@ -180,48 +181,28 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
 
 # Attributes of datasets that are drawn anew whenever they are read.
 _EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
-# Operations that draw, and methods whose functions decide by them which rows there are.
-_DRAWING = {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "Multinomial"}
+# Methods whose functions decide which rows there are.
 _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 
 def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
-    """Returns why the rows that a dataset's function decides on differ; "" if they do not."""
+    """Returns why a dataset's function may decide on other rows each time; "" if it does not."""
     where = f"inside the function of {_method(name)}"
-    bodies = _bodies(function)
-    called = {node.op for body in bodies for node in body}
+    graph = function.graph.as_graph_def()
+    called = {node.op for node in all_nodes(graph)}
     if not made_anew and any("ShuffleDataset" in operation for operation in called):
         return f"has shuffle {where}, of unknown order"
-    if any(_is_unseeded_shuffle(node, body) for body in bodies for node in body):
-        return f"has shuffle without a seed {where}"
+    if operation := unseeded(graph):
+        return f"has {_method(operation)} without a seed {where}"
     if "GeneratorDataset" in called and not made_anew:
         return "reads a Python function (from_generator), of unknown order"
-    if any(node.attr["deterministic"].s == b"false" for body in bodies for node in body):
+    if unordered(graph):
         return f"reorders what is ready first (deterministic=False) {where}"
-    if "RandomShuffle" in called or (called & _DRAWING and any(k in name for k in _CHOOSING)):
+    if "RandomShuffle" in called or (called & RANDOM and any(k in name for k in _CHOOSING)):
         return f"draws at random which rows there are {where}"
     if not made_anew and any(each.dtype == tf.variant for each in function.captured_inputs):
         return f"reads another dataset {where}, of unknown order"
     return ""
-
-
-def _bodies(function: Any) -> list[Any]:
-    """Returns the operations of a dataset's function, and of those that it calls."""
-    graph = function.graph.as_graph_def()
-    return [graph.node, *(each.node_def for each in graph.library.function)]
-
-
-def _is_unseeded_shuffle(node: Any, body: Any) -> bool:
-    """Whether an operation is a dataset's shuffle with the seeds (0, 0)."""
-    if "ShuffleDataset" not in node.op:
-        return False
-    made = {other.name: other for other in body}
-    seeds = [made.get(name.partition(":")[0]) for name in node.input[2:4]]
-    values = [
-        int(tf.make_ndarray(seed.attr["value"].tensor)) if seed and seed.op == "Const" else 1
-        for seed in seeds
-    ]
-    return not any(values)
 
 
 def seeds_of(dataset: tf.data.Dataset) -> list[list[int | None]]:
@@ -239,8 +220,8 @@ def _seeds(part: tf.data.Dataset) -> list[int | None]:
 
 
 def _method(name: str) -> str:
-    """The method that makes a dataset of a class with this name, as `map` for _MapDataset."""
-    words = re.findall("[A-Z][a-z]*", name.replace("Dataset", "").replace("Parallel", ""))
+    """Returns the method that makes such a dataset, as "map" for _MapDataset or MapDatasetV2."""
+    words = re.findall("[A-Z][a-z]+", name.replace("Dataset", "").replace("Parallel", ""))
     return "_".join(words).lower() or name
 
 
@@ -281,8 +262,8 @@ def files_of(dataset: tf.data.Dataset) -> int | None:
         if isinstance(names, tf.data.Dataset):
             counts.append(int(names.cardinality()))
         for function in part._functions():
-            read = any(node.op in _READERS for body in _bodies(function.function) for node in body)
-            if read:
+            graph = function.function.graph.as_graph_def()
+            if any(node.op in _READERS for node in all_nodes(graph)):
                 counts += [int(source.cardinality()) for source in part._inputs()[:1]]
     return min((count for count in counts if count >= 0), default=None)
 

@@ -15,21 +15,18 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.typing import Nest, Variable
 
-# Optimizers without slots, by id, while `build_optimizers` traces a step: the weights that each
-# trains, once its `apply` was called.
-_unbuilt: dict[int, keras.optimizers.Optimizer] = {}
-
-
-# During a step of an optimizer whose momentum is fitted to the block, by its id: that momentum (or
-# Adam's β₁) and the factor of SGD's learning rate.
+# The weights that optimizers without slots train, by the id of the optimizer, while
+# `build_optimizers` traces a step; None before `apply` was called.
+_unbuilt: dict[int, Sequence[Variable] | None] = {}
+# The momentum (or Adam's β₁) and the factor of SGD's learning rate that are fitted to the block, by
+# the id of the optimizer, during its step.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-
-
+# The spec of a minibatch in the present or last `fit` of each model.
 element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
 
 
 def step_noted(apply: Method) -> Method:
-    """Replaces an optimizer's step: the strategy notes a step that is taken in a replica."""
+    """Replaces an optimizer's step, which the strategy notes where it is taken in a replica."""
 
     @functools.wraps(apply)
     def applying(
@@ -58,11 +55,11 @@ def step_noted(apply: Method) -> Method:
 
 
 def _where_fitted(step: Callable[..., None]) -> Callable[[Method], Method]:
-    """Returns what replaces an optimizer's `update_step`, by `step` where momentum is fitted.
+    """Replaces an optimizer's `update_step` by `step` where momentum is fitted to the block.
 
     Args:
         step: called as `step(update_step, optimizer, gradient, variable, rate, momentum, factor)`,
-            with the last two of `local_momentum` for a block.
+            with the last two as `local_momentum` returns them for a block.
     """
 
     def replacing(update_step: Method) -> Method:
@@ -96,8 +93,8 @@ def with_fitted_momentum(
     factor: tf.Tensor,
 ) -> None:
     """Takes a step of SGD: m ← m'm − rate'·g."""
-    # Keras asks whether its momentum is 0, which no value of a graph can answer. Its operations
-    # take gradients of some rows, too.
+    # Keras' own step asks whether the momentum is 0, which no value of a graph can answer.
+    # `keras.ops` takes gradients of some rows, too.
     ops = keras.ops
     rate = ops.cast(learning_rate, variable.dtype) * factor
     step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
@@ -134,7 +131,7 @@ def build_optimizers(model: keras.Model) -> None:
     """Makes the slots of all optimizers of a model, which its first step would make later.
 
     If there are several optimizers, only the model's `train_step` knows which weights each trains.
-    So the step is traced for the data of the present `fit`, and not run.
+    So the step is traced for the data of the present `fit`, without being run.
 
     Raises:
         ValueError: an optimizer has no slots even so; the message has the line that makes them.
