@@ -127,7 +127,7 @@ class ForCallbacks(Strategy):
 
     def put_back_sync_period(self, sync_period: int | None) -> None:
         """Sets τ again after a failed `fit`, which may have left a block open."""
-        self.extended.set_sync_period(sync_period)
+        self.extended.momentum.set_period(sync_period)
 
     def position(self, first: int, steps: int) -> dict[str, Json]:
         """Returns the position in the data of the epoch, at a sync, as a checkpoint keeps it.

@@ -61,13 +61,13 @@ class MomentumFit:
                 steps = tf.constant(self._steps_of_a_block(self.sync_period))
                 self._blocks.append(make(steps, "steps_of_a_block"))
 
-    def set_period(self, sync_period: int | None, in_fit: bool) -> None:
+    def set_period(self, sync_period: int | None) -> None:
         """Sets τ for all models, also within a block; None: no syncs.
 
         All workers must set it at the same sync.
         """
         self.sync_period = sync_period
-        self.is_scheduled |= in_fit
+        self.is_scheduled |= self._worker.place.fits > 0
         self.period.assign(NEVER if sync_period is None else sync_period)
         self._write_blocks()
 

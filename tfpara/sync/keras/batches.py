@@ -63,7 +63,7 @@ class ShuffledArrays(adapters.ArrayDataAdapter):
 
     def first_minibatch(self) -> Nest:
         """Returns the shapes and dtypes of a minibatch of one replica."""
-        replicas = self._extended.topology.replicas
+        replicas = self._extended.worker.replicas
         rows = -(-min(self._batch_size, self._num_samples) // replicas)
 
         def minibatch(spec: tf.TypeSpec) -> tf.TensorSpec:
@@ -127,7 +127,7 @@ class PyDatasetSteps(Steps):
         self._dataset, self._adapter = dataset, adapter
         adapter.enqueuer = None  # its queue would mix the batches of two passes
         self._processes = bool(dataset.use_multiprocessing) and dataset.workers > 0
-        several = self._processes and extended.topology.workers > 1
+        several = self._processes and extended.worker.num_workers > 1
         if several and multiprocessing.get_start_method() == "fork":
             raise ValueError(
                 "PyDataset(use_multiprocessing=True) would fork a worker, beside threads that hold "

@@ -127,12 +127,12 @@ class Passes(trainer.TFEpochIterator):
     def present(self) -> Pass | None:
         """Returns the pass that the next step goes on with; None if it begins one."""
         steps = 0 if self._current_iterator is None else self._steps_seen
-        first = steps * self.extended.topology.replicas
+        first = steps * self.extended.worker.replicas
         return Pass(self._began, first, steps) if steps else None
 
     def _interrupted_warning(self) -> None:
         """Warns of an end before `steps_per_epoch`; data without that may end anywhere."""
-        if self.steps_per_epoch and self.extended.topology.rank == 0:
+        if self.steps_per_epoch and self.extended.worker.rank == 0:
             super()._interrupted_warning()
 
     @contextlib.contextmanager

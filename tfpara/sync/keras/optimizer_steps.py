@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpara.keras_model import build_optimizer, check_optimizers_built, unbuilt_optimizers
 from tfpara.sync.keras.replacing import Method
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
-from tfpara.sync.tensorflow.variables import in_replica
+from tfpara.sync.tensorflow.variables import in_replica, local_replica
 from tfpara.typing import Nest, Variable
 
 # The weights that optimizers without slots train, by the id of the optimizer, while
@@ -40,15 +40,15 @@ def step_noted(apply: Method) -> Method:
         extended = tf.distribute.get_strategy().extended
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
-        extended.note_step(optimizer)
-        fitted = extended.fit_momentum(optimizer)
+        extended.steps.note(optimizer)
+        fitted = extended.momentum.of_step(optimizer, local_replica())
         if fitted is not None:
             _fitted[id(optimizer)] = fitted
-        former, extended.applying = extended.applying, True
+        former, extended.steps.applying = extended.steps.applying, True
         try:
             return apply(optimizer, grads, trainable_variables)
         finally:
-            extended.applying = former
+            extended.steps.applying = former
             _fitted.pop(id(optimizer), None)
 
     return applying

@@ -16,9 +16,8 @@ from tfpara.cluster.place import call
 from tfpara.strategy import StateHolder
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
-from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
-from tfpara.sync.tensorflow import links, variables
+from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.devices import checked_devices
 from tfpara.sync.tensorflow.distributed_data import DistributedData
 from tfpara.sync.tensorflow.links import BETWEEN_STRATEGIES, LATER_SECONDS, Links
@@ -37,15 +36,6 @@ from tfpara.typing import Nest, Variable
 
 _GATHER = call("strategy.gather()")
 _REDUCE = call("strategy.reduce()")
-
-
-def _moved(path: str) -> Any:
-    """Returns a property that stands for an attribute of a part, such as "notes.tell"."""
-    part, name = path.split(".")
-    return property(
-        lambda extended: getattr(getattr(extended, part), name),
-        lambda extended, value: setattr(getattr(extended, part), name, value),
-    )
 
 
 class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
@@ -340,36 +330,3 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         trained = self.models.trained(model)
         if trained is not None and not self.worker.changes and not self.data.position.first:
             self.notes.idle_replicas(np.flatnonzero(trained.graph.weights_seen == 0).tolist())
-
-    def set_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ for all models, also within a block; None: no syncs.
-
-        All workers must set it at the same sync.
-        """
-        self.momentum.set_period(sync_period, self.place.fits > 0)
-
-    # Other files still reach the parts by these names.
-    note = _moved("notes.tell")
-    note_batches = _moved("notes.small_batches")
-    note_step = _moved("steps.note")
-    applying = _moved("steps.applying")
-    share = _moved("data.share")
-    check_data = _moved("data.check")
-    next_order = _moved("data.next_order")
-    next_order_of_rows = _moved("data.next_order_of_rows")
-    passes = _moved("data.passes")
-    position = _moved("data.position")
-    order = _moved("data.order")
-    synchronizer_of = _moved("models.synchronizer_of")
-
-    @property
-    def synchronizers(self) -> list[Synchronizer]:
-        """Those of all trained models; there are none before the workers are connected."""
-        models = vars(self).get("models")
-        return models.synchronizers if models else []
-
-    def host_variable(self, value: Nest, name: str) -> tf.Variable:
-        return variables.host_variable(value, name)
-
-    def fit_momentum(self, optimizer: keras.optimizers.Optimizer) -> Any:
-        return self.momentum.of_step(optimizer, variables.local_replica())
