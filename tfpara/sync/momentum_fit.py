@@ -62,19 +62,14 @@ class MomentumFit:
                 self._blocks.append(make(steps, "steps_of_a_block"))
 
     def set_period(self, sync_period: int | None) -> None:
-        """Sets τ for all models, also within a block; None: no syncs.
-
-        All workers must set it at the same sync.
-        """
+        """Sets τ for all models, also within a block; None: no syncs. All workers must do so."""
         self.sync_period = sync_period
         self.is_scheduled |= self._worker.place.fits > 0
         self.period.assign(NEVER if sync_period is None else sync_period)
         self._write_blocks()
 
     def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
-        """Notes that an epoch of `fit` begins, or that the last one is over.
-
-        Blocks end with the epoch, so momentum is fitted to that where it is shorter than a block.
+        """Notes that an epoch of `fit` begins, with which a block ends, or that the last is over.
 
         Args:
             model: that is trained.
@@ -90,20 +85,20 @@ class MomentumFit:
             )
         self._without_length = None if steps or self._worker.company.changes else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
-            self.note(optimizer)
+            self._note_fit(optimizer)
             self._note_short_block(optimizer)
 
     def end_fit(self) -> None:
-        """Notes that `fit` is over, also where callbacks have not heard of its end."""
+        """Notes that `fit` is over, maybe by an error."""
         self._without_length = None
         self._steps_in_epoch = NEVER
         self._write_blocks()
 
     def set_epochs(self, steps: int | None, epochs: int) -> None:
-        """Notes the length of a call of `fit`, which may have too few syncs.
+        """Notes the length of a call of `fit`; tells the user if its syncs are few.
 
-        No note is printed where a callback sets the sync period, nor of a single epoch, which may
-        be one of several calls. See docs/study.md.
+        The user is told nothing where a callback sets the sync period, nor of a single epoch, which
+        may be one of several calls. See docs/study.md.
 
         Args:
             steps: minibatches of each replica in an epoch; None: `set_length` follows.
@@ -120,18 +115,20 @@ class MomentumFit:
             if self._epochs_to_note:
                 self.set_epochs(steps, self._epochs_to_note)
 
-    def check(self, optimizer: keras.optimizers.Optimizer, settings: Settings) -> None:
-        """Warns, or prints a note, of a momentum that is longer than a block.
+    def note(self, model: keras.Model, settings: Settings) -> None:
+        """Tells the user how local momentum goes with a block, of a model about to be trained.
 
         Args:
-            optimizer: of the model that is about to be trained.
+            model: the model.
             settings: for that model.
         """
-        steps = self._steps_of_a_block(settings.sync_period) / minibatches_of_a_step(optimizer)
-        warn_of_outlasting_momentum(settings, optimizer, steps)
+        for optimizer in optimizers(model):
+            steps = self._steps_of_a_block(settings.sync_period) / minibatches_of_a_step(optimizer)
+            warn_of_outlasting_momentum(settings, optimizer, steps)
+            if settings.fits_momentum(optimizer):
+                self._note_fit(optimizer)
 
-    def note(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Prints a note on the momentum and rate with which an optimizer takes its steps."""
+    def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
         if self.sync_period is None:
             return  # as in a warm start
         steps = self._steps_of_a_block(self.sync_period) / minibatches_of_a_step(optimizer)
@@ -141,7 +138,7 @@ class MomentumFit:
             self._notes.tell(f'{text}; local_state="keep" would leave both alone.')
 
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Prints a note where every second block is too short for the local momentum."""
+        """Tells the user if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
             return  # Adam's steps stay bounded
         block = (self.sync_period or NEVER) * self.settings.fragments
@@ -159,10 +156,9 @@ class MomentumFit:
     def of_step(
         self, optimizer: keras.optimizers.Optimizer, replica: int
     ) -> tuple[tf.Tensor, tf.Tensor] | None:
-        """Returns the momentum with which an optimizer takes a step, and the factor of its rate.
+        """Returns the momentum of a step (β₁ for Adam), and the factor of SGD's learning rate.
 
-        The momentum is Adam's β₁, which goes without that factor. None: its own. See
-        `tfpara.algorithms.local_momentum`.
+        None: the optimizer's own. See `tfpara.algorithms.local_momentum`.
 
         Args:
             optimizer: that takes the step.
@@ -174,7 +170,6 @@ class MomentumFit:
         return in_a_block(memory_of(optimizer), steps)
 
     def _steps_of_a_block(self, period: int | None) -> float:
-        """Returns a replica's minibatches in a block, which ends with the epoch at the latest."""
         if period is None:
             return float(NEVER)
         return float(min(period * self.settings.fragments, self._steps_in_epoch))

@@ -282,10 +282,7 @@ class TrainedModels:
 
     def _note_settings(self, model: keras.Model, settings: Settings) -> None:
         """Prints notes on what the settings do to a model that is about to be trained."""
-        for optimizer in optimizers(model):
-            self._momentum.check(optimizer, settings)
-        for optimizer in filter(settings.fits_momentum, optimizers(model)):
-            self._momentum.note(optimizer)
+        self._momentum.note(model, settings)
         if self._worker.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
             self._notes.tell(
                 'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
