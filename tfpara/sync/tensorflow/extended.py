@@ -125,7 +125,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         worker.control = self.control
         self.steps = RunSteps(strategy, settings, self.models)
         self.data = DistributedData(worker, self.models, self.momentum)
-        self.metrics = MetricReads(worker, self.models)
+        self.metrics = MetricReads(worker)
         self.initial_values = InitialValues(worker)
         self.states: dict[str, StateHolder] = {"order of data": self.data.order}
 

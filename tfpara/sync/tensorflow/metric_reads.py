@@ -9,22 +9,19 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import Metric
 from tfpara.sync.workers.worker import Worker
 
 
 @dataclasses.dataclass(eq=False)
 class MetricReads:
-    """The reading of metrics, which closes the open blocks: so the data of all workers end alike.
+    """The reading of metrics.
 
     Args:
         worker: this worker.
-        models: the trained models.
     """
 
     worker: Worker
-    models: TrainedModels
     # By the variable's id, while metrics are read.
     _sums: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict, init=False)
 
@@ -70,11 +67,5 @@ class MetricReads:
 
     def _sums_of(self, variables: Sequence[Metric]) -> list[tf.Tensor]:
         """Returns metrics' variables summed over the workers."""
-        place = self.worker.place
-        if not self.worker.changes:
-            if self.models.synchronizers:
-                self.models.finish_blocks(place.of_metric())
-            else:
-                self.worker.control.together(place.of_metric())
         parts = [self._part_of(variable) for variable in variables]
-        return self.worker.company.sums(parts, bool(place.calls))
+        return self.worker.company.sums(parts, bool(self.worker.place.calls))
