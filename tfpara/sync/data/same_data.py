@@ -23,7 +23,7 @@ from tfpara.typing import Json, Nest
 # TensorFlow's finding of a dataset's batch size, by which it divides batches between replicas.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
 
-_ROWS = 16  # number of rows of each array that are compared
+_ROWS = 16  # rows of each array that are compared
 OWN = "each worker its own"  # the "kind" of data that are not divided
 
 _REMEDY = (
@@ -36,12 +36,12 @@ _REMEDY = (
 
 
 def difference(facts: Sequence[Mapping[str, Json]], remedy: str = _REMEDY) -> str:
-    """Returns a text on what differs between the workers' data, and the fix; "" if nothing does.
+    """Returns a text on a difference between the workers' data, with the fix; "" if all are equal.
 
     Args:
         facts: facts about each worker's data, by rank. The floats in "values" may differ by 1e-3 of
             their size, since machines may compute the last digits differently.
-        remedy: what to do, in a sentence.
+        remedy: the fix, in a sentence.
     """
     if all(one.get("kind") == OWN for one in facts):
         return ""
@@ -114,8 +114,8 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
         return {"kind": OWN}
     shards, values = [], []
     for part in _parts(dataset):
-        # Private: the names of tf.data's classes and attributes say what a dataset is made of, and
-        # nothing public does. A TensorFlow version that lacks a name has one fact less.
+        # Private: the names of tf.data's classes and attributes. Nothing public tells the parts of
+        # a dataset. Under a TensorFlow version that lacks a name there is one fact less.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -127,7 +127,7 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
         "elements": repr(dataset.element_spec),
         "shard(number of shards, index)": shards,
         "values": values,
-        "shuffle seeds": seeds_of(dataset),
+        "shuffle seeds": [_seeds(part) for part in _parts(dataset) if _is_drawn(part)],
     }
 
 
@@ -136,7 +136,7 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     while waiting:
         part = waiting.pop()
         yield part
-        # Private: the input datasets. Datasets of files wrap one in `_dataset` or `_filenames`.
+        # Private: the input datasets. Datasets of files have one in `_dataset` or `_filenames`.
         wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 
@@ -155,16 +155,16 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 
 
 def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
-    """Returns why a dataset may have another order whenever it is read; "" if it has one alone.
+    """Returns why a dataset may have another order whenever it is read; "" if it has one order.
 
     Args:
         dataset: the dataset.
-        made_anew: whether it is made anew each time, so that a seed gives the same order again.
+        made_anew: whether it is made anew before each read, so that a seed gives the same order.
     """
     if dataset.options().deterministic is False:
         return "has the option deterministic=False, which lets it reorder what is ready first"
     for part in _parts(dataset):
-        # Private names, as above. What TensorFlow calls otherwise in another version is not found.
+        # Private names, as above. A name that another TensorFlow version changes is not found.
         name = type(part).__name__
         if getattr(part, "_deterministic", None) == "false":
             return f"has {_method(name)}(deterministic=False), which reorders what is ready first"
@@ -205,13 +205,8 @@ def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
     return ""
 
 
-def seeds_of(dataset: tf.data.Dataset) -> list[list[int | None]]:
-    """Returns the seeds of all parts of a dataset whose order is drawn at random."""
-    return [_seeds(part) for part in _parts(dataset) if _is_drawn(part)]
-
-
 def _is_drawn(part: tf.data.Dataset) -> bool:
-    # Private names of classes, as above.
+    """Returns whether the order of a part is drawn at random, by the private name of its class."""
     return "Shuffle" in type(part).__name__ or "Random" in type(part).__name__
 
 
