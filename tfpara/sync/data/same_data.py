@@ -17,11 +17,9 @@ import tensorflow as tf
 
 from tfpara.dataset_graph import RANDOM, all_nodes, unordered, unseeded
 from tfpara.sync.start_line import counted
+from tfpara.sync.tensorflow_private import compute_batch_size
 from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Json, Nest
-
-# TensorFlow's finding of a dataset's batch size, by which it divides batches between replicas.
-from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
 
 _ROWS = 16  # rows of each array that are compared
 OWN = "each worker its own"  # the "kind" of data that are not divided

@@ -25,8 +25,8 @@ from tfpara.sync.data.same_data import (
 )
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.tensorflow.device_datasets import own_iterators
-from tfpara.sync.tensorflow.private import input_lib as _input_lib
 from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.tensorflow_private import input_lib as _input_lib
 from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker

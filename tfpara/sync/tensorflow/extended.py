@@ -22,12 +22,12 @@ from tfpara.sync.tensorflow.devices import checked_devices
 from tfpara.sync.tensorflow.distributed_data import DistributedData
 from tfpara.sync.tensorflow.links import BETWEEN_STRATEGIES, LATER_SECONDS, Links
 from tfpara.sync.tensorflow.metric_reads import MetricReads
-from tfpara.sync.tensorflow.private import mwms as _mwms
-from tfpara.sync.tensorflow.private import values as _values
 from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import InitialValues, plain_variable, with_our_class
 from tfpara.sync.tensorflow.waits import Waits
+from tfpara.sync.tensorflow_private import mwms as _mwms
+from tfpara.sync.tensorflow_private import values as _values
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import joined
 from tfpara.sync.workers.meetings import Control

@@ -13,8 +13,8 @@ from tfpara.keras_model import check_optimizers_known
 from tfpara.steps import after, batch_size, skip_empty, weight_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
-from tfpara.sync.tensorflow.private import values as _values
 from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.tensorflow_private import values as _values
 from tfpara.typing import Nest, Scalar, Variable
 
 
