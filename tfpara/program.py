@@ -29,9 +29,10 @@ _RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of Python's statement `ra
 class _Strategy(Protocol):
     """A synchronous strategy, as the end of a program sees it."""
 
-    num_workers: int
-    members_change: bool
-
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def members_change(self) -> bool: ...
     def part(self) -> None: ...
     def program_ends(self) -> None: ...
 

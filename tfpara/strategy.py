@@ -165,6 +165,12 @@ class Strategy:
         """Returns the units of the epoch that are trained, after so many steps of a replica."""
         return steps
 
+    def part(self) -> None:
+        """Waits for all workers at the end of the program, as far as that is needed."""
+
+    def program_ends(self) -> None:
+        """Tells the others that a program ends which `tfpara.run` has not ended."""
+
     # -- all together ----------------------------------------------------------------------------
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:

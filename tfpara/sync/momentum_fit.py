@@ -17,7 +17,7 @@ from tfpara.keras_model import (
 )
 from tfpara.sync.notes import Notes
 from tfpara.sync.settings import NEVER, Settings, warn_of_outlasting_momentum
-from tfpara.sync.topology import Topology
+from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest
 
 
@@ -26,7 +26,7 @@ class MomentumFit:
 
     Args:
         settings: of the strategy.
-        topology: the workers and devices.
+        worker: this worker.
         notes: for the user.
         make: makes a plain variable, `make(value, name)`.
 
@@ -40,12 +40,12 @@ class MomentumFit:
     def __init__(
         self,
         settings: Settings,
-        topology: Topology,
+        worker: Worker,
         notes: Notes,
         make: Callable[[Nest, str], tf.Variable],
     ) -> None:
         self.settings = settings
-        self._topology = topology
+        self._worker = worker
         self._notes = notes
         self.sync_period: int | None = settings.sync_period
         self.is_scheduled = False
@@ -56,7 +56,7 @@ class MomentumFit:
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
         # The steps of a block, on each device: what XLA compiles for one reads no other.
         self._blocks: list[tf.Variable] = []
-        for device in topology.devices:
+        for device in worker.devices:
             with tf.device(device):
                 steps = tf.constant(self._steps_of_a_block(self.sync_period))
                 self._blocks.append(make(steps, "steps_of_a_block"))
@@ -80,7 +80,7 @@ class MomentumFit:
             model: that is trained.
             steps: minibatches of each replica in the epoch; None: not known, or no epoch.
         """
-        self._steps_in_epoch = NEVER if steps is None or self._topology.changes else steps
+        self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
         self._write_blocks()
         period = self.sync_period
         if period and self._steps_in_epoch < period and not self.is_scheduled:
@@ -88,7 +88,7 @@ class MomentumFit:
                 f"sync_period={period} is longer than an epoch, at whose end the replicas meet in "
                 f"any case, so after {self._steps_in_epoch}"
             )
-        self._without_length = None if steps or self._topology.changes else model
+        self._without_length = None if steps or self._worker.changes else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self.note(optimizer)
             self._note_short_block(optimizer)

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tfpara.sync.settings import Settings, few_syncs
 from tfpara.sync.start_line import counted
-from tfpara.sync.topology import Topology
+from tfpara.sync.workers.worker import Worker
 
 
+@dataclasses.dataclass(eq=False)
 class Notes:
     """The notes of a strategy, which its chief prints.
 
     Args:
         settings: of the strategy.
-        topology: the workers and devices.
-        silent: returns whether this process prints nothing, though it may be the chief.
+        worker: this worker.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, silent: Callable[[], bool]) -> None:
-        self._settings = settings
-        self._topology = topology
-        self._silent = silent
-        self._told: set[str] = set()
-        self._few_told = self._idle_told = False
+    settings: Settings
+    worker: Worker
+    _told: set[str] = dataclasses.field(default_factory=set, init=False)
+    _few_told: bool = dataclasses.field(default=False, init=False)
+    _idle_told: bool = dataclasses.field(default=False, init=False)
 
     def tell(self, text: str) -> None:
         """Prints a note, unless it was printed before."""
-        if self._topology.rank == 0 and not self._silent() and text not in self._told:
+        joins = self.worker.company.joining
+        if self.worker.rank == 0 and not joins and text not in self._told:
             self._told.add(text)
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
@@ -40,12 +41,12 @@ class Notes:
             steps: minibatches of each replica in an epoch.
             epochs: of the run, those before a resume included.
         """
-        replicas = self._topology.replicas
-        if self._settings.device_sync_period:
-            replicas = self._topology.workers  # a worker's devices meet more often
-        block = period * self._settings.fragments
+        replicas = self.worker.replicas
+        if self.settings.device_sync_period:
+            replicas = self.worker.num_workers  # a worker's devices meet more often
+        block = period * self.settings.fragments
         text = few_syncs(epochs * -(-steps // block), replicas) if block > 1 else ""
-        if text and not self._few_told and not self._topology.changes:
+        if text and not self._few_told and not self.worker.changes:
             self._few_told = True
             self.tell(text)
 
@@ -55,8 +56,8 @@ class Notes:
         Args:
             rows: of the largest batch; None: not known.
         """
-        replicas = self._topology.replicas
-        if rows is not None and rows < replicas and not self._topology.changes:
+        replicas = self.worker.replicas
+        if rows is not None and rows < replicas and not self.worker.changes:
             self._idle_told = True
             self.tell(
                 f"fit divides batches of {counted(rows, 'row')} among {replicas} "
@@ -70,8 +71,8 @@ class Notes:
         Args:
             idle: the numbers of these replicas.
         """
-        replicas = self._topology.replicas
-        if 0 < len(idle) < replicas and not self._idle_told and not self._topology.changes:
+        replicas = self.worker.replicas
+        if 0 < len(idle) < replicas and not self._idle_told and not self.worker.changes:
             self._idle_told = True
             self.tell(
                 f"replicas without a row in this epoch: {', '.join(map(str, idle))} (of 0 … "

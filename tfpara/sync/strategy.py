@@ -4,89 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpara import cluster, program
+from tfpara import program
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import check_backend, checked_seconds
-from tfpara.cluster import quiet, startup
-from tfpara.cluster.place import Purpose, call
-from tfpara.collectives.choice import choose, of_horovod
-from tfpara.elastic.meeting import ADDRESS as MEETING
-from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.cluster.place import call
+from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
-from tfpara.steps import after, batch_size, skip_empty
-from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync.data.elastic_data import by_epoch
-from tfpara.sync.data.position import Pass
-from tfpara.sync.elastic.company import Elastic as ElasticCompany
-from tfpara.sync.keras import hooks, scope
-from tfpara.sync.one_sync.reports import Request
-from tfpara.sync.one_sync.sized_rule import check_sizes
+from tfpara.sync.for_callbacks import ForCallbacks
+from tfpara.sync.keras import scope
 from tfpara.sync.one_sync.statistics import SyncStatistics
-from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
-from tfpara.sync.start_line import counted, start_line
-from tfpara.sync.tensorflow import average_loss
-from tfpara.sync.tensorflow.devices import default_devices
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.start import start
+from tfpara.sync.start_line import counted
 from tfpara.sync.tensorflow.variables import in_replica
-from tfpara.sync.workers import data_place, horovod_group
-from tfpara.sync.workers.company import Company
-from tfpara.sync.workers.fixed import Fixed
-from tfpara.sync.workers.json_exchange import everyones
-from tfpara.threads import check_threads
+from tfpara.sync.workers import data_place
 from tfpara.typing import Json, Nest, Scalar
 
-_log = logging.getLogger(__name__)
-_PS_LEFT_OUT = (
-    "TF_CONFIG lists 'ps', which a synchronous strategy leaves out: the chief and the workers "
-    "train without them. tfpara.AsyncStrategy uses them."
-)
 
-
-def _checked_elastic(settings: Settings, elastic: object) -> Settings:
-    """Returns the settings for an elastic run.
-
-    Raises:
-        TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting contradicts it; or TF_CONFIG, or an engine, has started several
-            workers without a meeting point.
-    """
-    if not isinstance(elastic, Elastic):
-        raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
-    try:
-        found = cluster.taking_part(cluster.read)
-    except cluster.ClusterError:
-        if not meeting_point():
-            raise
-        return settings.elastic()  # what they say is not needed
-    if found.num_workers > 1:
-        told = found.told.engine if found.told else "TF_CONFIG"
-        if not meeting_point():
-            raise ValueError(
-                f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
-                f"workers without one. Start tfpara-meet --workers={found.num_workers} "
-                f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
-                "name, for all workers: docs/elastic.md."
-            )
-        if found.is_chief:
-            text = (
-                f"tfpara: {MEETING} says where workers meet; ranks and addresses of {told} do not"
-            )
-            print(text, file=sys.stderr, flush=True)
-    return settings.elastic()
-
-
-class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
+class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbacks):
     """Local optimizer steps on every replica, and a synchronisation every τ minibatches.
 
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
@@ -193,103 +134,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             device_sync_period=device_sync_period,
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
-        # Before the processes know of each other: then TensorFlow lists the devices of all.
-        devices = default_devices() if devices is None else devices
-        check_threads(len(devices))
-        found, settings, starting = self._company_of(
-            settings, elastic, len(devices), startup_timeout_seconds
-        )
-        # The grandparent's constructor is called, since the parent's builds its own extended class.
-        with starting as company, _starting_first():
-            extended = PeriodicSyncExtended(self, settings, devices, found, company)
-            tf.distribute.Strategy.__init__(self, extended)
-        if found.num_workers > 1:
-            found = horovod_group.with_addresses(found, extended.control)
-        program.watch(self, found, timeout_seconds)
-        extended.start()
-        if found.num_workers > 1:
-            extended.connect(found)
-        scope.watch(self)
-        hooks.install()
-        quiet.install()
-        average_loss.install()
-        if company.joining:
-            print("tfpara: joins a run that is under way", file=sys.stderr, flush=True)
-        elif self.is_chief:
-            # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
-            self._print_start()
-            alone = found.num_workers == 1 and not (self._is_simulated or company.changes)
-            text = cluster.left_alone() if alone else ""
-            if text:
-                print(f"tfpara: {text}", file=sys.stderr, flush=True)
-
-    def _company_of(
-        self,
-        settings: Settings,
-        elastic: Elastic | None,
-        devices: int,
-        startup_timeout_seconds: float,
-    ) -> tuple[cluster.Cluster, Settings, AbstractContextManager[Company]]:
-        """Returns the workers, their settings, and the context in which TensorFlow's server starts.
-
-        Args:
-            settings: as they were given.
-            elastic: as it was given.
-            devices: the number of this worker's.
-            startup_timeout_seconds: longest wait for the others.
-        """
-        if elastic is not None:
-            settings = _checked_elastic(settings, elastic)
-        if elastic is None or not meeting_point():
-            found, settings = self._find_workers(settings, elastic, startup_timeout_seconds)
-            return found, settings, _fixed_company(found, settings, startup_timeout_seconds)
-        if elastic.rule_follows:
-            largest = check_sizes(settings.rule, elastic.max_workers, devices)
-            settings = dataclasses.replace(
-                settings, following_rule=settings.rule, largest_rule=largest
-            )
-        return cluster.ALONE, settings, _elastic_company(elastic, startup_timeout_seconds)
-
-    def _find_workers(
-        self, settings: Settings, elastic: Elastic | None, startup_timeout_seconds: float
-    ) -> tuple[cluster.Cluster, Settings]:
-        """Returns the workers of a run that stay the same, and the settings with their backend."""
-        if elastic is not None:
-            text = f"tfpara: elastic=: {MEETING} is not set, so this process trains alone"
-            print(text, file=sys.stderr, flush=True)
-        found = cluster.taking_part(cluster.read)
-        if meeting_point() and found.num_workers == 1 and not self._is_simulated:
-            raise ValueError(
-                f"{MEETING}={meeting_point()!r} says where the workers of an elastic run meet, and "
-                "with elastic=None each of them would train by itself. Give this strategy "
-                f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
-            )
-        if found.has_ps and found.is_chief:
-            _log.warning("tfpara: %s", _PS_LEFT_OUT)
-        asked = settings.collectives
-        chosen, why = choose(asked, found)
-        if found.num_workers > 1 and found.is_chief and asked == "auto":
-            # A warning is shown by default. It is one only if another backend was possible.
-            chose = found.rank_variable and (of_horovod(found) or not found.told)
-            level = logging.WARNING if chose else logging.DEBUG
-            _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
-        if chosen == "tensorflow" or not of_horovod(found):
-            found = startup.find_each_other(found, startup_timeout_seconds, chosen)
-        return found, dataclasses.replace(settings, collectives=chosen)
-
-    def _print_start(self) -> None:
-        extended = self.extended
-        line = start_line(
-            self.num_workers,
-            extended.worker_devices,
-            self.rule,
-            self.sync_period,
-            self.averages,
-            extended.links.collectives.way,
-            divided=not extended.company.changes,
-        )
-        for text in filter(None, (line, extended.links.connected_by)):
-            print(f"tfpara: {text}", file=sys.stderr, flush=True)
+        start(self, settings, devices, elastic, startup_timeout_seconds, self._is_simulated)
 
     def __repr__(self) -> str:
         count = f"{counted(self.num_workers, 'worker')}, {counted(self.num_replicas, 'replica')}"
@@ -314,19 +159,19 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def num_replicas(self) -> int:
         """N, the replicas of all workers."""
         place = data_place.present()
-        return place.num_replicas if place else self.extended._num_replicas_in_sync
+        return place.num_replicas if place else self.extended.worker.replicas
 
     @property
     def num_workers(self) -> int:
         """The number of processes that take part."""
         place = data_place.present()
-        return place.workers if place else self.extended._num_workers
+        return place.workers if place else self.extended.worker.num_workers
 
     @property
     def worker_index(self) -> int:
         """This worker, 0 … num_workers − 1; 0 is the chief."""
         place = data_place.present()
-        return place.worker if place else self.extended._id_in_cluster
+        return place.worker if place else self.extended.worker.rank
 
     @property
     def is_chief(self) -> bool:
@@ -335,7 +180,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
         next exchange on, elsewhere at once.
         """
-        return self.extended.company.is_chief
+        return self.extended.worker.company.is_chief
 
     @property
     def local_replica_ids(self) -> list[int]:
@@ -412,41 +257,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         A replica whose part of the batch is empty takes no step. If `fn` updates the weights of a
         model, every `sync_period`-th call includes a sync.
         """
-        models, steps = self.extended.models, self.extended.steps
         with self.scope():
-            if tf.executing_eagerly() and models.for_step(fn) is None:
-                model = models.model_of(fn)
-                if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
-                    # Made before the step, so that it starts from the weights before the step.
-                    models.make(model)
-            # A function that was traced in an earlier call does not show that it steps. Its
-            # optimizers' step counts do.
-            counts = steps.step_counts() if tf.executing_eagerly() else []
-            steps.optimizer_stepped = False
-            steps.written, steps.used = [], []
-            outputs = super().run(skip_empty(fn), args, kwargs, options)
-            locals_ = self.experimental_local_results((args, kwargs or {}))
-            samples = [batch_size(values) for values in locals_]
-            if _is_step_of_keras(fn):
-                outputs = steps.of_those_that_stepped(outputs, samples)
-            if tf.executing_eagerly() and steps.have_stepped(counts):
-                steps.optimizer_stepped = True
-            if not steps.optimizer_stepped and not _is_train_step(fn):
-                return outputs
-            steps.check_optimizers(models.model_of(fn))
-            # Looked up again, since the step may have made slots of optimizers.
-            synchronizer = models.for_step(fn)
-            if synchronizer is None:
-                with tf.init_scope():
-                    synchronizer = models.make(models.model_of(fn))
-                scope.check(models.model_of(fn), self)
-            steps.check_written(synchronizer)
-            with after(locals_):
-                synchronizer.after_step(
-                    [1 if n is None else n for n in samples],
-                    [steps.weight_of(fn, *values) for values in locals_],
-                )
-            return outputs
+            return self.extended.steps.run(super().run, fn, args, kwargs, options, scope.check)
 
     def reduce(
         self, reduce_op: str | tf.distribute.ReduceOp, value: Nest, axis: int | None = None
@@ -515,169 +327,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """
         return by_epoch(self, dataset_fn)
 
-    def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Adds the state of an object to checkpoints, from which it is restored.
-
-        Args:
-            name: name of the state; a second object with the same name replaces the first.
-            holder: its `get_state()` returns a value that JSON can carry, which `set_state(state)`
-                restores.
-        """
-        self.extended.states[name] = holder
-
-    @property
-    def states(self) -> dict[str, StateHolder]:
-        """The objects given to `keep_state`, and those of the strategy's own, by name."""
-        return self.extended.states
-
-    def request(self, request: Request) -> None:
-        """Requests a checkpoint or a stop of all workers, who agree on it at the next sync.
-
-        `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
-        """
-        for synchronizer in self.extended.models.synchronizers:
-            synchronizer.graph.request(request)
-
-    def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """Sends this worker's value to all; returns the workers' values by rank.
-
-        Every worker must call it.
-
-        Args:
-            value: anything that JSON can carry; other objects are sent as their `repr`.
-            purpose: the purpose of the exchange.
-        """
-        return everyones(value, self.extended.control, purpose)
-
-    @property
-    def members_change(self) -> bool:
-        """Whether workers may come and go while the run goes on."""
-        return self.extended.company.changes
-
-    @property
-    def joining(self) -> bool:
-        """Whether this worker has still to be let in by the others."""
-        return self.extended.company.joining
-
-    def share_state(self, name: str, holder: StateHolder) -> None:
-        self.extended.company.share_state(name, holder)
-
-    def units(self, steps: int | None) -> int:
-        return self.extended.company.epoch.units(steps)
-
-    def trained_units(self, steps: int) -> int:
-        return self.extended.company.epoch.trained_units(steps)
-
-    def reached(self, steps: int) -> int:
-        return self.extended.company.epoch.reached(steps)
-
-    def part(self) -> None:
-        """Waits for all workers at the end of the program."""
-        self.extended.company.part()
-
-    def program_ends(self) -> None:
-        """Is called where a program ends that `tfpara.run` has not ended."""
-        self.extended.company.program_ends()
-
-    def note(self, text: str) -> None:
-        """Prints a note once, on the chief."""
-        self.extended.notes.tell(text)
-
-    def synchronizer_of(self, model: keras.Model) -> Synchronizer:
-        """Returns the synchronizer of a built and compiled model; makes one if there is none."""
-        return self.extended.models.synchronizer_of(model)
-
-    @property
-    def settings(self) -> Settings:
-        """The settings, with those that depend on the number of replicas filled in."""
-        return self.extended.settings
-
-    @property
-    def generation(self) -> int:
-        """The number of the present set of members."""
-        return self.extended.company.generation
-
-    @property
-    def completed_in(self) -> int:
-        """The generation in which the last exchange from Python has succeeded."""
-        return self.extended.company.completed_in
-
-    def leave(self) -> bool:
-        """Has this worker leave at the next sync; returns whether all must leave with it."""
-        return self.extended.company.leave()
-
-    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
-        """Keeps a record of changes of members beside the checkpoints of a callback."""
-        self.extended.company.keep_record(checkpoints, directory)
-
-    def write_record(self, syncs: int) -> None:
-        """Adds the present members to the record, after so many syncs."""
-        self.extended.company.write_record(syncs)
-
-    @property
-    def blocks_closed(self) -> int:
-        """How often Python code has closed the open blocks, on all workers alike."""
-        return self.extended.models.blocks_closed
-
-    def note_scheduled_period(self) -> None:
-        """Notes that callbacks of `fit` set the sync period."""
-        self.extended.momentum.is_scheduled = True
-
-    def note_restored_period(self, sync_period: int | None) -> None:
-        """Notes τ, where a checkpoint has set it."""
-        self.extended.momentum.sync_period = sync_period
-
-    def put_back_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ again after a failed `fit`, which may have left a block open."""
-        self.extended.set_sync_period(sync_period)
-
-    def position(self, first: int, steps: int) -> dict[str, Json]:
-        """Returns where in the data of its epoch the run is, at a sync, as a checkpoint keeps it.
-
-        Args:
-            first: minibatches of the epoch that an earlier process has trained, over all replicas.
-            steps: minibatches of it that each replica has trained since.
-        """
-        found = self.extended.company.epoch.position() if steps else {}
-        if found:
-            return found
-        passes = self.extended.data.passes
-        begun = passes.present() if passes is not None else None
-        if begun is not None:
-            found["pass"] = dataclasses.asdict(begun)
-        return found | {"minibatches": first + steps * self.num_replicas}
-
-    def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Sets where in the data an epoch goes on that begins.
-
-        Args:
-            epoch: its number.
-            position: of a checkpoint from which the run goes on; of another epoch, or empty: the
-                epoch begins at its start.
-        """
-        within = position if position.get("epoch") == epoch else {}
-        first, steps = within.get("minibatches", 0), within.get("steps", 0)
-        begun = Pass(epoch, first, steps) if steps else None
-        if "pass" in position:
-            begun = Pass(**position["pass"])
-        seen = self.extended.models.steps_seen
-        self.extended.data.position.move(epoch, seen, first, steps, begun)
-        if first:
-            self.extended.company.epoch.resume(epoch, position)
-
-    def steps_resumed(self, epoch: int) -> int:
-        """Returns the minibatches of each replica that an earlier process trained of this epoch."""
-        position = self.extended.data.position
-        return position.first // self.num_replicas if position.epoch == epoch else 0
-
-    def answered(self, *requests: Request) -> None:
-        """Forgets these kinds of requests, and the one agreed on if it is such a one.
-
-        Others stay until they are answered. Every worker calls it at the same sync.
-        """
-        for synchronizer in self.extended.models.synchronizers:
-            synchronizer.graph.answered(*requests)
-
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
         """Sets the weight of a minibatch in the mean of the replicas, before the first step.
 
@@ -743,7 +392,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
         """
         extended = self.extended
-        if extended.company.changes:
+        if self.members_change:
             raise ValueError(
                 "strategy.forget() does not go with elastic=, whose run trains one model."
             )
@@ -823,59 +472,3 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     def statistics(self) -> SyncStatistics:
         """Returns counts and times of this worker's syncs so far, over all models."""
         return self.extended.models.statistics()
-
-
-@contextlib.contextmanager
-def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterator[Company]:
-    """Connects to the meeting point; TensorFlow's server starts inside."""
-    with startup.elastic_run():
-        company = ElasticCompany(elastic, startup_timeout_seconds)
-        with quiet.starting():
-            yield company
-
-
-@contextlib.contextmanager
-def _fixed_company(
-    found: cluster.Cluster, settings: Settings, startup_timeout_seconds: float
-) -> Iterator[Company]:
-    """Joins Horovod's group, if that connects the workers; TensorFlow's server starts inside."""
-    by_horovod = found.num_workers > 1 and settings.collectives == "horovod"
-    if by_horovod:
-        horovod_group.join(found, startup_timeout_seconds, settings.timeout_seconds)
-        yield Fixed(found, by_horovod)
-    else:
-        with startup.guard(found, startup_timeout_seconds):
-            yield Fixed(found)
-
-
-@contextlib.contextmanager
-def _starting_first() -> Iterator[None]:
-    """Replaces TensorFlow's error, if TensorFlow was used before the strategy was made."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "at program startup" not in str(error):
-            raise
-        raise RuntimeError(
-            "TensorFlow was used before the strategy was made, and cannot join a cluster any more. "
-            "Make the strategy before any tensor, variable, dataset, layer, metric, model or "
-            "optimizer; give tfpara.Outer a function, as in "
-            "Outer(lambda: keras.optimizers.Adam(0.1))."
-        ) from None
-
-
-def _is_step_of_keras(
-    fn: Callable[..., Nest], names: Sequence[str] = ("train_step", "test_step")
-) -> bool:
-    """Returns whether `fn` is the step that `fit` or `evaluate` runs on a minibatch."""
-    owner = getattr(fn, "__self__", None)
-    return isinstance(owner, keras.Model) and getattr(fn, "__name__", "") in names
-
-
-def _has_weights(model: keras.Model | None) -> bool:
-    return model is not None and bool(model.trainable_variables)
-
-
-def _is_train_step(fn: Any) -> bool:
-    """Returns whether `fn` is the `train_step` of a model that has trainable weights."""
-    return _is_step_of_keras(fn, ["train_step"]) and _has_weights(fn.__self__)

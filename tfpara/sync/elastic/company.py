@@ -23,14 +23,14 @@ from tfpara.sync.keras.fit_arguments import deal_out
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
-from tfpara.sync.workers.company import Fit
+from tfpara.sync.workers.company import Company, Fit
 from tfpara.typing import Json, Scalar
 
 _log = logging.getLogger(__name__)
 
 
-class Elastic:
-    """The workers of a run that goes on while some are lost, leave and come. See `Company`.
+class Elastic(Company):
+    """The workers of a run that goes on while some are lost, leave and come.
 
     Args:
         settings: of the run.

@@ -164,8 +164,7 @@ class Connection:
 
     def _end_long_wait(self) -> None:
         """Ends a wait for workers while the meeting point is silent. The line's thread calls it."""
-        waits = vars(self._extended).get("waits")  # made after the founders are connected
-        began = waits.since() if waits else 0.0
+        began = self._extended.waits.since()
         if began and time.monotonic() - began > self._extended.settings.timeout_seconds:
             links.end_collectives("tfpara: no worker and no meeting point answers")
 

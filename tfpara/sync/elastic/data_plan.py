@@ -11,11 +11,12 @@ from tfpara.elastic.plan import Plan, begin
 from tfpara.sync.data.elastic_data import Began
 from tfpara.sync.elastic.connection import Connection
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.workers.company import Epoch
 from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.typing import Json
 
 
-class DataPlan:
+class DataPlan(Epoch):
     """The plan of the epoch, and this worker's data by it.
 
     Args:

@@ -170,7 +170,7 @@ class FitAgain:
                 yield
             if not self._connection.joining:
                 # Nobody ends its program while another waits for it in an exchange.
-                self._extended.company.together(
+                self._extended.worker.company.together(
                     lambda: self._extended.control.collectives.barrier("fit")
                 )
                 self._histories = [*self._histories, _shortened(told(model.history))]

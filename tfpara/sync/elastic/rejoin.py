@@ -138,7 +138,7 @@ class Rejoin:
         """Connects to a generation; returns whether all of its members agree on the state."""
         self._connection.become(form)
         for synchronizer in self._extended.models.synchronizers:
-            replicas = self._extended.topology.replicas
+            replicas = self._extended.worker.replicas
             synchronizer.graph.global_state.rule.change(replicas)
         if not self._connection.ready():
             return False

@@ -72,7 +72,7 @@ def _before(name: str, extended: Any, number: int) -> None:
     if name == "on_epoch_begin":
         extended.place.epoch_begins(number)
         extended.data.enter_epoch(number)
-        extended.company.epoch_begins(number)
+        extended.worker.company.epoch_begins(number)
     elif name == "on_train_batch_begin":
         extended.place.step_begins(number)
 
@@ -82,7 +82,7 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
     place, model = extended.place, callbacks._model
     first = place.fits and place.in_first_epoch
     if name == "on_train_begin":
-        extended.company.fit_begins()
+        extended.worker.company.fit_begins()
     elif name == "on_train_end":
         extended.momentum.begin_epoch(model, None)
     elif name == "on_epoch_begin":

@@ -138,7 +138,7 @@ def _together(
     extended = strategy.extended
     in_fit = extended.in_fit(model, given.get("initial_epoch", 0))
     with program.noting(), in_fit, _with_data("fit", strategy):
-        return extended.company.fit(model, given, lambda given: fit(model, **given))
+        return extended.worker.company.fit(model, given, lambda given: fit(model, **given))
 
 
 @for_ours

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from tfpara.cluster.place import Place
 from tfpara.steps import with_open_batches, with_own_memory, without_tuner
 from tfpara.sync.data.position import Position
 from tfpara.sync.data.reading import Order, shuffled, shuffled_rows
@@ -27,10 +27,9 @@ from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.tensorflow.device_datasets import own_iterators
 from tfpara.sync.tensorflow.private import input_lib as _input_lib
 from tfpara.sync.tensorflow.trained_models import TrainedModels
-from tfpara.sync.topology import Topology
 from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.sync.workers.json_exchange import everyones
-from tfpara.sync.workers.meetings import Control
+from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
 # TensorFlow's function that distributes a dataset.
@@ -40,13 +39,12 @@ _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
 
 
+@dataclasses.dataclass(eq=False)
 class DistributedData:
     """The data of a run: the position in them, their order, and their division among the workers.
 
     Args:
-        topology: the workers and devices.
-        place: the place of this process in its script.
-        control: between the workers.
+        worker: this worker.
         models: the trained models.
         momentum: the momentum of the models' optimizers, which depends on the length of an epoch.
 
@@ -56,28 +54,18 @@ class DistributedData:
         passes: over the data of the `fit` that runs, with `steps_per_epoch`.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        place: Place,
-        control: Control,
-        models: TrainedModels,
-        momentum: MomentumFit,
-    ) -> None:
-        self.topology = topology
-        self.place = place
-        self._control = control
-        self._models = models
-        self._momentum = momentum
-        self.position = Position()
-        self.order = Order()
-        self.passes: Any = None
-        self._undivided = False  # whether each worker gets the whole of distributed data
+    worker: Worker
+    models: TrainedModels
+    momentum: MomentumFit
+    position: Position = dataclasses.field(default_factory=Position, init=False)
+    order: Order = dataclasses.field(default_factory=Order, init=False)
+    passes: Any = dataclasses.field(default=None, init=False)
+    _undivided: bool = dataclasses.field(default=False, init=False)
 
     @property
     def share(self) -> tuple[int, int]:
         """The number of this worker's part of the data, from 0, and the number of parts."""
-        return (0, 1) if self._undivided else (self.topology.rank, self.topology.workers)
+        return (0, 1) if self._undivided else (self.worker.rank, self.worker.num_workers)
 
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
@@ -90,10 +78,10 @@ class DistributedData:
 
     def place_of(self, epoch: int, first: int) -> DataPlace:
         """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
-        topology = self.topology
+        worker = self.worker
         # Before a worker has joined an elastic run, its number may be that of workers or more.
-        worker = topology.rank % topology.workers
-        return DataPlace(worker, topology.workers, len(topology.devices), epoch, first)
+        rank = worker.rank % worker.num_workers
+        return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -102,10 +90,10 @@ class DistributedData:
         """Notes that a call of `fit` runs inside, which begins with that epoch."""
         passes, seed = self.passes, self.order.seed
         self.passes = None
-        if not self.topology.changes:
+        if not self.worker.changes:
             self.order.seed = None  # each call draws one, or takes that of a checkpoint
-        within = self.place.fits > 0  # this fit is called in a callback of another fit
-        aside = self.position.aside(lambda: self._models.steps_seen)
+        within = self.worker.place.fits > 0  # this fit is called in a callback of another fit
+        aside = self.position.aside(lambda: self.models.steps_seen)
         try:
             with aside if within else contextlib.nullcontext():
                 self.enter_epoch(initial_epoch)
@@ -117,24 +105,24 @@ class DistributedData:
 
     def enter_epoch(self, epoch: int) -> None:
         """Notes that `fit` is at the begin of an epoch."""
-        self.position.enter(epoch, self._models.steps_seen)
+        self.position.enter(epoch, self.models.steps_seen)
 
     def begin_pass(self) -> tuple[int, int]:
         """Notes that a pass over data begins; returns its epoch and how much of it is done.
 
         The latter is `Position.first`. An evaluation is no epoch, and reads its data whole.
         """
-        if self.place.calls:
+        if self.worker.place.calls:
             return self.position.epoch, 0
-        return self.position.begin(self._models.steps_seen)
+        return self.position.begin(self.models.steps_seen)
 
     def resumed(self, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
         """Begins a pass over a dataset; skips minibatches trained before the run was resumed."""
-        for synchronizer in self._models.synchronizers:
+        for synchronizer in self.models.synchronizers:
             synchronizer.step_is_over()
         with own_iterators():
             iterator = begin()
-        if not self.place.calls:  # an evaluation reads its data whole
+        if not self.worker.place.calls:  # an evaluation reads its data whole
             for _ in range(self.position.take_steps()):
                 next(iterator)
         return iterator
@@ -144,9 +132,9 @@ class DistributedData:
 
         It is the length of the epoch that begins, if Keras does not know that.
         """
-        if self.place.fits and not self.place.calls:
-            done = self.position.first // self.topology.replicas  # before a resume
-            self._momentum.set_length(done + steps)
+        if self.worker.place.fits and not self.worker.place.calls:
+            done = self.position.first // self.worker.replicas  # before a resume
+            self.momentum.set_length(done + steps)
 
     def next_order(self, count: int) -> list[int]:
         """Returns 0 … count − 1 in the order of the epoch that begins, equal on all workers."""
@@ -172,14 +160,14 @@ class DistributedData:
         Raises:
             ValueError: on every worker, if they have different data.
         """
-        if self.topology.changes or self._undivided:
+        if self.worker.changes or self._undivided:
             return
         if drawn and self.order.seed is None:
             self.order.seed = random.getrandbits(48)
         if self.share == (0, 1):
             return
         mine = {"facts": facts, "seed": self.order.seed}
-        everyone = everyones(mine, self._control, self.place.of_data())
+        everyone = everyones(mine, self.worker.control, self.worker.place.of_data())
         self.order.seed = everyone[0]["seed"]
         problem = difference([one["facts"] for one in everyone])
         if problem:
@@ -194,16 +182,16 @@ class DistributedData:
             dataset: with batches of rows for all replicas.
             distribute: TensorFlow's function that does so.
         """
-        check_batched(dataset.element_spec, self.topology.replicas > 1)
+        check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
-        if self._undivided or self.topology.changes:
+        if self._undivided or self.worker.changes:
             # A worker that comes or goes would change the others' parts: each evaluates all data.
-            with self.topology.alone():
+            with self.worker.alone():
                 whole = distribute(dataset)
             if isinstance(whole, _input_lib.DistributedDataset):
                 whole.__class__ = _UndividedDataset
             return whole
-        check_files(dataset, self.topology.workers)
+        check_files(dataset, self.worker.num_workers)
         distributed = distribute(dataset)
         if isinstance(distributed, _input_lib.DistributedDataset):
             distributed.__class__ = _Dataset
@@ -212,7 +200,7 @@ class DistributedData:
             if not divided_between_workers(dataset) and distributed._cardinality > 0:
                 # Each worker gives its devices 1/W of a batch per step, so its own data take W
                 # times as many steps, for W workers.
-                distributed._cardinality *= self.topology.workers
+                distributed._cardinality *= self.worker.num_workers
         return distributed
 
     def from_function(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
@@ -225,7 +213,7 @@ class DistributedData:
 
         def prepared(context: tf.distribute.InputContext) -> tf.data.Dataset:
             dataset = dataset_fn(context)
-            if len(self.topology.devices) > 1:
+            if len(self.worker.devices) > 1:
                 dataset = with_open_batches(dataset)
             return without_tuner(dataset)
 
@@ -235,8 +223,8 @@ class DistributedData:
 
     def by_epoch(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
         """Returns data that `dataset_fn` makes anew for each epoch; for `make` see above."""
-        if not self.place.fits:
-            self.position.move(0, self._models.steps_seen)
+        if not self.worker.place.fits:
+            self.position.move(0, self.models.steps_seen)
         with making(self.place_of(0, 0)):
             dataset = self.from_function(dataset_fn, make)
         dataset.__class__ = _EpochDatasets
@@ -271,7 +259,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     def cardinality(self) -> int:
         """The steps of a pass: the minibatches are for this worker's devices in turn."""
         minibatches = int(super().cardinality)  # negative if it is not known
-        devices = len(self.data.topology.devices)
+        devices = len(self.data.worker.devices)
         return minibatches if minibatches < 0 else -(-minibatches // devices)
 
     def map(self, function: Callable[..., Nest]) -> _Datasets:
@@ -305,7 +293,7 @@ class _EpochDatasets(_Datasets):
 
     def __iter__(self) -> Iterator[Nest]:
         epoch, first = self.data.begin_pass()
-        if not self.data.place.calls:
+        if not self.data.worker.place.calls:
             # `dataset_fn` leaves out minibatches by `first`: they must not be skipped again.
             self.data.position.take_steps()
         wanted = epoch, first, self.data.share

@@ -12,10 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara import cluster
-from tfpara.cluster.place import Place, Purpose, call
+from tfpara.cluster.place import call
 from tfpara.strategy import StateHolder
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
+from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow import links, variables
 from tfpara.sync.tensorflow.devices import checked_devices
@@ -28,15 +29,14 @@ from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import InitialValues, plain_variable, with_our_class
 from tfpara.sync.tensorflow.waits import Waits
-from tfpara.sync.topology import Topology
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import joined
 from tfpara.sync.workers.meetings import Control
+from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest, Variable
 
 _GATHER = call("strategy.gather()")
 _REDUCE = call("strategy.reduce()")
-_START = Purpose("making a strategy", "make strategies and models on every worker alike")
 
 
 def _moved(path: str) -> Any:
@@ -58,14 +58,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         settings: of the strategy.
         devices: of this worker.
         found: the cluster.
-        company: the workers.
+        company: the workers that take part.
 
     Attributes:
-        company: the workers.
-        topology: the workers and devices.
-        place: the place of this process in its script.
+        worker: this worker, its place in its script, and its exchanges with the others.
         links: collectives between the workers.
-        control: exchanges between the workers that Python code calls.
         notes: for the user.
         momentum: the sync period, and momentum that is fitted to a block.
         models: the trained models.
@@ -91,11 +88,18 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> None:
         self._wanted_devices = devices
         self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
-        self.company = company
         self.shown: str | None = None
-        self.topology = Topology(changes=company.changes)
-        self.place = Place()
+        self.worker = Worker(company)
+        self.place = self.worker.place
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
+        # The threads of an elastic run ask it before there are links.
+        self.waits = Waits(
+            found,
+            self.worker,
+            lambda: self.synchronizers,
+            bool(settings.overlap),
+            lambda message: self.links.abort(message),
+        )
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if company.changes:
             links.without_coordination()
@@ -110,7 +114,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             cluster_resolver=company.resolver(),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
-        self.topology.devices = self.worker_devices
+        self.worker.devices = self.worker_devices
         if served:
             links.count_strategy(found)
         replicas = company.founding_replicas(len(self.worker_devices))
@@ -118,60 +122,46 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         company.attach(self)
         # Weights travel between the lead devices, everything small between the hosts.
         host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
-        kind, members = self._local_device_type, company.members
-        self._make_parts(Links(found, settings, self.topology, kind, host, earlier, members))
-        self.waits = Waits(
-            found,
-            self.topology,
-            self.place,
-            lambda: self.models.synchronizers,
-            bool(settings.overlap),
-            self.links.abort,
-        )
+        self.links = Links(found, settings, self.worker, self._local_device_type, host, earlier)
+        self._make_parts()
         if found.num_workers > 1:
             self.waits.watch(settings.timeout_seconds)
 
-    def _make_parts(self, found_links: Links) -> None:
-        """Makes the parts of the strategy, each of those before it."""
-        settings, topology, place, company = self.settings, self.topology, self.place, self.company
-        self.links = found_links
-        self.notes = Notes(settings, topology, lambda: company.joining)
-        self.momentum = MomentumFit(settings, topology, self.notes, plain_variable)
-        strategy = self._container_strategy()
+    def _make_parts(self) -> None:
+        """Makes the parts of the strategy; each gets those before it that it needs."""
+        strategy, settings, worker = self._container_strategy(), self.settings, self.worker
+        self.notes = Notes(settings, worker)
+        self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
         self.models = TrainedModels(
-            strategy, settings, topology, place, self.links, self.momentum, self.notes, company
+            strategy, settings, worker, self.links, self.momentum, self.notes
         )
-        self.control = Control(
-            self.links.for_control(place.waiting),
-            place,
-            self.models.in_turn,
-            company,
-        )
-        self.models.control = self.control
-        self.steps = RunSteps(settings, strategy.experimental_local_results)
-        self.data = DistributedData(topology, place, self.control, self.models, self.momentum)
-        self.metrics = MetricReads(topology, place, self.control, self.models, company)
-        self.initial_values = InitialValues(topology, self.control)
+        collectives = self.links.for_control()
+        self.control = Control(collectives, worker.place, self.models.in_turn, worker.company)
+        worker.control = self.control
+        self.steps = RunSteps(strategy, settings, self.models)
+        self.data = DistributedData(worker, self.models, self.momentum)
+        self.metrics = MetricReads(worker)
+        self.initial_values = InitialValues(worker)
         self.states: dict[str, StateHolder] = {"order of data": self.data.order}
 
     # -- the workers -----------------------------------------------------------------------------
 
-    # The parent's numbers of the workers, and of this one, are the topology's.
+    # The parent's numbers of the workers, and of this one, are the worker's.
     @property
     def _num_workers(self) -> int:
-        return self.topology.workers
+        return self.worker.num_workers
 
     @_num_workers.setter
     def _num_workers(self, workers: int) -> None:
-        self.topology.workers = workers
+        self.worker.num_workers = workers
 
     @property
     def _id_in_cluster(self) -> int:
-        return self.topology.rank
+        return self.worker.rank
 
     @_id_in_cluster.setter
     def _id_in_cluster(self, rank: int) -> None:
-        self.topology.rank = rank
+        self.worker.rank = rank
 
     def take_place(self, num_workers: int, rank: int) -> None:
         """Sets what TensorFlow has derived from its list of workers.
@@ -190,8 +180,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # stopped, its machine sleeps, or its clock is put forward.
         limit = math.ceil(1000 * (self._timeout_seconds + LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
-        if self.company.leader:
-            updated.experimental.collective_group_leader = self.company.leader
+        if self.worker.company.leader:
+            updated.experimental.collective_group_leader = self.worker.company.leader
         return updated
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
@@ -203,14 +193,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _in_multi_worker_mode(self) -> bool:
         # False: otherwise Keras and the input library would run a collective at every step.
         return False
-
-    def start(self) -> None:
-        """Compares the workers' settings, and gives all workers the chief's random states."""
-        self.links.compare(self.control, _START)
-
-    def connect(self, found: cluster.Cluster) -> None:
-        """Connects the workers' whereabouts, for messages on waits; every worker must call it."""
-        self.waits.connect(found, self.control, _START)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -327,7 +309,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def distribute_steps(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
         """Distributes a dataset of this worker's steps over its own devices alone."""
-        with self.topology.alone():
+        with self.worker.alone():
             return self._experimental_distribute_dataset(dataset, None)
 
     def datasets_by_epoch(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
@@ -361,7 +343,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def note_idle(self, model: keras.Model) -> None:
         """Tells the user of replicas without a row, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
-        if trained is not None and not self.topology.changes and not self.data.position.first:
+        if trained is not None and not self.worker.changes and not self.data.position.first:
             self.notes.idle_replicas(np.flatnonzero(trained.graph.weights_seen == 0).tolist())
 
     def set_sync_period(self, sync_period: int | None) -> None:
@@ -400,7 +382,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     _waiting_since = _moved("waits.since")
     collectives = _moved("links.collectives")
 
-    synchronizers = _moved("models.synchronizers")
+    @property
+    def synchronizers(self) -> list[Synchronizer]:
+        """Those of all trained models; there are none before the workers are connected."""
+        models = vars(self).get("models")
+        return models.synchronizers if models else []
 
     def host_variable(self, value: Nest, name: str) -> tf.Variable:
         return variables.host_variable(value, name)

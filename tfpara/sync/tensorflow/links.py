@@ -13,16 +13,15 @@ from tfpara.cluster.place import Purpose
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
 from tfpara.collectives.choice import choose_communication
-from tfpara.collectives.members import Members
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.devices import card_of
 from tfpara.sync.tensorflow.private import context as _context
-from tfpara.sync.topology import Topology
 from tfpara.sync.workers.json_exchange import everyones
-from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.settings_check import agree
+from tfpara.sync.workers.worker import Worker
 
+START = Purpose("making a strategy", "make strategies and models on every worker alike")
 # TensorFlow's own limits are longer than ours by so much: the watchdog knows the silent worker.
 LATER_SECONDS = 10.0
 BETWEEN_STRATEGIES = 1024  # group keys, of which a strategy of TensorFlow's takes some
@@ -36,11 +35,10 @@ class Links:
     Args:
         found: the cluster.
         settings: of the strategy.
-        topology: the workers and devices.
+        worker: this worker.
         kind: of the devices, "CPU" or "GPU".
         host: the device on which small exchanges are.
         earlier: strategies that this process has made before on the same server.
-        members: of a group that changes, else None.
 
     Attributes:
         collectives: between the lead devices, for the weights.
@@ -52,31 +50,29 @@ class Links:
         self,
         found: cluster.Cluster,
         settings: Settings,
-        topology: Topology,
+        worker: Worker,
         kind: str,
         host: str,
         earlier: int,
-        members: Members | None,
     ) -> None:
         self._found = found
         self._settings = settings
-        self._topology = topology
+        self._worker = worker
         self._kind = kind
         self._host = host
         self._earlier = earlier
-        self._members = members
-        self.collectives = self._between(0, topology.devices[0])  # or NCCL's: see `compare`
+        self.collectives = self._between(0, worker.devices[0])  # or NCCL's: see `compare`
         self.reports = self._between(1, host)
         self.connected_by = ""
 
-    def for_control(self, waiting: Callable[[], AbstractContextManager[None]]) -> Collectives:
+    def for_control(self) -> Collectives:
         """Returns collectives between the hosts, for exchanges that Python code calls.
 
         The watchdog, or the meeting point's line, ends a wait in Python code earlier than their
         timeout, and names the silent worker. In graphs the timeout does.
         """
         seconds = self._settings.timeout_seconds + LATER_SECONDS
-        return self._between(2, self._host, seconds, waiting)
+        return self._between(2, self._host, seconds, self._worker.place.waiting)
 
     def _between(
         self,
@@ -86,35 +82,35 @@ class Links:
         waiting: Callable[[], AbstractContextManager[None]] | None = None,
         communication: str = "RING",
     ) -> Collectives:
-        workers = self._topology.workers
-        if workers == 1 and self._members is None:
+        workers, members = self._worker.num_workers, self._worker.company.members
+        if workers == 1 and members is None:
             return Loopback()
         group += self._earlier * BETWEEN_STRATEGIES
-        place = (self._topology.rank, device, timeout_seconds)
+        place = (self._worker.rank, device, timeout_seconds)
         if self._settings.collectives == "horovod":
             return HorovodCollectives(workers, *place, group)
         return TensorFlowCollectives(
-            self._found.tasks, *place, communication, group, self._members, waiting
+            self._found.tasks, *place, communication, group, members, waiting
         )
 
-    def compare(self, control: Control, purpose: Purpose) -> None:
+    def compare(self) -> None:
         """Compares the workers' settings, and gives all workers the chief's random states."""
         agree(
             {
                 **self._settings.fingerprint(),
-                "devices per worker": len(self._topology.devices),
+                "devices per worker": len(self._worker.devices),
                 "kind of devices": self._kind,
                 "full-duplex transport": self.collectives.full_duplex,
             },
-            control,
-            purpose,
+            self._worker.control,
+            START,
         )
-        if self._topology.workers == 1:
+        if self._worker.num_workers == 1:
             return
-        card = card_of(self._topology.devices[0]) if self._kind == "GPU" else None
-        mine = [self._topology.rank, card, random_states()]
-        ranks, cards, states = zip(*everyones(mine, control, purpose), strict=True)
-        if self._members is None and ranks != tuple(range(self._topology.workers)):
+        card = card_of(self._worker.devices[0]) if self._kind == "GPU" else None
+        mine = [self._worker.rank, card, random_states()]
+        ranks, cards, states = zip(*everyones(mine, self._worker.control, START), strict=True)
+        if not self._worker.changes and ranks != tuple(range(self._worker.num_workers)):
             raise RuntimeError(
                 f"tables of the workers have the order {ranks}, and not that of ranks, so "
                 "weights would go to other workers than they are meant for. This TensorFlow, "
@@ -138,10 +134,10 @@ class Links:
             self._settings.communication,
             self._kind,
             cards,
-            members_change=self._members is not None,
+            members_change=self._worker.changes,
         )
         if chosen == "NCCL":
-            self.collectives = self._between(0, self._topology.devices[0], communication=chosen)
+            self.collectives = self._between(0, self._worker.devices[0], communication=chosen)
         if self._kind == "GPU":
             way = "NCCL" if chosen == "NCCL" else "a ring over gRPC"
             self.connected_by = f"the workers' GPUs are connected by {way}: {why}"

@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
-from tfpara.cluster.place import Place
-from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import Metric
-from tfpara.sync.topology import Topology
-from tfpara.sync.workers.company import Company
-from tfpara.sync.workers.meetings import Control
+from tfpara.sync.workers.worker import Worker
 
 
+@dataclasses.dataclass(eq=False)
 class MetricReads:
-    """The reading of metrics, which closes the open blocks: so the data of all workers end alike.
+    """The reading of metrics.
 
     Args:
-        topology: the workers and devices.
-        place: the place of this process in its script.
-        control: between the workers.
-        models: the trained models.
-        company: the workers.
+        worker: this worker.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        place: Place,
-        control: Control,
-        models: TrainedModels,
-        company: Company,
-    ) -> None:
-        self._topology = topology
-        self._place = place
-        self._control = control
-        self._models = models
-        self._company = company
-        self._sums: dict[int, tf.Tensor] = {}  # by the variable's id, while metrics are read
+    worker: Worker
+    # By the variable's id, while metrics are read.
+    _sums: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def reading(self, model: keras.Model) -> Iterator[None]:
         """Has metrics that are read inside be all of the same workers, where these change."""
-        if not self._company.changes:
+        if not self.worker.changes:
             yield
             return
         values = [variable.value for variable in model.metrics_variables]
@@ -62,15 +45,15 @@ class MetricReads:
 
         Of a variable that is read as replica 0's, it is that one's component.
         """
-        replicas, eager = self._topology.replicas, tf.executing_eagerly()
+        replicas, eager = self.worker.replicas, tf.executing_eagerly()
         if not eager:
             total = self._part_of(variable)
         elif id(variable) in self._sums:
             total = self._sums[id(variable)]
         else:
             (total,) = self._sums_of([variable])
-        if eager and self._company.changes and self._place.calls:
-            replicas = len(self._topology.devices)  # each worker has evaluated all data
+        if eager and self.worker.changes and self.worker.place.calls:
+            replicas = len(self.worker.devices)  # each worker has evaluated all data
         return total / replicas if mean else total
 
     def _part_of(self, variable: Metric) -> tf.Tensor:
@@ -79,16 +62,10 @@ class MetricReads:
             return tf.add_n([v.read_value() for v in variable.values])
         first = variable.values[0].read_value()
         # In a graph nothing is exchanged.
-        counts = self._topology.rank == 0 or not tf.executing_eagerly()
+        counts = self.worker.rank == 0 or not tf.executing_eagerly()
         return first if counts else tf.zeros_like(first)
 
     def _sums_of(self, variables: Sequence[Metric]) -> list[tf.Tensor]:
         """Returns metrics' variables summed over the workers."""
-        if not self._company.changes:
-            purpose = self._place.of_metric()
-            if self._models.synchronizers:
-                self._models.finish_blocks(purpose)
-            else:
-                self._control.together(purpose)
         parts = [self._part_of(variable) for variable in variables]
-        return self._company.sums(parts, bool(self._place.calls))
+        return self.worker.company.sums(parts, bool(self.worker.place.calls))

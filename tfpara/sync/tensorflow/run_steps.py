@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpara.keras_model import check_optimizers_known
-from tfpara.steps import batch_size, weight_of
+from tfpara.steps import after, batch_size, skip_empty, weight_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.private import values as _values
+from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.typing import Nest, Scalar, Variable
 
 
@@ -20,8 +22,9 @@ class RunSteps:
     """The optimizers that step, and the variables that are written, in a call of `run`.
 
     Args:
+        strategy: whose replicas take the steps.
         settings: of the strategy.
-        local_results: returns a distributed value's component of each local replica.
+        models: the trained models.
 
     Attributes:
         minibatch_weight: a user's weight of a minibatch; None: from the compiled loss.
@@ -32,10 +35,12 @@ class RunSteps:
     """
 
     def __init__(
-        self, settings: Settings, local_results: Callable[[Nest], tuple[Nest, ...]]
+        self, strategy: tf.distribute.Strategy, settings: Settings, models: TrainedModels
     ) -> None:
+        self._strategy = strategy
+        self._local_results = strategy.experimental_local_results
         self._settings = settings
-        self._local_results = local_results
+        self._models = models
         self.minibatch_weight: Callable[..., Scalar] | None = None
         self.optimizer_stepped = False
         self.applying = False
@@ -44,6 +49,60 @@ class RunSteps:
         # All optimizers that have taken steps in run(), by id.
         self._stepping: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]
         self._stepping = weakref.WeakValueDictionary()
+
+    def run(
+        self,
+        run: Callable[..., Nest],
+        fn: Callable[..., Nest],
+        args: Nest,
+        kwargs: Nest,
+        options: object,
+        check: Callable[[keras.Model, tf.distribute.Strategy], object],
+    ) -> Nest:
+        """Runs `fn` on every local replica; counts a step if `fn` takes an optimizer step.
+
+        Args:
+            run: TensorFlow's method `run`.
+            fn: the step.
+            args: its arguments, with a component for each local replica.
+            kwargs: its named arguments; None: there are none.
+            options: for TensorFlow.
+            check: called with a model that was not known before its step, and the strategy.
+        """
+        models = self._models
+        if tf.executing_eagerly() and models.for_step(fn) is None:
+            model = models.model_of(fn)
+            if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
+                # Made before the step, so that it starts from the weights before the step.
+                models.make(model)
+        # A function that was traced in an earlier call does not show that it steps. Its
+        # optimizers' step counts do.
+        counts = self.step_counts() if tf.executing_eagerly() else []
+        self.optimizer_stepped = False
+        self.written, self.used = [], []
+        outputs = run(skip_empty(fn), args, kwargs, options)
+        locals_ = self._local_results((args, kwargs or {}))
+        samples = [batch_size(values) for values in locals_]
+        if _is_step_of_keras(fn):
+            outputs = self.of_those_that_stepped(outputs, samples)
+        if tf.executing_eagerly() and self.have_stepped(counts):
+            self.optimizer_stepped = True
+        if not self.optimizer_stepped and not _is_train_step(fn):
+            return outputs
+        self.check_optimizers(models.model_of(fn))
+        # Looked up again, since the step may have made slots of optimizers.
+        synchronizer = models.for_step(fn)
+        if synchronizer is None:
+            with tf.init_scope():
+                synchronizer = models.make(models.model_of(fn))
+            check(models.model_of(fn), self._strategy)
+        self.check_written(synchronizer)
+        with after(locals_):
+            synchronizer.after_step(
+                [1 if n is None else n for n in samples],
+                [self.weight_of(fn, *values) for values in locals_],
+            )
+        return outputs
 
     def note(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Notes that an optimizer takes a step in a replica."""
@@ -135,3 +194,20 @@ class RunSteps:
                     "synchronised: the replicas would drift apart. Call strategy.track([...]) with "
                     "all models that are trained."
                 )
+
+
+def _is_step_of_keras(
+    fn: Callable[..., Nest], names: Sequence[str] = ("train_step", "test_step")
+) -> bool:
+    """Returns whether `fn` is the step that `fit` or `evaluate` runs on a minibatch."""
+    owner = getattr(fn, "__self__", None)
+    return isinstance(owner, keras.Model) and getattr(fn, "__name__", "") in names
+
+
+def _has_weights(model: keras.Model | None) -> bool:
+    return model is not None and bool(model.trainable_variables)
+
+
+def _is_train_step(fn: Any) -> bool:
+    """Returns whether `fn` is the `train_step` of a model that has trainable weights."""
+    return _is_step_of_keras(fn, ["train_step"]) and _has_weights(fn.__self__)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpara.algorithms.rule import Rule
-from tfpara.cluster.place import COMPILED_ANEW, Place, Purpose, call
+from tfpara.cluster.place import COMPILED_ANEW, Purpose, call
 from tfpara.group import Group
 from tfpara.keras_model import build_optimizer, hyperparameters, optimizers
 from tfpara.steps import reductions
@@ -26,11 +27,9 @@ from tfpara.sync.start_line import in_words
 from tfpara.sync.tensorflow.links import Links
 from tfpara.sync.tensorflow.model_variables import replica_variables
 from tfpara.sync.tensorflow.variables import Metric, not_aggregated, plain_variable
-from tfpara.sync.topology import Topology
-from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import everyones
-from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.settings_check import agree
+from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest
 
 _SYNCHRONIZE = call("strategy.synchronize()")
@@ -38,17 +37,19 @@ _FORGET = call("strategy.forget()")
 _TRAIN = Purpose("beginning to train a model", "train the same models on every worker")
 
 
-class _Trained(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trained:
     """A model that was trained.
 
     Workers collect a model at different times. So what all of them do alike must not depend on
     whether it is there still.
 
-    model: returns the model; None once Python has collected it.
-    identity: the `_identity` that it had then.
-    synchronizer: its synchronizer.
-    weights: by id, the components on the first device of all its weights, also of those that are
-        not trained.
+    Attributes:
+        model: returns the model; None once Python has collected it.
+        identity: the `_identity` that it had then.
+        synchronizer: its synchronizer.
+        weights: by id, the components on the first device of all its weights, also of those that
+            are not trained.
     """
 
     model: Callable[[], keras.Model | None]
@@ -63,42 +64,35 @@ class TrainedModels:
     Args:
         strategy: in whose scope the models are.
         settings: of the strategy.
-        topology: the workers and devices.
-        place: the place of this process in its script.
+        worker: this worker.
         links: the collectives.
         momentum: the momentum of the models' optimizers.
         notes: for the user.
-        company: the workers.
 
     Attributes:
         settings: of the strategy.
         rule: of the model that was made last.
         tracked: what a custom loop trains; None: not named.
         blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
-        control: exchanges between the workers; set where these are connected.
     """
-
-    control: Control
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
         settings: Settings,
-        topology: Topology,
-        place: Place,
+        worker: Worker,
         links: Links,
         momentum: MomentumFit,
         notes: Notes,
-        company: Company,
     ) -> None:
         self._strategy = strategy
         self.settings = settings
-        self._topology = topology
-        self._place = place
+        self._worker = worker
+        self._place = worker.place
         self._links = links
         self._momentum = momentum
         self._notes = notes
-        self._company = company
+        self._company = worker.company
         self.rule: Rule = settings.rule
         self.tracked: keras.Model | None = None
         self.blocks_closed = 0
@@ -215,9 +209,6 @@ class TrainedModels:
             default=None,
         )
 
-    def _place_of(self, entry: _Trained) -> int:
-        return next(k for k, each in enumerate(self._trained) if each is entry)
-
     def _components(self, variables: Sequence[keras.Variable]) -> dict[int, tf.Variable]:
         """Returns variables' components on the first device, by id."""
         local_results = self._strategy.experimental_local_results
@@ -257,7 +248,7 @@ class TrainedModels:
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
         ]
-        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self.control, _TRAIN)
+        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self._worker.control, _TRAIN)
         self._note_settings(model, settings)
         dtypes = {v[0].dtype for v in (*variables.weights, *variables.state)}
         if tf.float64 in dtypes:
@@ -269,7 +260,7 @@ class TrainedModels:
         if former is not None:
             former.synchronizer.leave(variables.weights, self._chiefs_left)
         synchronizer = Synchronizer(variables, settings, site)
-        synchronizer.graph.global_state.rule.change(self._topology.replicas)
+        synchronizer.graph.global_state.rule.change(self._worker.replicas)
         if former is not None:
             synchronizer.adopt(former.synchronizer)
         others = [each.synchronizer for each in self._trained if each is not former]
@@ -284,7 +275,7 @@ class TrainedModels:
         self._recent = _Trained(
             _reference(model), _identity(model), synchronizer, self._components(model.weights)
         )
-        at = len(self._trained) if former is None else self._place_of(former)
+        at = len(self._trained) if former is None else self._trained.index(former)
         self._trained[at : at + 1] = [self._recent]
         self._company.check_step()
         return synchronizer
@@ -295,7 +286,7 @@ class TrainedModels:
             self._momentum.check(optimizer, settings)
         for optimizer in filter(settings.fits_momentum, optimizers(model)):
             self._momentum.note(optimizer)
-        if self._topology.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
+        if self._worker.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
             self._notes.tell(
                 'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
                 "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
@@ -313,9 +304,9 @@ class TrainedModels:
             # A joiner of an elastic run has made fewer synchronizers than the others, so that
             # numbers would differ; such a run has one model.
             name="model" if self._company.changes else f"model{self._made}",
-            num_replicas=self._topology.replicas,
+            num_replicas=self._worker.replicas,
             company=self._company,
-            devices=self._topology.devices,
+            devices=self._worker.devices,
             collectives=self._links.collectives,
             reports=self._links.reports,
             place=self._place,
@@ -326,7 +317,7 @@ class TrainedModels:
         return site
 
     def _chiefs_left(self, value: tf.Tensor) -> tf.Tensor:
-        return self.control.broadcast(value, "left weights")
+        return self._worker.control.broadcast(value, "left weights")
 
     def _drop_collected(self, former: _Trained | None) -> None:
         """Drops the synchronizers of models that no worker has any more; every worker must call it.
@@ -338,8 +329,8 @@ class TrainedModels:
             return
         gc.collect()  # Models refer to themselves, so that they stay until then.
         gone = [k for k, each in enumerate(self._trained) if each.model() is None]
-        several = self._topology.workers > 1
-        everyone = everyones(gone, self.control, _TRAIN) if several else [gone]
+        several = self._worker.num_workers > 1
+        everyone = everyones(gone, self._worker.control, _TRAIN) if several else [gone]
         of_all = set(gone).intersection(*everyone)
         for entry in [self._trained[k] for k in sorted(of_all)]:
             self._drop(entry, _TRAIN)
@@ -350,7 +341,7 @@ class TrainedModels:
         self._company.finish_block(synchronizer, purpose)
         synchronizer.leave([], self._chiefs_left)
         self._dropped = self._dropped.and_then(synchronizer.graph.statistics())
-        del self._trained[self._place_of(entry)]
+        self._trained.remove(entry)
         if self._recent is entry:
             self._recent = None
 
@@ -387,18 +378,18 @@ class TrainedModels:
 
     def broadcast_replica(self, model: keras.Model, replica: int) -> None:
         """Sets all replicas to the weights of one; every worker must call it."""
-        if not 0 <= replica < self._topology.replicas:
-            raise ValueError(f"replica={replica} is not one of 0 … {self._topology.replicas - 1}.")
+        if not 0 <= replica < self._worker.replicas:
+            raise ValueError(f"replica={replica} is not one of 0 … {self._worker.replicas - 1}.")
         synchronizer = self.synchronizer_of(model)
         # The block is closed first, since the rule changes the weights then.
         self.finish_blocks(call("strategy.broadcast_replica()"))
-        worker, device = divmod(replica, len(self._topology.devices))
+        worker, device = divmod(replica, len(self._worker.devices))
         weights, state = synchronizer.replica_values(device)
 
         def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
-            mine = tensor if worker == self._topology.rank else tf.zeros_like(tensor)
+            mine = tensor if worker == self._worker.rank else tf.zeros_like(tensor)
             flat = tf.reshape(mine, [-1])
-            total = self.control.collectives.all_reduce([flat], f"replica/{k}")[0]
+            total = self._worker.control.collectives.all_reduce([flat], f"replica/{k}")[0]
             return tf.reshape(total, tensor.shape)
 
         values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]

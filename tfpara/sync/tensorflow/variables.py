@@ -14,9 +14,8 @@ from tfpara.cluster.place import VARIABLE
 from tfpara.keras_model import is_seed
 from tfpara.sync.tensorflow.private import CheckpointInitialValue, ResourceVariable
 from tfpara.sync.tensorflow.private import values as _values
-from tfpara.sync.topology import Topology
-from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.settings_check import agree
+from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest, Variable
 
 
@@ -123,13 +122,11 @@ class InitialValues:
     """The initial values of variables: the chief's, once all have agreed on what is being made.
 
     Args:
-        topology: the workers and devices.
-        control: between the workers.
+        worker: this worker.
     """
 
-    def __init__(self, topology: Topology, control: Control) -> None:
-        self._topology = topology
-        self._control = control
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._created = 0
         self._alone = False
 
@@ -168,7 +165,7 @@ class InitialValues:
                 first = tf.identity(primary.read_value())
             if is_seed(given.get("name") or "") and (primary is None or replica_id > 0):
                 # Every replica gets a seed of its own, since dropout must be independent noise.
-                number = self._topology.first_replica if primary is None else 0
+                number = self._worker.first_replica if primary is None else 0
                 offset = tf.cast((number + replica_id) * 1_000_003, first.dtype)
                 first = first + tf.one_hot(
                     0, first.shape[0], offset, tf.zeros_like(offset), dtype=first.dtype
@@ -179,15 +176,15 @@ class InitialValues:
 
     def _chiefs_value(self, value: tf.Tensor, name: str) -> tf.Tensor:
         self._created += 1
-        if self._topology.workers == 1:
+        if self._worker.num_workers == 1:
             return value
         # Numbers in Keras' names are removed: they count everything that a process has made.
         name = re.sub(r"_\d+(?=[/_]|$)", "", name)
         description = f"{name} {tuple(value.shape)} {value.dtype.name}"
         digest = hashlib.blake2b(description.encode(), digest_size=6).digest()
         mine = int.from_bytes(digest, "little")
-        if any(theirs != mine for theirs in self._control.together(VARIABLE, mine)):
-            agree({f"model, variable {self._created}": description}, self._control, VARIABLE)
+        if any(theirs != mine for theirs in self._worker.control.together(VARIABLE, mine)):
+            agree({f"model, variable {self._created}": description}, self._worker.control, VARIABLE)
         if not (value.dtype.is_floating or value.dtype.is_integer):
             return value
-        return self._control.broadcast(value, "variable/value")
+        return self._worker.control.broadcast(value, "variable/value")

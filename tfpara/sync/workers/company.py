@@ -1,10 +1,13 @@
 """Company: who takes part in a run, and how they do a thing together."""
 
+# ruff: noqa: B027 - nothing has to be done where no worker comes or goes
+
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -14,11 +17,14 @@ from tfpara.collectives.members import Members
 from tfpara.strategy import StateHolder
 from tfpara.typing import Json, Scalar
 
-Fit = Callable[[Mapping[str, Any]], keras.callbacks.History]
+Fit: TypeAlias = Callable[[Mapping[str, Any]], keras.callbacks.History]
 
 
-class Epoch(Protocol):
-    """How far the run is in its epoch, in units of which all workers know alike."""
+class Epoch:
+    """The position in an epoch, in units that all workers count alike.
+
+    The methods of this class itself are right where all replicas take the same steps.
+    """
 
     def units(self, steps: int | None) -> int:
         """Returns the length of the epoch; 0 if it is not known.
@@ -26,15 +32,19 @@ class Epoch(Protocol):
         Args:
             steps: of each of the replicas with which the run begins; None: not known.
         """
+        return steps or 0
 
     def trained_units(self, steps: int) -> int:
-        """Returns how much of it is in the model, at a sync after so many steps of a replica."""
+        """Returns the units in the model, at a sync after so many steps of a replica."""
+        return steps
 
     def reached(self, steps: int) -> int:
-        """Returns how much of it is trained, where all are as far in the block as this worker."""
+        """Returns the units that are trained, if all are as far in the block as this worker."""
+        return steps
 
     def position(self) -> dict[str, Json]:
-        """Returns the position within the epoch, at a sync, if other numbers than steps say it."""
+        """Returns the position at a sync, for a checkpoint, where steps do not tell it."""
+        return {}
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's position within the epoch that begins.
@@ -42,45 +52,58 @@ class Epoch(Protocol):
         Raises:
             ValueError: such workers cannot go on from there.
         """
+        if owed := position.get("owed"):
+            raise ValueError(
+                f"the checkpoint is of an elastic run, and owes {len(owed)} steps of workers that "
+                "were lost. Resume it with elastic=."
+            )
 
 
-class Company(Protocol):
+class Company(abc.ABC):
     """Who takes part in a run, and how they do a thing together.
 
     Everybody else asks it, and never of which kind it is. Methods marked "all" are called by every
-    worker alike.
+    worker alike. Where nothing else is written, nothing has to be done if no worker comes or goes.
+
+    Attributes:
+        changes: whether members may come and go.
+        epoch: the position in the epoch.
     """
 
-    changes: bool  # whether members may come and go
-
-    @property
-    def epoch(self) -> Epoch:
-        """The position in the epoch."""
+    changes = False
+    epoch: Epoch
 
     @property
     def joining(self) -> bool:
         """Whether this worker has still to be let in."""
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker writes the files of which the run needs one."""
+        return False
 
     @property
     def generation(self) -> int:
         """The number of the present set of members."""
+        return 0
 
     @property
     def completed_in(self) -> int:
         """The generation in which the last exchange of `together` has succeeded."""
+        return 0
 
     @property
     def members(self) -> Members | None:
         """The members as collectives read them; None if they do not change."""
+        return None
 
     @property
     def leader(self) -> str:
         """TensorFlow's name of the task that coordinates collectives; "": TensorFlow's choice."""
+        return ""
 
+    @property
+    @abc.abstractmethod
+    def is_chief(self) -> bool:
+        """Whether this worker writes the files of which the run needs one."""
+
+    @abc.abstractmethod
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
         """Returns N, and the number of this worker's first replica, as graphs read them.
 
@@ -88,17 +111,21 @@ class Company(Protocol):
             devices: of each worker.
         """
 
+    @abc.abstractmethod
     def founding_replicas(self, devices: int) -> int:
         """Returns N at the begin of the run."""
 
     # -- the start and the end ---------------------------------------------------------------
 
+    @abc.abstractmethod
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Returns the workers for TensorFlow's server, which starts now."""
 
+    @abc.abstractmethod
     def attach(self, extended: Any) -> None:
         """Takes the extended strategy, whose server runs; returns when all are connected."""
 
+    @abc.abstractmethod
     def part(self) -> None:
         """All: waits for the others at the end of the program, as far as that is needed."""
 
@@ -113,16 +140,21 @@ class Company(Protocol):
         Args:
             exchange: returns the same on all, as JSON has it.
         """
+        return exchange()
 
+    @abc.abstractmethod
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
         """All: has the chief write a file in the function `name`; returns when it is there."""
 
+    @abc.abstractmethod
     def finish_block(self, synchronizer: Any, purpose: Purpose) -> None:
         """All: closes the open block of one model."""
 
+    @abc.abstractmethod
     def finish_blocks(self, purpose: Purpose) -> None:
         """All: closes the open blocks of all models."""
 
+    @abc.abstractmethod
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
         """All: returns the sums of the workers' parts of metrics' variables.
 
@@ -133,6 +165,7 @@ class Company(Protocol):
 
     # -- fit ---------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         """All: makes a call of `fit`.
 
@@ -155,6 +188,7 @@ class Company(Protocol):
 
     def leave(self) -> bool:
         """Has this worker leave at the next sync; returns whether all must leave with it."""
+        return True
 
     def share_state(self, name: str, holder: StateHolder) -> None:
         """Has workers that join take over an object's state. See `Strategy.share_state`."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -13,15 +12,16 @@ import tensorflow as tf
 
 from tfpara.cluster import ALONE, Cluster
 from tfpara.cluster.place import END, FIT_END, Place, Purpose, call
-from tfpara.strategy import StateHolder
-from tfpara.sync.workers.company import Fit
+from tfpara.sync.workers.company import Company, Epoch, Fit
 from tfpara.sync.workers.meetings import Control, MismatchError
-from tfpara.typing import Json, Scalar
+from tfpara.typing import Scalar
 
 
 class Models(Protocol):
     """The trained models, as `Fixed` uses them."""
 
+    @property
+    def synchronizers(self) -> Sequence[Any]: ...
     def in_turn(self) -> Sequence[Any]: ...
     def finish_blocks(self, purpose: Purpose) -> None: ...
 
@@ -37,47 +37,19 @@ class Host(Protocol):
     def take_place(self, num_workers: int, rank: int) -> None: ...
 
 
-class Steps:
-    """The position in an epoch of which all replicas take the same steps. See `Epoch`."""
-
-    def units(self, steps: int | None) -> int:
-        return steps or 0
-
-    def trained_units(self, steps: int) -> int:
-        return steps
-
-    def reached(self, steps: int) -> int:
-        return steps
-
-    def position(self) -> dict[str, Json]:
-        return {}
-
-    def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        if owed := position.get("owed"):
-            raise ValueError(
-                f"the checkpoint is of an elastic run, and owes {len(owed)} steps of workers that were "
-                "lost. Resume it with elastic=."
-            )
-
-
-class Fixed:
+class Fixed(Company):
     """The workers of a run that none leaves and none joins, or the one that trains alone.
-
-    See `Company` for what its methods do.
 
     Args:
         found: the workers.
         by_horovod: whether Horovod connects them, so that TensorFlow knows this one alone.
     """
 
-    changes = joining = False
-    generation = completed_in = 0
-    members, leader = None, ""
     _host: Host
 
     def __init__(self, found: Cluster, by_horovod: bool = False) -> None:
         self._found, self._by_horovod = found, by_horovod
-        self.epoch = Steps()
+        self.epoch = Epoch()
 
     @property
     def is_chief(self) -> bool:
@@ -112,13 +84,7 @@ class Fixed:
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._host.control.together(END)
 
-    def program_ends(self) -> None:
-        """Nothing: the others' programs end as they do."""
-
     # -- exchanges ---------------------------------------------------------------------------
-
-    def together(self, exchange: Callable[[], Json]) -> Any:
-        return exchange()
 
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
         if self.is_chief:
@@ -137,7 +103,13 @@ class Fixed:
                     synchronizer.finish_block()
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        del evaluates  # of the parts of an evaluation's data, as of those of training
+        del evaluates  # each worker has evaluated its part of the data
+        # All blocks are closed first, so that the data of all workers have ended.
+        purpose = self._host.place.of_metric()
+        if self._host.models.synchronizers:
+            self._host.models.finish_blocks(purpose)
+        else:
+            self._host.control.together(purpose)
         return [self._sum(part) for part in parts]
 
     def _sum(self, part: tf.Tensor) -> tf.Tensor:
@@ -154,26 +126,3 @@ class Fixed:
         if self._found.num_workers > 1:
             self._host.models.finish_blocks(FIT_END)
         return history
-
-    def fit_begins(self) -> None:
-        """Nothing: nobody has to be let in."""
-
-    def epoch_begins(self, epoch: int) -> None:
-        """Nothing: the data stay as they were divided."""
-
-    def check_step(self) -> None:
-        """Nothing: the data stay as they were divided."""
-
-    # -- callbacks ---------------------------------------------------------------------------
-
-    def leave(self) -> bool:
-        return True
-
-    def share_state(self, name: str, holder: StateHolder) -> None:
-        """Nothing: nobody joins."""
-
-    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
-        """Nothing: nothing changes."""
-
-    def write_record(self, syncs: int) -> None:
-        """Nothing: nothing has changed."""
