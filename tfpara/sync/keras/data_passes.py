@@ -28,11 +28,8 @@ def with_divided_data(make: Any) -> Method:
             return make(distribute_strategy=distribute_strategy, **kwargs)
         execution = kwargs.pop("steps_per_execution", 1)
         adapter = _adapter_of(kwargs, extended)
-        data = (
-            adapter.get_tf_dataset()
-            if isinstance(adapter, data_adapters.TFDatasetAdapter)
-            else None
-        )
+        given = isinstance(adapter, data_adapters.TFDatasetAdapter)
+        data = adapter.get_tf_dataset() if given else None
         dataset = data if isinstance(data, tf.data.Dataset) else None
         _compare(adapter, dataset, extended)
         if dataset is not None and not same_data.divided_between_workers(dataset):
