@@ -20,8 +20,6 @@ _NORMALISED = tuple(
     )
     if hasattr(keras.optimizers, name)
 )
-
-
 _PLAIN = (bool, int, float, str, type(None))  # types of settings that workers compare
 
 

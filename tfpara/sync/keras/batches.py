@@ -14,13 +14,13 @@ import tensorflow as tf
 
 from tfpara.sync.data import reading, same_data
 from tfpara.sync.data.elastic_data import slice_of
-from tfpara.sync.keras.replacing import adapter_utils, adapters
+from tfpara.sync.keras.replacing import data_adapter_utils, data_adapters
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import host_variable
 from tfpara.typing import Data, Json, Nest
 
 
-class ShuffledArrays(adapters.ArrayDataAdapter):
+class ShuffledArrays(data_adapters.ArrayDataAdapter):
     """Keras' adapter of arrays that `fit` shuffles, in an order that the run keeps by epoch."""
 
     _extended: PeriodicSyncExtended
@@ -72,7 +72,7 @@ class ShuffledArrays(adapters.ArrayDataAdapter):
         return keras.tree.map_structure(minibatch, self._spec)
 
 
-class Steps(adapters.data_adapter.DataAdapter):
+class Steps(data_adapters.data_adapter.DataAdapter):
     """An adapter of Python data as this worker's steps, which its own devices share."""
 
     def __init__(self, batches: list[Data], extended: PeriodicSyncExtended) -> None:
@@ -81,7 +81,7 @@ class Steps(adapters.data_adapter.DataAdapter):
         self._first = [without_none(batch) for batch in batches]
         self._extended = extended
         self._worker, self._workers = extended.data.share
-        self._signature = adapter_utils.get_tensor_spec(self._first)
+        self._signature = data_adapter_utils.get_tensor_spec(self._first)
 
     def begin_pass(self) -> None:
         """Begins the next pass over the data."""
@@ -236,8 +236,8 @@ def part_of(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
     """Returns the rows of part number `part` of a batch, which is cut into `of` parts."""
 
     def rows_of(leaf: Nest) -> Nest:
-        if adapter_utils.is_scipy_sparse(leaf):
-            leaf = adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+        if data_adapter_utils.is_scipy_sparse(leaf):
+            leaf = data_adapter_utils.scipy_sparse_to_tf_sparse(leaf)
         if leaf is None or of == 1:
             return leaf
         ragged = isinstance(leaf, tf.RaggedTensor)

@@ -13,7 +13,7 @@ from tfpara.cluster.place import FIT_BEGIN
 from tfpara.sync.data import same_data
 from tfpara.sync.data.position import Pass
 from tfpara.sync.keras.batches import GeneratorSteps, PyDatasetSteps, ShuffledArrays, Steps
-from tfpara.sync.keras.replacing import Method, adapters, trainer
+from tfpara.sync.keras.replacing import Method, data_adapters, trainer
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json, Nest
 
@@ -28,13 +28,14 @@ def with_divided_data(make: Any) -> Method:
             return make(distribute_strategy=distribute_strategy, **kwargs)
         execution = kwargs.pop("steps_per_execution", 1)
         adapter = _adapter_of(kwargs, extended)
-        data = adapter.get_tf_dataset() if isinstance(adapter, adapters.TFDatasetAdapter) else None
+        given = isinstance(adapter, data_adapters.TFDatasetAdapter)
+        data = adapter.get_tf_dataset() if given else None
         dataset = data if isinstance(data, tf.data.Dataset) else None
         _compare(adapter, dataset, extended)
         if dataset is not None and not same_data.divided_between_workers(dataset):
             # Keras counts the steps of an epoch by the distributed dataset's cardinality.
             data = distribute_strategy.experimental_distribute_dataset(dataset)
-            adapter = adapters.TFDatasetAdapter(data)
+            adapter = data_adapters.TFDatasetAdapter(data)
         kind = Epochs if isinstance(adapter, (Steps, ShuffledArrays)) else Passes
         passes = kind(
             distribute_strategy=distribute_strategy,
@@ -53,12 +54,12 @@ def _adapter_of(given: dict[str, Any], extended: PeriodicSyncExtended) -> Any:
 
     Keras chooses its kind, and raises its own errors. An adapter in place of data is used as it is.
     """
-    adapter = adapters.get_data_adapter(**given)
-    if isinstance(adapter, adapters.PyDatasetAdapter):
+    adapter = data_adapters.get_data_adapter(**given)
+    if isinstance(adapter, data_adapters.PyDatasetAdapter):
         return PyDatasetSteps(given["x"], adapter, extended)
-    if isinstance(adapter, adapters.GeneratorDataAdapter):
+    if isinstance(adapter, data_adapters.GeneratorDataAdapter):
         return GeneratorSteps(adapter, extended)
-    if isinstance(adapter, adapters.ArrayDataAdapter) and adapter._shuffle:
+    if isinstance(adapter, data_adapters.ArrayDataAdapter) and adapter._shuffle:
         return ShuffledArrays.of(adapter, extended)
     return adapter
 
@@ -75,7 +76,7 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
         ValueError: the data cannot be divided, or differ.
     """
     divided = extended.data.share != (0, 1)
-    known = (Steps, adapters.ArrayDataAdapter, adapters.TFDatasetAdapter)
+    known = (Steps, data_adapters.ArrayDataAdapter, data_adapters.TFDatasetAdapter)
     if divided and not isinstance(adapter, known):
         raise ValueError(
             f"{type(adapter).__name__.removesuffix('Adapter')} data are not divided among workers. "
@@ -90,7 +91,7 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
         extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)
     if place.of_data() == FIT_BEGIN:
         rows = None
-        if isinstance(adapter, adapters.ArrayDataAdapter):
+        if isinstance(adapter, data_adapters.ArrayDataAdapter):
             rows = min(adapter.batch_size, adapter._num_samples)
         elif dataset is not None and same_data.divided_between_workers(dataset):
             rows = same_data.batch_size(dataset)
@@ -101,7 +102,7 @@ def _facts(adapter: Any, dataset: tf.data.Dataset | None) -> dict[str, Json]:
     """Returns facts by which this worker's data are compared with others'."""
     if isinstance(adapter, Steps):
         return adapter.facts()
-    if isinstance(adapter, adapters.ArrayDataAdapter):
+    if isinstance(adapter, data_adapters.ArrayDataAdapter):
         return {
             "kind": "arrays",
             "rows": adapter._num_samples,

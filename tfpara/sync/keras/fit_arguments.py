@@ -18,7 +18,7 @@ from tfpara.sync.data.elastic_data import (
     deal_out_py_dataset,
 )
 from tfpara.sync.keras.batches import part_of, shown_values, without_none
-from tfpara.sync.keras.replacing import adapter_utils, adapters, array_slicing
+from tfpara.sync.keras.replacing import array_slicing, data_adapter_utils, data_adapters
 from tfpara.typing import Data, Json
 
 
@@ -46,7 +46,7 @@ def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         return  # an elastic run refuses them
     data, class_weight = given.get("x"), given.get("class_weight")
     if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
-        weighted = adapters.TFDatasetAdapter(data, class_weight=class_weight)
+        weighted = data_adapters.TFDatasetAdapter(data, class_weight=class_weight)
         given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
     if isinstance(data, tf.data.Dataset):
         deal_out_dataset(strategy, began, given)
@@ -66,7 +66,7 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
                 f"{name}= does not go with a PyDataset, whose batches have the labels and weights. "
                 "Leave it out."
             )
-    adapter = adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
+    adapter = data_adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
     adapter.enqueuer = None  # its threads would read batches that nobody uses
     count = adapter.num_batches
     if count is None:
@@ -78,7 +78,7 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
         return without_none(adapter._standardize_batch(batch))
 
     first = [standard(data[number]) for number in sorted({0, min(1, count - 1), count - 1})]
-    signature = adapter_utils.get_tensor_spec(first)
+    signature = data_adapter_utils.get_tensor_spec(first)
     return Batches(count, signature, shown_values(first), standard, part_of)
 
 
@@ -98,7 +98,7 @@ def divide_and_weight(given: dict[str, Any]) -> None:
                 "class_weight weighs the only labels of a model, and does not go with "
                 "sample_weight. Multiply the two before fit, and give sample_weight."
             )
-        given["sample_weight"] = adapter_utils.class_weight_to_sample_weights(
+        given["sample_weight"] = data_adapter_utils.class_weight_to_sample_weights(
             given["y"], given["class_weight"]
         )
         given["class_weight"] = None

@@ -9,31 +9,18 @@ from typing import Any, TypeAlias
 import keras
 
 # In these modules `fit`, `evaluate` and `predict` make datasets of their arguments.
-from keras.src.backend.tensorflow import trainer
+from keras.src.backend.tensorflow import trainer as trainer
 
 # All public functions that save call functions of these modules: Model.save, Model.save_weights,
 # and those of keras.saving and keras.models, even if a script imported them by name.
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_lib
-from keras.src.trainers import data_adapters as adapters
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters import data_adapter_utils as adapter_utils
+from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
+from keras.src.saving import saving_lib as saving_lib
+from keras.src.trainers import data_adapters as data_adapters
+from keras.src.trainers.data_adapters import array_slicing as array_slicing
+from keras.src.trainers.data_adapters import data_adapter_utils as data_adapter_utils
 
 from tfpara.keras_model import strategy_of
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
-
-__all__ = [
-    "Method",
-    "adapter_utils",
-    "adapters",
-    "array_slicing",
-    "for_ours",
-    "legacy_h5_format",
-    "replace",
-    "saving_lib",
-    "strategy_of_ours",
-    "trainer",
-]
 
 # A function of Keras, or its replacement.
 Method: TypeAlias = Callable[..., Any]
