@@ -947,7 +947,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             replicas = site.members.size * len(self.worker_devices)
             synchronizer.graph.global_state.rule.change(replicas)
         if former is not None:
-            synchronizer.adopt(former.synchronizer)
+            synchronizer.graph.adopt(former.synchronizer.graph)
         others = [each.synchronizer for each in self._trained if each is not former]
         if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
             raise ValueError(
@@ -1088,7 +1088,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         trained = self.trained(model)
         if trained is None or self._members_change or self._told_of_idle or self.position.first:
             return
-        idle = np.flatnonzero(trained.graph.weights_seen == 0).tolist()
+        idle = np.flatnonzero(trained.graph.consensus.weights_seen == 0).tolist()
         replicas = self._num_replicas_in_sync
         if idle and len(idle) < replicas:
             self._told_of_idle = True
