@@ -72,7 +72,8 @@ from tfpara.sync.data.elastic_data import (
 from tfpara.sync.data.position import Pass
 from tfpara.sync.keras import chiefs_callbacks, scope
 from tfpara.sync.tensorflow.compiled_step import CompiledStep
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended, in_replica
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Data, Json, Nest, Variable
 
