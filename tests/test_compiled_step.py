@@ -285,6 +285,13 @@ def test_a_layer_that_cannot_be_compiled_gets_keras_warning_once(monkeypatch):
     assert len([w for w in seen if "doesn't support `jit_compile=True`" in str(w.message)]) == 1
 
 
+def test_what_xla_cannot_take_is_named():
+    odd = L.Lambda(lambda x: tf.ensure_shape(tf.numpy_function(np.tanh, [x], tf.float32), x.shape))
+    odd.name = "odd"
+    with pytest.raises(ValueError, match=r"XLA cannot compile operation PyFunc of '.*odd.*'\. "):
+        fitted(Case(lambda: dense(odd)), jit_compile=True, epochs=1)
+
+
 @pytest.mark.parametrize(
     ("devices", "supported", "compiles"),
     [(["GPU:0", "GPU:1"], True, True), (["GPU:0"], False, False), (["CPU:0"], True, False)],

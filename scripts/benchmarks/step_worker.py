@@ -17,11 +17,12 @@ from typing import Any
 
 from scripts.benchmarks.peers.process import wait_for_the_others
 
-# Widths of dense networks, by their weights in millions. The last is the papers'.
-NETWORKS = {
-    "0.1": (128, 256, 256, 50),
-    "1.6": (440, 640, 640, 640, 800),
-    "12.5": (1320, *[1024] * 6, 5723),
+# Dense networks, by their weights in millions: widths, and minibatches of a turn. The last is the
+# papers'.
+NETWORKS: dict[str, tuple[tuple[int, ...], int]] = {
+    "0.1": ((128, 256, 256, 50), 160),
+    "1.6": ((440, 640, 640, 640, 800), 100),
+    "12.5": ((1320, *[1024] * 6, 5723), 40),
 }
 
 

@@ -71,7 +71,7 @@ from tfpara.sync.data.elastic_data import (
 )
 from tfpara.sync.data.position import Pass
 from tfpara.sync.keras import chiefs_callbacks, scope
-from tfpara.sync.tensorflow.compiled_step import CompiledStep
+from tfpara.sync.tensorflow.compiled_step import CompiledStep, explained
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.sync.workers.json_exchange import everyones
@@ -169,7 +169,7 @@ def _compiled_by_replica(make: Method) -> Method:
         if step.__name__ == "train_step" and model.trainable_variables:
             build_optimizers(model)  # XLA makes no variables
         with _holding(model, "_jit_compile", False):
-            return make(model, CompiledStep(step))
+            return explained(make(model, CompiledStep(step)))
 
     return making
 
@@ -604,15 +604,13 @@ def _step_noted(apply: Method) -> Method:
         extended = tf.distribute.get_strategy().extended
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
-        extended.note_step(optimizer)
         fitted = extended.fit_momentum(optimizer)
         if fitted is not None:
             _fitted[id(optimizer)] = fitted
-        former, extended.applying = extended.applying, True
         try:
-            return apply(optimizer, grads, trainable_variables)
+            with extended.steps.trace.step_of(optimizer):
+                return apply(optimizer, grads, trainable_variables)
         finally:
-            extended.applying = former
             _fitted.pop(id(optimizer), None)
 
     return applying

@@ -144,11 +144,10 @@ class Replicas:
             )
             moved = self.state_layout.unpack(self._moved(replica, anchors))
             state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
-            numbers = [tf.cast(tf.stack([*weights, *state, *slots]), tf.float64)]
-            for of_kind in (self.shared_counts, self.variables.rates):
-                if of_kind:
-                    numbers.append(tf.stack([tf.cast(v[replica], tf.float64) for v in of_kind]))
-            return tf.concat(numbers, 0)
+            sums = tf.stack([*weights, *state, *slots])
+            others = [v[replica] for v in (*self.shared_counts, *self.variables.rates)]
+            exact = [tf.cast(other, tf.float64)[tf.newaxis] for other in others]
+            return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
         """Returns the buckets of a replica's weights: of all, or of one fragment."""

@@ -78,10 +78,10 @@ class Request(enum.IntEnum):
 
 
 def report_of(
-    weights: Sequence[float],
+    weights: Array,
     samples: Array,
-    counts: Sequence[float],
-    rates: Sequence[float],
+    counts: Array,
+    rates: Array,
     *,
     running: bool,
     signature: float,
