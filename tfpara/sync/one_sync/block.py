@@ -74,9 +74,11 @@ class Block:
             samples: of all these minibatches, float64.
             weights: of each of them in the mean of the replicas, float64.
         """
+        # Read before the sum: weights that a device has computed are not waited for.
+        steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
         self._counts.assign_add(tf.gather(terms, self._terms))
-        return self.steps.read_value()
+        return steps
 
     def close(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
         """Resets the counters after a sync.

@@ -54,10 +54,13 @@ class Overlap:
         Args:
             steps: minibatches of each replica since the last sync point.
         """
-        period = self._graph.block.period
-        delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
-        where((self.flight.state != NONE) & (steps >= delay), self.merge)
-        where(steps >= period, self._start)
+        with tf.device("CPU:0"):
+            period = self._graph.block.period.read_value()
+            delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
+            arrives = (self.flight.state.read_value() != NONE) & (steps >= delay)
+            begins = steps >= period
+        where(arrives, self.merge)
+        where(begins, self._start)
 
     def await_landing(self) -> None:
         """Waits until the flight has landed, if there is one, and notes what all agreed on."""

@@ -62,17 +62,21 @@ class Synchronizer:
             samples: number of samples that each local replica has just processed.
             weights: weight of these minibatches in the mean of the replicas.
         """
-        of_all = tf.add_n([tf.cast(n, tf.float64) for n in samples])
-        counts = [tf.cast(n, tf.float64) for n in weights]
-        steps = self.graph.block.count(of_all, counts)
-        if self._device_period is not None:
-            self._device_samples.assign_add(tf.stack(counts))
-            of_devices = self._device_steps.assign_add(1)
-            where(of_devices >= self._device_period, self._average_devices)
+        block, period = self.graph.block, self._device_period
+        with tf.device("CPU:0"):  # a GPU would be waited for
+            of_all = tf.add_n([tf.cast(n, tf.float64) for n in samples])
+            counts = [tf.cast(n, tf.float64) for n in weights]
+            steps = block.count(of_all, counts)
+            is_due = steps >= block.period.read_value()
+            if period is not None:
+                self._device_samples.assign_add(tf.stack(counts))
+                devices_due = self._device_steps.assign_add(1) >= period
+        if period is not None:
+            where(devices_due, self._average_devices)
         if self._overlap is not None:
             self._overlap.after_step(steps)
         else:
-            where(steps >= self.graph.block.period, lambda: self.graph.sync(tf.constant(True)))
+            where(is_due, lambda: self.graph.sync(tf.constant(True)))
 
     def _average_devices_step(self) -> None:
         """Sets the local replicas to their mean.
