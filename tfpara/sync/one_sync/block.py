@@ -1,4 +1,4 @@
-"""The open block: what the local replicas have trained since the last sync, counted by parts.
+"""The open block: counts of the local replicas' minibatches since the last sync, by parts.
 
 A *part* of the model is what one exchange averages. Without fragments and without overlap there is
 one part: the whole model. Otherwise each fragment of the weights is a part, and the last part is

@@ -34,7 +34,7 @@ _Read: TypeAlias = tuple[dict[str, Any], Sequence[tuple[Any, Any]]]
 
 
 class Part(NamedTuple):
-    """What was decided for a part of the model, as tensors: see `Decision`."""
+    """The decision for a part of the model, as tensors: see `Decision`."""
 
     committed: tf.Tensor
     steps: tf.Tensor
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What all workers decided, as tensors: see `Decision`.
+    """The decision of all workers, as tensors: see `Decision`.
 
     at: when they had decided, as by `now`. allowed: whether there is no problem.
     """
@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
 
 
 class Consensus:
-    """The reports of a model's replicas, and what all workers decide from them.
+    """The reports of a model's replicas, and the decision of all workers from them.
 
     Args:
         replicas: the local replicas.
