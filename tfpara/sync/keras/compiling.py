@@ -10,7 +10,7 @@ import keras
 
 from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.keras.replacing import Method, for_ours
-from tfpara.sync.tensorflow.compiled_step import CompiledStep
+from tfpara.sync.tensorflow.compiled_step import CompiledStep, explained
 from tfpara.typing import Nest
 
 
@@ -33,7 +33,7 @@ def compiled_by_replica(
     if step.__name__ == "train_step" and model.trainable_variables:
         build_optimizers(model)  # XLA makes no variables
     with _holding(model, "_jit_compile", False):
-        return make(model, CompiledStep(step))
+        return explained(make(model, CompiledStep(step)))
 
 
 @contextlib.contextmanager

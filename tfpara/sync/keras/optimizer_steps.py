@@ -40,15 +40,13 @@ def step_noted(apply: Method) -> Method:
         extended = tf.distribute.get_strategy().extended
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
-        extended.steps.note(optimizer)
         fitted = extended.momentum.of_step(optimizer, local_replica())
         if fitted is not None:
             _fitted[id(optimizer)] = fitted
-        former, extended.steps.applying = extended.steps.applying, True
         try:
-            return apply(optimizer, grads, trainable_variables)
+            with extended.steps.trace.step_of(optimizer):
+                return apply(optimizer, grads, trainable_variables)
         finally:
-            extended.steps.applying = former
             _fitted.pop(id(optimizer), None)
 
     return applying

@@ -190,7 +190,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> Any:
         # Optimizers would sum gradients over the replicas here. A local step uses its own alone.
         del reduce_op, options
-        if not self.steps.applying and self._num_replicas_in_sync > 1:
+        if not self.steps.trace.applying and self._num_replicas_in_sync > 1:
             self.notes.tell(
                 "all_reduce in a replica gives its own value, since replicas are independent "
                 "between syncs. So BatchNormalization(synchronized=True) does as without it: "
@@ -202,8 +202,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
         # Optimizers write weights and slots through this method, while run() is traced.
-        self.steps.optimizer_stepped = True
-        self.steps.written.append(var)
+        self.steps.trace.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     def _update(
@@ -329,4 +328,5 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Tells the user of replicas without a row, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
         if trained is not None and not self.worker.changes and not self.data.position.first:
-            self.notes.idle_replicas(np.flatnonzero(trained.graph.weights_seen == 0).tolist())
+            seen = trained.graph.consensus.weights_seen
+            self.notes.idle_replicas(np.flatnonzero(seen == 0).tolist())

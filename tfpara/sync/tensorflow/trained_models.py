@@ -250,7 +250,7 @@ class TrainedModels:
         synchronizer = Synchronizer(variables, settings, site)
         synchronizer.graph.global_state.rule.change(self._worker.replicas)
         if former is not None:
-            synchronizer.adopt(former.synchronizer)
+            synchronizer.graph.adopt(former.synchronizer.graph)
         others = [each.synchronizer for each in self._trained if each is not former]
         if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
             raise ValueError(
