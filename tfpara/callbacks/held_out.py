@@ -163,7 +163,7 @@ class HeldOut(keras.callbacks.Callback):
         In an elastic run it is the units of the epoch, which all workers share.
         """
         strategy = Strategy.of(self.model)
-        length = strategy.units(self._steps_per_epoch or self.params.get("steps"))
+        length = strategy.epoch_units.total(self._steps_per_epoch or self.params.get("steps"))
         # Where members change, a worker that comes within an epoch is alone here.
         lengths = [length] if strategy.members_change else strategy.everyones(length, _LENGTH)
         if not all(lengths):
@@ -181,7 +181,7 @@ class HeldOut(keras.callbacks.Callback):
         """
         if not self._length:
             return 0.0
-        return min(1.0, Strategy.of(self.model).trained_units(steps) / self._length)
+        return min(1.0, Strategy.of(self.model).epoch_units.trained(steps) / self._length)
 
     def _all_at_a_sync(self, batch: int, due: Callable[[], bool]) -> bool:
         if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):

@@ -133,7 +133,7 @@ class LearningRate(Schedule):
         is_async = Strategy.of(self.model).running is not None
         self._before = 0 if is_async else self._done
         if self._steps:
-            self._units = Strategy.of(self.model).units(self._steps)
+            self._units = Strategy.of(self.model).epoch_units.total(self._steps)
         before, self._rate = self._rate, None
         self._set(epoch + self._share(self._done))
         if self._rate != before:
@@ -158,7 +158,7 @@ class LearningRate(Schedule):
         """
         if not self._steps:
             return 0.0
-        return min(Strategy.of(self.model).reached(done) / self._units, 1.0)
+        return min(Strategy.of(self.model).epoch_units.reached(done) / self._units, 1.0)
 
     def _set(self, position: float) -> None:
         rate = float(self._schedule(position))

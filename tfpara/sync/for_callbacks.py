@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfpara.cluster.place import Purpose
-from tfpara.strategy import StateHolder, Strategy
+from tfpara.strategy import EpochUnits, StateHolder, Strategy
 from tfpara.sync.data.position import Pass
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.synchronizer import Synchronizer
@@ -60,14 +60,9 @@ class ForCallbacks(Strategy):
     def share_state(self, name: str, holder: StateHolder) -> None:
         self._company.share_state(name, holder)
 
-    def units(self, steps: int | None) -> int:
-        return self._company.epoch.units(steps)
-
-    def trained_units(self, steps: int) -> int:
-        return self._company.epoch.trained_units(steps)
-
-    def reached(self, steps: int) -> int:
-        return self._company.epoch.reached(steps)
+    @property
+    def epoch_units(self) -> EpochUnits:
+        return self._company.epoch_units
 
     def part(self) -> None:
         """Waits for all workers at the end of the program."""
@@ -136,7 +131,7 @@ class ForCallbacks(Strategy):
             first: minibatches of the epoch that an earlier process has trained, over all replicas.
             steps: minibatches of it that each replica has trained since.
         """
-        found = self._company.epoch.position() if steps else {}
+        found = self.epoch_units.position() if steps else {}
         if found:
             return found
         passes = self.extended.data.passes
@@ -161,7 +156,7 @@ class ForCallbacks(Strategy):
         seen = self.extended.models.steps_seen
         self.extended.data.position.move(epoch, seen, first, steps, begun)
         if first:
-            self._company.epoch.resume(epoch, position)
+            self.epoch_units.resume(epoch, position)
 
     def steps_resumed(self, epoch: int) -> int:
         """Returns the minibatches of each replica that an earlier process trained of this epoch."""

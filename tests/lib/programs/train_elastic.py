@@ -165,7 +165,7 @@ def install(faults, log):
         def failing():
             result = operation()
             closed = this._rejoin.progress.epoch_is_closed
-            if not this.joining and this.epoch.plan.epoch == 0 and closed:
+            if not this.joining and this.epoch_units.plan.epoch == 0 and closed:
                 faults.here("exchange")
             return result
 

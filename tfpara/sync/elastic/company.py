@@ -38,11 +38,11 @@ class Elastic(Company):
 
     Attributes:
         connection: to the meeting point.
-        epoch: this worker's data of the epoch, by the plan of all.
+        epoch_units: this worker's data of the epoch, by the plan of all.
     """
 
     changes = True
-    epoch: DataPlan
+    epoch_units: DataPlan
 
     def __init__(self, settings: Settings, timeout_seconds: float) -> None:
         self._settings = settings
@@ -58,10 +58,12 @@ class Elastic(Company):
             check_sizes(settings.rule, self._settings.max_workers, devices)
         self._extended = extended
         self.connection.attach(extended)
-        self.epoch = DataPlan(extended, self.connection)
+        self.epoch_units = DataPlan(extended, self.connection)
         self._transfer = StateTransfer(extended)
-        self._rejoin = Rejoin(extended, self.connection, self.epoch, self._transfer)
-        self._fit = FitAgain(extended, self.connection, self.epoch, self._transfer, self._rejoin)
+        self._rejoin = Rejoin(extended, self.connection, self.epoch_units, self._transfer)
+        self._fit = FitAgain(
+            extended, self.connection, self.epoch_units, self._transfer, self._rejoin
+        )
 
     # -- the members -------------------------------------------------------------------------
 
@@ -185,8 +187,8 @@ class Elastic(Company):
 
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         self._fit.check(model)
-        deal_out(model.distribute_strategy, self.epoch.began, given)
-        self.epoch.take(given)
+        deal_out(model.distribute_strategy, self.epoch_units.began, given)
+        self.epoch_units.take(given)
         with self._fit.training(model):
             history = self._fit.call(
                 model,

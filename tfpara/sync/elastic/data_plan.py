@@ -8,15 +8,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.elastic.plan import Plan, begin
+from tfpara.strategy import EpochUnits
 from tfpara.sync.data.elastic_data import Began
 from tfpara.sync.elastic.connection import Connection
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
-from tfpara.sync.workers.company import Epoch
 from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.typing import Json
 
 
-class DataPlan(Epoch):
+class DataPlan(EpochUnits):
     """The plan of the epoch, and this worker's data by it.
 
     Args:
@@ -130,7 +130,7 @@ class DataPlan(Epoch):
 
     # -- where in the epoch the run is ---------------------------------------------------------
 
-    def trained_units(self, steps: int = 0) -> int:
+    def trained(self, steps: int = 0) -> int:
         """Returns the units of the epoch in the model; at a sync the same on all workers."""
         del steps  # workers take different numbers of them
         return self.plan.in_the_model(self.trained_steps())
@@ -142,9 +142,9 @@ class DataPlan(Epoch):
         """
         del steps
         open_steps = sum(each.graph.block.trained for each in self._extended.models.synchronizers)
-        return self.trained_units() + open_steps * self.plan.size
+        return self.trained() + open_steps * self.plan.size
 
-    def units(self, steps: int | None) -> int:
+    def total(self, steps: int | None) -> int:
         """Returns the number of units of the epoch; 0 if it is not known.
 
         Args:

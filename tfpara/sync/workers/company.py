@@ -14,49 +14,10 @@ import tensorflow as tf
 
 from tfpara.cluster.place import Purpose
 from tfpara.collectives.members import Members
-from tfpara.strategy import StateHolder
+from tfpara.strategy import EpochUnits, StateHolder
 from tfpara.typing import Json, Scalar
 
 Fit: TypeAlias = Callable[[Mapping[str, Any]], keras.callbacks.History]
-
-
-class Epoch:
-    """The position in an epoch, in units that all workers count alike.
-
-    The methods of this class itself are right where all replicas take the same steps.
-    """
-
-    def units(self, steps: int | None) -> int:
-        """Returns the length of the epoch; 0 if it is not known.
-
-        Args:
-            steps: of each of the replicas with which the run begins; None: not known.
-        """
-        return steps or 0
-
-    def trained_units(self, steps: int) -> int:
-        """Returns the units in the model, at a sync after so many steps of a replica."""
-        return steps
-
-    def reached(self, steps: int) -> int:
-        """Returns the units that are trained, if all are as far in the block as this worker."""
-        return steps
-
-    def position(self) -> dict[str, Json]:
-        """Returns the position at a sync, for a checkpoint, where steps do not tell it."""
-        return {}
-
-    def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's position within the epoch that begins.
-
-        Raises:
-            ValueError: such workers cannot go on from there.
-        """
-        if owed := position.get("owed"):
-            raise ValueError(
-                f"the checkpoint is of an elastic run, and owes {len(owed)} steps of workers that "
-                "were lost. Resume it with elastic=."
-            )
 
 
 class Company(abc.ABC):
@@ -67,11 +28,11 @@ class Company(abc.ABC):
 
     Attributes:
         changes: whether members may come and go.
-        epoch: the position in the epoch.
+        epoch_units: the position in the epoch.
     """
 
     changes = False
-    epoch: Epoch
+    epoch_units: EpochUnits
 
     @property
     def joining(self) -> bool:

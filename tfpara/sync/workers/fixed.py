@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tfpara.cluster import ALONE, Cluster
 from tfpara.cluster.place import END, FIT_END, Place, Purpose, call
-from tfpara.sync.workers.company import Company, Epoch, Fit
+from tfpara.strategy import EpochUnits
+from tfpara.sync.workers.company import Company, Fit
 from tfpara.sync.workers.meetings import Control, MismatchError
 from tfpara.typing import Scalar
 
@@ -49,7 +50,7 @@ class Fixed(Company):
 
     def __init__(self, found: Cluster, by_horovod: bool = False) -> None:
         self._found, self._by_horovod = found, by_horovod
-        self.epoch = Epoch()
+        self.epoch_units = EpochUnits()
 
     @property
     def is_chief(self) -> bool:
