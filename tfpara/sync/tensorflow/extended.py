@@ -98,15 +98,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             cluster_resolver=company.resolver(),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
-        self.worker.devices = self.worker_devices
+        self.worker.devices, self.worker.kind = self.worker_devices, self._local_device_type
+        if not horovod:
+            self.worker.host = f"{self._worker_device}/device:CPU:0"
         if served:
             links.count_strategy(found)
         replicas = company.founding_replicas(len(self.worker_devices))
         self.settings = settings = settings.resolved(replicas)
         company.attach(self)
-        # Weights travel between the lead devices, everything small between the hosts.
-        host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
-        self.links = Links(found, settings, self.worker, self._local_device_type, host, earlier)
+        self.links = Links(found, settings, self.worker, earlier)
         self._make_parts()
         if found.num_workers > 1:
             self.waits.watch(settings.timeout_seconds)
