@@ -57,7 +57,7 @@ def simulate(
     if "record" in options:
         raise ValueError(
             f"record={options['record']!r}: the replay of elastic runs has left the library. "
-            "tests/distributed/replaying.py in the sources of tfpara has it, and docs/elastic.md "
+            "tests/lib/replaying.py in the sources of tfpara has it, and docs/elastic.md "
             "says how a record is read."
         )
     num_replicas = checked_whole("num_replicas", num_replicas)

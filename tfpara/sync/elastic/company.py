@@ -18,7 +18,6 @@ from tfpara.sync.elastic.connection import LOST, Connection, in_short
 from tfpara.sync.elastic.data_plan import DataPlan
 from tfpara.sync.elastic.fit_again import FitAgain
 from tfpara.sync.elastic.rejoin import Rejoin
-from tfpara.sync.elastic.state_transfer import StateTransfer
 from tfpara.sync.keras.fit_arguments import deal_out
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.synchronizer import Synchronizer
@@ -58,12 +57,9 @@ class Elastic(Company):
             check_sizes(settings.rule, self._settings.max_workers, devices)
         self._extended = extended
         self.connection.attach(extended)
-        self.epoch_units = DataPlan(extended, self.connection)
-        self._transfer = StateTransfer(extended)
-        self._rejoin = Rejoin(extended, self.connection, self.epoch_units, self._transfer)
-        self._fit = FitAgain(
-            extended, self.connection, self.epoch_units, self._transfer, self._rejoin
-        )
+        self._rejoin = Rejoin(extended, self.connection)
+        self._fit = FitAgain(self._rejoin)
+        self.epoch_units = self._rejoin.data
 
     # -- the members -------------------------------------------------------------------------
 
@@ -215,10 +211,10 @@ class Elastic(Company):
         return False
 
     def share_state(self, name: str, holder: StateHolder) -> None:
-        self._transfer.keep(name, holder)
+        self._rejoin.transfer.keep(name, holder)
 
     def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
-        self._transfer.holders["checkpoints"] = checkpoints
+        self._rejoin.transfer.holders["checkpoints"] = checkpoints
         self._rejoin.record = directory / "generations.jsonl"
 
     def write_record(self, syncs: int) -> None:

@@ -17,15 +17,13 @@ import keras
 import tensorflow as tf
 
 from tfpara.elastic.meeting import Passed
-from tfpara.sync.elastic.connection import LOST, Connection, GivenUp, in_short
-from tfpara.sync.elastic.data_plan import DataPlan
+from tfpara.sync.elastic.connection import LOST, GivenUp, in_short
 from tfpara.sync.elastic.rejoin import Rejoin
-from tfpara.sync.elastic.state_transfer import StateTransfer, told
+from tfpara.sync.elastic.state_transfer import told
 from tfpara.sync.keras.train_function import stepping
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.statistics import NO_SYNCS
 from tfpara.sync.one_sync.synchronizer import Synchronizer
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 
 _LONGEST_HISTORY = 1 << 16  # characters of a `History` that is kept with its values
@@ -44,23 +42,13 @@ class FitAgain:
     """The calls of `fit` of a worker.
 
     Args:
-        extended: of the strategy.
-        connection: to the meeting point.
-        data: of this worker.
-        transfer: of the state.
         rejoin: this worker's part in meetings.
     """
 
-    def __init__(
-        self,
-        extended: PeriodicSyncExtended,
-        connection: Connection,
-        data: DataPlan,
-        transfer: StateTransfer,
-        rejoin: Rejoin,
-    ) -> None:
-        self._extended, self._connection, self._data = extended, connection, data
-        self._transfer, self._rejoin, self._progress = transfer, rejoin, rejoin.progress
+    def __init__(self, rejoin: Rejoin) -> None:
+        self._rejoin, self._progress = rejoin, rejoin.progress
+        self._extended, self._connection = rejoin.extended, rejoin.connection
+        self._data, self._transfer = rejoin.data, rejoin.transfer
         self._histories: list[Json] = []  # what calls of `fit` have returned
         self._logs: Any = None  # of the last step
         self._step_began_in = 0  # the generation in which the present step has begun

@@ -72,25 +72,20 @@ class Rejoin:
     Args:
         extended: of the strategy.
         connection: to the meeting point.
-        data: of this worker.
-        transfer: of the state.
 
     Attributes:
+        data: of this worker.
+        transfer: of the state.
         progress: how far this worker is.
         others: at the last meeting, the report with the most exchanges from Python.
         last: why all write a checkpoint and end; "" if they train on.
         record: file to which the chief adds a line of JSON for each generation; None: no file.
     """
 
-    def __init__(
-        self,
-        extended: PeriodicSyncExtended,
-        connection: Connection,
-        data: DataPlan,
-        transfer: StateTransfer,
-    ) -> None:
-        self._extended, self._connection = extended, connection
-        self._data, self._transfer = data, transfer
+    def __init__(self, extended: PeriodicSyncExtended, connection: Connection) -> None:
+        self.extended, self.connection = extended, connection
+        self.data = DataPlan(extended, connection)
+        self.transfer = StateTransfer(extended)
         self.progress = Progress(completed_in=connection.form.number)
         self.others: Mapping[str, Any] = {}
         self.last = ""
@@ -111,23 +106,23 @@ class Rejoin:
             # Newcomers are admitted only inside a step: they could not finish an operation that
             # the others have begun.
             admits = self.progress.in_step and not self.progress.epoch_is_closed
-            form = self._connection.met(self.report(), failed, admits)
+            form = self.connection.met(self.report(), failed, admits)
             failed = True
             if self._agree(form):
                 break
         if not form.last:
             return
         self.last = form.last
-        if not self._extended.models.synchronizers:
-            self._connection.end(f"{form.last}, and none has trained.")
-        if self._connection.rank == 0:
+        if not self.extended.models.synchronizers:
+            self.connection.end(f"{form.last}, and none has trained.")
+        if self.connection.rank == 0:
             print(f"tfpara: {form.last}: training ends.", file=sys.stderr, flush=True)
-        for synchronizer in self._extended.models.synchronizers:
+        for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.request(Request.LEAVE)
 
     def join(self) -> None:
         """Has this worker, whose model has taken a step alone, let in by the others."""
-        connection = self._connection
+        connection = self.connection
         with connection.refusals():
             connection.line.register(self.terms(), self.progress.fit)
             form = connection.line.formed()
@@ -136,11 +131,11 @@ class Rejoin:
 
     def _agree(self, form: Form) -> bool:
         """Connects to a generation; returns whether all of its members agree on the state."""
-        self._connection.become(form)
-        for synchronizer in self._extended.models.synchronizers:
-            replicas = self._extended.worker.replicas
+        self.connection.become(form)
+        for synchronizer in self.extended.models.synchronizers:
+            replicas = self.extended.worker.replicas
             synchronizer.graph.global_state.rule.change(replicas)
-        if not self._connection.ready():
+        if not self.connection.ready():
             return False
         try:
             self.reconcile(form)
@@ -151,7 +146,7 @@ class Rejoin:
 
     def report(self) -> dict[str, Json]:
         """Returns where this worker is."""
-        graphs = [synchronizer.graph for synchronizer in self._extended.models.synchronizers]
+        graphs = [synchronizer.graph for synchronizer in self.extended.models.synchronizers]
         for graph in graphs:
             graph.forget_waiting()
         progress = self.progress
@@ -159,15 +154,15 @@ class Rejoin:
             "syncs": sum(graph.statistics().syncs for graph in graphs),
             "open": sum(graph.block.trained for graph in graphs),
             "counted": sum(int(graph.block.steps) for graph in graphs),
-            "dealt": self._data.trained_steps(),
-            "plan": self._data.plan.state(),
+            "dealt": self.data.trained_steps(),
+            "plan": self.data.plan.state(),
             "closed": progress.closed,
             "operations": progress.operations,
-            "met": self._extended.place.met,
+            "met": self.extended.place.met,
             "result": progress.result,
             "completed_in": progress.completed_in,
             "agreed": graphs[0]._agreed.numpy().tolist() if graphs else [],
-            "states": {} if self._connection.joining else self._transfer.states(),
+            "states": {} if self.connection.joining else self.transfer.states(),
         }
 
     def reconcile(self, form: Form) -> None:
@@ -179,29 +174,29 @@ class Rejoin:
         reports: list[Any] = list(form.reports)
         known = [report for report in reports if report]
         if not known:
-            self._connection.end("those that had the state of the run are lost.")
+            self.connection.end("those that had the state of the run are lost.")
         ahead = max(known, key=_how_far)
         source, syncs = reports.index(ahead), ahead["syncs"]
         behind = [not own or own["syncs"] < syncs for own in reports]
-        receives, joins = behind[self._connection.rank], self._connection.joining
+        receives, joins = behind[self.connection.rank], self.connection.joining
         if any(behind):
-            self._transfer.hand_over(source, receives, joins, ahead)
+            self.transfer.hand_over(source, receives, joins, ahead)
         self._late = self._shorten_block(reports, behind, syncs)
         self.progress.sync_may_be_due = True
         self.progress.closed = max(self.progress.closed, tuple(ahead["closed"]))
         self.others = max(known, key=lambda report: report["operations"])
         if joins:
-            self._extended.place.met = self.others["met"]
+            self.extended.place.met = self.others["met"]
             self.progress.operations = self.others["operations"]
             self.progress.result = self.others["result"]
-            self._transfer.take_states(ahead["states"])
+            self.transfer.take_states(ahead["states"])
         plan = _next_plan(form, reports, behind, ahead)
         # Of another call of `fit` this worker has no data yet: they come where its epoch begins.
         has_data = plan.fit == self.progress.fit and plan.at > self.progress.closed
-        self._data.go_on(plan, has_data)
+        self.data.go_on(plan, has_data)
         self._taken = [task for task, own in zip(form.tasks, behind, strict=True) if own]
         self._source = form.tasks[source]
-        if self._connection.rank == 0:
+        if self.connection.rank == 0:
             count = len(form.tasks)
             who = f"{count} workers train" if count > 1 else "1 worker trains"
             text = f"tfpara: {form.why}: {who} on (generation {form.number})"
@@ -216,10 +211,10 @@ class Rejoin:
         """
         # The others have trained a part of the block, or all: they wait for no whole one.
         missed = max(own["open"] for own in reports if own and own["syncs"] == syncs)
-        for synchronizer in self._extended.models.synchronizers:
+        for synchronizer in self.extended.models.synchronizers:
             block = synchronizer.graph.block
             missed = min(missed, int(block.period))
-            if behind[self._connection.rank]:
+            if behind[self.connection.rank]:
                 block.steps.assign(missed)
         return [
             missed if taken else own["counted"] - own["open"]
@@ -228,18 +223,18 @@ class Rejoin:
 
     def write_record(self, syncs: int) -> None:
         """Adds the present generation to the record, if this worker is its chief."""
-        if self.record is None or self._connection.rank != 0:
+        if self.record is None or self.connection.rank != 0:
             return
-        form = self._connection.form
+        form = self.connection.form
         line = {
             "generation": form.number,
             "why": form.why,
             "tasks": form.tasks,
-            "founders": self._connection.founders,
+            "founders": self.connection.founders,
             "time": time.time(),
             "syncs": syncs,
-            "plan": self._data.plan.state(),
-            "devices": len(self._extended.worker_devices),
+            "plan": self.data.plan.state(),
+            "devices": len(self.extended.worker_devices),
             "source": self._source,
             "took_over": self._taken,
             "late": self._late,
@@ -249,30 +244,30 @@ class Rejoin:
 
     def terms(self) -> dict[str, Json]:
         """Returns what must be equal on all workers."""
-        model = self._transfer.trained_model
-        data = self._data.whole_epoch(0)
-        slots = [f"{s.name} {s.variable.shape} {s.variable.dtype}" for s in self._transfer.slots()]
+        model = self.transfer.trained_model
+        data = self.data.whole_epoch(0)
+        slots = [f"{s.name} {s.variable.shape} {s.variable.dtype}" for s in self.transfer.slots()]
         terms = {
             "tfpara": __version__,
             "TensorFlow": tf.__version__,
-            **self._extended.settings.fingerprint(),
-            "devices per worker": len(self._extended.worker_devices),
-            "kind of devices": self._extended.worker.kind,
+            **self.extended.settings.fingerprint(),
+            "devices per worker": len(self.extended.worker_devices),
+            "kind of devices": self.extended.worker.kind,
             "weights": "; ".join(f"{tuple(v.shape)} {v.dtype}" for v in model.trainable_variables),
             "state": f"{len(slots)} variables, {zlib.crc32(' '.join(slots).encode()):08x}",
             **hyperparameters(model),
             "data": str(data.element_spec),
-            **(self._data.facts or {"minibatches of the first epoch": int(data.cardinality())}),
+            **(self.data.facts or {"minibatches of the first epoch": int(data.cardinality())}),
         }
         return {key: json.loads(json.dumps(value, default=repr)) for key, value in terms.items()}
 
     def come_back(self, why: str) -> None:
         """Connects anew as a joiner; the model and its traced step stay."""
-        self._connection.come_back(why)
+        self.connection.come_back(why)
         # This worker may have closed an epoch alone that the others train on.
         self.progress.closed = (-1, -1)
-        self._data.iterator = None
-        self._data.forget_trained()
+        self.data.iterator = None
+        self.data.forget_trained()
 
 
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:

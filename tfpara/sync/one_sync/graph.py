@@ -95,8 +95,7 @@ class SyncGraph:
         self._seconds = make(tf.zeros([2], tf.float64), "seconds")
         self._distance = make(tf.zeros([]), "distance")
         self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
-        workers = [self._site.num_replicas // len(self._site.devices)]
-        self.dealt = make(tf.zeros(workers, tf.int64), "dealt", [None])
+        self.dealt = make(tf.zeros([self._site.reports.size], tf.int64), "dealt", [None])
 
     # -- in the training thread --------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from tfpara.elastic.meeting import Form
 from tfpara.sync.elastic.connection import Connection
 from tfpara.sync.elastic.rejoin import Progress, Rejoin
 
+EXTENDED = types.SimpleNamespace(worker_devices=["CPU:0"])
+
 
 def nothing(*_):
     return None
@@ -20,7 +22,7 @@ def test_a_joiner_ends_where_all_others_are_lost():
     form = Form(2, (1,), ("a:1",), (None,), "worker 0 is lost")
     connection = types.SimpleNamespace(end=end, form=form)
     with pytest.raises(SystemExit, match="those that had the state of the run are lost"):
-        Rejoin(None, connection, None, None).reconcile(form)
+        Rejoin(EXTENDED, connection).reconcile(form)
 
 
 def test_a_worker_that_comes_back_trains_an_epoch_that_it_had_closed_alone():
@@ -34,8 +36,8 @@ def test_a_worker_that_comes_back_trains_an_epoch_that_it_had_closed_alone():
         **dict.fromkeys(["_listen", "become", "_take_place_of_joiner"], nothing),
     )
     data = types.SimpleNamespace(iterator=iter([]), forget_trained=nothing)
-    worker = Rejoin(None, connection, data, None)
-    worker.progress = Progress(fit=0, epoch=3, closed=(0, 3))
+    worker = Rejoin(EXTENDED, connection)
+    worker.data, worker.progress = data, Progress(fit=0, epoch=3, closed=(0, 3))
     assert worker.progress.epoch_is_closed
     worker.come_back("it was silent.")
     assert connection.joining and not worker.progress.epoch_is_closed and data.iterator is None
