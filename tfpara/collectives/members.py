@@ -53,7 +53,7 @@ class Members:
         self._order.assign(order_of(tasks))
 
     def order(self) -> tf.Tensor:
-        """Returns the ranks in TensorFlow's order (`order_of`), as graphs read them."""
+        """Returns the ranks in TensorFlow's order (`order_of`), for graphs: int32, [size]."""
         with tf.device(self._device):
             return self._order.read_value()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import keras
@@ -54,12 +55,11 @@ class MomentumFit:
         self._epochs_to_note = 0  # of a `fit` whose epochs have no known length yet
         with tf.device("CPU:0"):
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
-        # The steps of a block, on each device: what XLA compiles for one reads no other.
-        self._blocks: list[tf.Variable] = []
-        for device in worker.devices:
-            with tf.device(device):
-                steps = tf.constant(self._steps_of_a_block(self.sync_period))
-                self._blocks.append(make(steps, "steps_of_a_block"))
+        self._make = make
+        # Of each optimizer the momentum and the factor of the rate, as a variable on each device:
+        # what XLA compiles for one reads no other.
+        self._fitted: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, list[tf.Variable]]
+        self._fitted = weakref.WeakKeyDictionary()
 
     def set_period(self, sync_period: int | None) -> None:
         """Sets τ for all models, also within a block; None: no syncs. All workers must do so."""
@@ -166,8 +166,22 @@ class MomentumFit:
         """
         if not self.settings.fits_momentum(optimizer):
             return None
-        steps = self._blocks[replica].read_value() / minibatches_of_a_step(optimizer)
-        return in_a_block(memory_of(optimizer), steps)
+        if optimizer not in self._fitted:
+            with tf.init_scope():
+                self._fitted[optimizer] = [
+                    self._variable(optimizer, d) for d in self._worker.devices
+                ]
+        momentum, factor = tf.unstack(self._fitted[optimizer][replica].read_value())
+        return momentum, factor
+
+    def _variable(self, optimizer: keras.optimizers.Optimizer, device: str) -> tf.Variable:
+        with tf.device(device):
+            return self._make(self._fit(optimizer), "fitted")
+
+    def _fit(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+        """Returns an optimizer's momentum in a block, and the factor of its rate."""
+        steps = tf.constant(self._steps_of_a_block(self.sync_period))
+        return tf.stack(in_a_block(memory_of(optimizer), steps / minibatches_of_a_step(optimizer)))
 
     def _steps_of_a_block(self, period: int | None) -> float:
         if period is None:
@@ -175,5 +189,6 @@ class MomentumFit:
         return float(min(period * self.settings.fragments, self._steps_in_epoch))
 
     def _write_blocks(self) -> None:
-        for steps in self._blocks:
-            steps.assign(self._steps_of_a_block(self.sync_period))
+        for optimizer, variables in list(self._fitted.items()):
+            for variable in variables:
+                variable.assign(self._fit(optimizer))
