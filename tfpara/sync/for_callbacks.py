@@ -39,7 +39,7 @@ class ForCallbacks(Strategy):
         return self.extended.states
 
     def request(self, request: Request) -> None:
-        """Requests a checkpoint or a stop of all workers, who agree on it at the next sync.
+        """Requests a checkpoint or a stop of all workers, which agree on it at the next sync.
 
         `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
         """

@@ -44,7 +44,7 @@ def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Ne
 
 @contextlib.contextmanager
 def _own_iterators() -> Iterator[None]:
-    """Replaces iterators over devices by such as own their dataset and do not use tf.data's tuner.
+    """Replaces iterators over devices by ones that own their dataset, without tf.data's tuner.
 
     TensorFlow makes a dataset for each device, and no public name reaches its options. When such an
     iterator is deleted, every device in turn waits for its tuner's thread; see `without_tuner`.
@@ -77,7 +77,7 @@ class _Shared(tf.data.Dataset):
     """The dataset of one device, with functions that were traced for an earlier one.
 
     TensorFlow traces seven functions for each device whenever a pass over data begins, which takes
-    longer than the steps of a small epoch. They differ in the tensors that they capture alone.
+    longer than the steps of a small epoch. They differ only in the tensors that they capture.
     """
 
     def __init__(self, traced: _Traced, spec: Nest, tensors: Mapping[str | None, tf.Tensor]):

@@ -32,9 +32,8 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
-# TensorFlow's function that distributes a dataset.
+# TensorFlow's functions that distribute a dataset, and datasets made by a function of a user's.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
-# And its function that makes datasets by a user's.
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
 

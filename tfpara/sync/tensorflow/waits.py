@@ -1,4 +1,4 @@
-"""Waits of this process for other workers: since when, for whom, and their end."""
+"""Waits of this process for other workers: their begin, the workers awaited, and their end."""
 
 from __future__ import annotations
 
