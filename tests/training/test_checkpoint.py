@@ -1012,7 +1012,7 @@ def test_a_lesser_wish_does_not_replace_a_greater_one():
     strategy.request(Request.STOP)
     strategy.request(Request.CHECKPOINT)
     strategy.synchronize()
-    assert strategy.extended.synchronizer_of(model).agreement().request == Request.STOP
+    assert strategy.synchronizer_of(model).agreement().request == Request.STOP
 
 
 def test_epochs_of_unknown_and_different_length_are_trained_whole(tmp_path):

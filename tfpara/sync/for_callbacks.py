@@ -1,4 +1,4 @@
-"""A synchronous strategy as callbacks and checkpoints use it."""
+"""The strategy as callbacks, checkpoints and programs use it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from tfpara.typing import Json
 
 
 class ForCallbacks(Strategy):
-    """The part of `PeriodicSyncStrategy` that callbacks and checkpoints use.
-
-    Attributes:
-        extended: the strategy's side towards TensorFlow.
-    """
+    """The side of a `PeriodicSyncStrategy` that callbacks, checkpoints and programs use."""
 
     extended: PeriodicSyncExtended
 
@@ -35,13 +31,6 @@ class ForCallbacks(Strategy):
         return self.extended.worker.company
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Adds the state of an object to checkpoints, from which it is restored.
-
-        Args:
-            name: name of the state; a second object with the same name replaces the first.
-            holder: its `get_state()` returns a value that JSON can carry, which `set_state(state)`
-                restores.
-        """
         self.extended.states[name] = holder
 
     @property
@@ -50,7 +39,7 @@ class ForCallbacks(Strategy):
         return self.extended.states
 
     def request(self, request: Request) -> None:
-        """Requests a checkpoint or a stop of all workers, who agree on it at the next sync.
+        """Requests a checkpoint or a stop of all workers, which agree on it at the next sync.
 
         `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
         """
@@ -58,24 +47,14 @@ class ForCallbacks(Strategy):
             synchronizer.graph.request(request)
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """Sends this worker's value to all; returns the workers' values by rank.
-
-        Every worker must call it.
-
-        Args:
-            value: anything that JSON can carry; other objects are sent as their `repr`.
-            purpose: the purpose of the exchange.
-        """
         return everyones(value, self.extended.control, purpose)
 
     @property
     def members_change(self) -> bool:
-        """Whether workers may come and go while the run goes on."""
         return self._company.changes
 
     @property
     def joining(self) -> bool:
-        """Whether this worker has still to be let in by the others."""
         return self._company.joining
 
     def share_state(self, name: str, holder: StateHolder) -> None:
@@ -86,9 +65,11 @@ class ForCallbacks(Strategy):
         return self._company.epoch_units
 
     def part(self) -> None:
+        """Waits for all workers at the end of the program."""
         self._company.part()
 
     def program_ends(self) -> None:
+        """Tells the other workers that this program ends, where `tfpara.run` does not end it."""
         self._company.program_ends()
 
     def note(self, text: str) -> None:
@@ -128,7 +109,7 @@ class ForCallbacks(Strategy):
 
     @property
     def blocks_closed(self) -> int:
-        """How often Python code has closed the open blocks, on all workers alike."""
+        """The number of times that Python code has closed the blocks, on all workers alike."""
         return self.extended.models.blocks_closed
 
     def note_scheduled_period(self) -> None:
@@ -141,10 +122,10 @@ class ForCallbacks(Strategy):
 
     def put_back_sync_period(self, sync_period: int | None) -> None:
         """Sets τ again after a failed `fit`, which may have left a block open."""
-        self.extended.set_sync_period(sync_period)
+        self.extended.momentum.set_period(sync_period)
 
     def position(self, first: int, steps: int) -> dict[str, Json]:
-        """Returns where in the data of its epoch the run is, at a sync, as a checkpoint keeps it.
+        """Returns the position in the data of the epoch, at a sync, as a checkpoint keeps it.
 
         Args:
             first: minibatches of the epoch that an earlier process has trained, over all replicas.
@@ -160,7 +141,7 @@ class ForCallbacks(Strategy):
         return found | {"minibatches": first + steps * self.num_replicas}
 
     def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Sets where in the data an epoch goes on that begins.
+        """Sets the position in the data from which the epoch that begins goes on.
 
         Args:
             epoch: its number.

@@ -214,7 +214,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
                 "sync. Call it where an epoch begins, or after strategy.synchronize()."
             )
-        extended.set_sync_period(sync_period)
+        extended.momentum.set_period(sync_period)
 
     def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
         """Sets all replicas to the weights of one; momentum and averages restart there.

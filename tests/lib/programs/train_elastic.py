@@ -46,6 +46,7 @@ from tfpara.checkpoint import store as checkpoint_store
 from tfpara.collectives import TensorFlowCollectives
 from tfpara.sync.elastic import company, connection, fit_again, rejoin
 from tfpara.sync.one_sync.block import Block
+from tfpara.sync.one_sync.consensus import Consensus
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.graph import SyncGraph
 from tfpara.sync.workers.meetings import Control
@@ -122,7 +123,7 @@ class Faults:
 
 def install(faults, log):
     if faults.place == "reports":
-        faults.before(SyncGraph, "gather", "reports", traced=True)
+        faults.before(Consensus, "gather", "reports", traced=True)
     if faults.place == "weights":
         reduce = TensorFlowCollectives.all_reduce
 

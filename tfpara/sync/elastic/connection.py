@@ -125,8 +125,7 @@ class Connection:
     def attach(self, extended: PeriodicSyncExtended) -> None:
         """Takes the strategy whose server runs; returns when all founders are connected."""
         self._extended = extended
-        host = f"{extended._worker_device}/device:CPU:0"
-        self.members = Members(host, self.names, self.rank, self.form.number)
+        self.members = Members(extended.worker.host, self.names, self.rank, self.form.number)
         self._listen()
         if self.joining:
             self._take_place_of_joiner()

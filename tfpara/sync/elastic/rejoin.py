@@ -252,7 +252,7 @@ class Rejoin:
             "TensorFlow": tf.__version__,
             **self.extended.settings.fingerprint(),
             "devices per worker": len(self.extended.worker_devices),
-            "kind of devices": self.extended._local_device_type,
+            "kind of devices": self.extended.worker.kind,
             "weights": "; ".join(f"{tuple(v.shape)} {v.dtype}" for v in model.trainable_variables),
             "state": f"{len(slots)} variables, {zlib.crc32(' '.join(slots).encode()):08x}",
             **hyperparameters(model),

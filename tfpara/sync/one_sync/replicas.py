@@ -55,6 +55,11 @@ class Site(NamedTuple):
         """Whether this worker trains alone, now and later."""
         return isinstance(self.reports, Loopback)
 
+    @property
+    def has_one_replica(self) -> bool:
+        """Whether a single replica trains, from the beginning to the end of the run."""
+        return self.num_replicas == 1 and self.is_alone
+
 
 @dataclasses.dataclass
 class ReplicaVariables:
@@ -88,6 +93,11 @@ class ReplicaVariables:
     rates: Sequence[Sequence[tf.Variable]] = ()
     constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None] = ()
 
+    def places(self) -> dict[int, tuple[str, int]]:
+        """Returns kind and number of each variable, by the id of its first device's component."""
+        kinds = {"weight": self.weights, "state": self.state, "frozen": self.frozen}
+        return {id(v[0]): (kind, i) for kind, of in kinds.items() for i, v in enumerate(of)}
+
 
 class Replicas:
     """The variables of a worker's replicas, which it packs into buckets and writes.
@@ -111,12 +121,13 @@ class Replicas:
         slot_names = variables.slot_names if self.averaged_slots else []
         self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
 
-    def sums(self, replica: int, anchors: Buckets) -> tf.Tensor:
-        """Returns for each of `averaged_names` the sum of its elements, float32.
+    def summary(self, replica: int, anchors: Buckets) -> tf.Tensor:
+        """Returns the numbers of a replica that its report is made of, one float64 vector.
 
-        It is finite only if all of them are, and takes one pass and no memory. Of state, which may
-        have huge numbers such as those of a mask, it is 0 if all that has moved since the last sync
-        is finite, else NaN.
+        First for each of `averaged_names` the sum of its elements, which is finite only if all of
+        them are, and takes one pass and no memory. Of state, which may have huge numbers such as
+        those of a mask, it is 0 if all that has moved since the last sync is finite, else NaN. Then
+        the step counts that all share, and the learning rates.
 
         Args:
             replica: number of the local replica.
@@ -129,7 +140,10 @@ class Replicas:
             )
             moved = self.state_layout.unpack(self._moved(replica, anchors))
             state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
-            return tf.stack([*weights, *state, *slots])
+            sums = tf.stack([*weights, *state, *slots])
+            others = [v[replica] for v in (*self.shared_counts, *self.variables.rates)]
+            exact = [tf.cast(other, tf.float64)[tf.newaxis] for other in others]
+            return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
         """Returns the buckets of a replica's weights: of all, or of one fragment."""

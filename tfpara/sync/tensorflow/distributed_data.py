@@ -24,17 +24,16 @@ from tfpara.sync.data.same_data import (
     divided_between_workers,
 )
 from tfpara.sync.momentum_fit import MomentumFit
-from tfpara.sync.tensorflow.device_datasets import own_iterators
-from tfpara.sync.tensorflow.private import input_lib as _input_lib
+from tfpara.sync.tensorflow.device_datasets import iterator_over
 from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.tensorflow_private import input_lib as _input_lib
 from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
-# TensorFlow's function that distributes a dataset.
+# TensorFlow's functions that distribute a dataset, and datasets made by a function of a user's.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
-# And its function that makes datasets by a user's.
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
 
@@ -116,12 +115,16 @@ class DistributedData:
             return self.position.epoch, 0
         return self.position.begin(self.models.steps_seen)
 
-    def resumed(self, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
-        """Begins a pass over a dataset; skips minibatches trained before the run was resumed."""
+    def resumed(self, dataset: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
+        """Begins a pass over a dataset; skips minibatches trained before the run was resumed.
+
+        Args:
+            dataset: that is distributed.
+            begin: returns TensorFlow's iterator over it.
+        """
         for synchronizer in self.models.synchronizers:
             synchronizer.step_is_over()
-        with own_iterators():
-            iterator = begin()
+        iterator = iterator_over(dataset, begin)
         if not self.worker.place.calls:  # an evaluation reads its data whole
             for _ in range(self.position.take_steps()):
                 next(iterator)
@@ -237,8 +240,7 @@ class _UndividedDataset(_input_lib.DistributedDataset):
     """A dataset that this worker reads whole, as for `predict`; it is not trained on."""
 
     def __iter__(self) -> Iterator[Nest]:
-        with own_iterators():
-            return super().__iter__()
+        return iterator_over(self, super().__iter__)
 
 
 def _not_read_ahead(data: Any, buffer_size: int) -> Any:
@@ -271,7 +273,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
         return made
 
     def __iter__(self) -> Iterator[Nest]:
-        return self.data.resumed(super().__iter__)
+        return self.data.resumed(self, super().__iter__)
 
 
 class _EpochDatasets(_Datasets):
@@ -320,7 +322,7 @@ class _Dataset(_input_lib.DistributedDataset):
         return self.data.divided(self.given.map(function), self.distribute)
 
     def __iter__(self) -> Iterator[Nest]:
-        return self.data.resumed(super().__iter__)
+        return self.data.resumed(self, super().__iter__)
 
 
 def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:

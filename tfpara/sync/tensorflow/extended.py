@@ -16,19 +16,18 @@ from tfpara.cluster.place import call
 from tfpara.strategy import StateHolder
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
-from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
-from tfpara.sync.tensorflow import links, variables
+from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.devices import checked_devices
 from tfpara.sync.tensorflow.distributed_data import DistributedData
 from tfpara.sync.tensorflow.links import BETWEEN_STRATEGIES, LATER_SECONDS, Links
 from tfpara.sync.tensorflow.metric_reads import MetricReads
-from tfpara.sync.tensorflow.private import mwms as _mwms
-from tfpara.sync.tensorflow.private import values as _values
 from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import InitialValues, plain_variable, with_our_class
 from tfpara.sync.tensorflow.waits import Waits
+from tfpara.sync.tensorflow_private import mwms as _mwms
+from tfpara.sync.tensorflow_private import values as _values
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import joined
 from tfpara.sync.workers.meetings import Control
@@ -37,15 +36,6 @@ from tfpara.typing import Nest, Variable
 
 _GATHER = call("strategy.gather()")
 _REDUCE = call("strategy.reduce()")
-
-
-def _moved(path: str) -> Any:
-    """Returns a property that stands for an attribute of a part, such as "notes.tell"."""
-    part, name = path.split(".")
-    return property(
-        lambda extended: getattr(getattr(extended, part), name),
-        lambda extended, value: setattr(getattr(extended, part), name, value),
-    )
 
 
 class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
@@ -92,14 +82,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.worker = Worker(company)
         self.place = self.worker.place
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
-        # The threads of an elastic run ask it before there are links.
-        self.waits = Waits(
-            found,
-            self.worker,
-            lambda: self.synchronizers,
-            bool(settings.overlap),
-            lambda message: self.links.abort(message),
-        )
+        # Threads of an elastic run ask it before models can be trained.
+        self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if company.changes:
             links.without_coordination()
@@ -114,15 +98,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             cluster_resolver=company.resolver(),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
-        self.worker.devices = self.worker_devices
+        self.worker.devices, self.worker.kind = self.worker_devices, self._local_device_type
+        if not horovod:
+            self.worker.host = f"{self._worker_device}/device:CPU:0"
         if served:
             links.count_strategy(found)
         replicas = company.founding_replicas(len(self.worker_devices))
         self.settings = settings = settings.resolved(replicas)
         company.attach(self)
-        # Weights travel between the lead devices, everything small between the hosts.
-        host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
-        self.links = Links(found, settings, self.worker, self._local_device_type, host, earlier)
+        self.links = Links(found, settings, self.worker, earlier)
         self._make_parts()
         if found.num_workers > 1:
             self.waits.watch(settings.timeout_seconds)
@@ -135,6 +119,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.models = TrainedModels(
             strategy, settings, worker, self.links, self.momentum, self.notes
         )
+        self.waits.synchronizers, self.waits.abort = self.models.in_turn, self.links.abort
         collectives = self.links.for_control()
         self.control = Control(collectives, worker.place, self.models.in_turn, worker.company)
         worker.control = self.control
@@ -205,7 +190,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> Any:
         # Optimizers would sum gradients over the replicas here. A local step uses its own alone.
         del reduce_op, options
-        if not self.steps.applying and self._num_replicas_in_sync > 1:
+        if not self.steps.trace.applying and self._num_replicas_in_sync > 1:
             self.notes.tell(
                 "all_reduce in a replica gives its own value, since replicas are independent "
                 "between syncs. So BatchNormalization(synchronized=True) does as without it: "
@@ -217,8 +202,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
         # Optimizers write weights and slots through this method, while run() is traced.
-        self.steps.optimizer_stepped = True
-        self.steps.written.append(var)
+        self.steps.trace.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     def _update(
@@ -344,52 +328,5 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Tells the user of replicas without a row, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
         if trained is not None and not self.worker.changes and not self.data.position.first:
-            self.notes.idle_replicas(np.flatnonzero(trained.graph.weights_seen == 0).tolist())
-
-    def set_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ for all models, also within a block; None: no syncs.
-
-        All workers must set it at the same sync.
-        """
-        self.momentum.set_period(sync_period, self.place.fits > 0)
-
-    # Other files still reach the parts by these names.
-    note = _moved("notes.tell")
-    note_batches = _moved("notes.small_batches")
-    note_syncs = _moved("momentum.set_epochs")
-    note_epoch = _moved("momentum.begin_epoch")
-    sync_period = _moved("momentum.sync_period")
-    period_is_scheduled = _moved("momentum.is_scheduled")
-    note_step = _moved("steps.note")
-    applying = _moved("steps.applying")
-    share = _moved("data.share")
-    check_data = _moved("data.check")
-    next_order = _moved("data.next_order")
-    next_order_of_rows = _moved("data.next_order_of_rows")
-    undivided = _moved("data.undivided")
-    passes = _moved("data.passes")
-    position = _moved("data.position")
-    order = _moved("data.order")
-    steps_seen = _moved("models.steps_seen")
-    finish_blocks = _moved("models.finish_blocks")
-    trained = _moved("models.trained")
-    synchronizer_of = _moved("models.synchronizer_of")
-    writing = _moved("models.writing")
-    blocks_closed = _moved("models.blocks_closed")
-    make_synchronizer = _moved("models.make")
-    reading_metrics = _moved("metrics.reading")
-    creating_alone = _moved("initial_values.alone")
-    _waiting_since = _moved("waits.since")
-    collectives = _moved("links.collectives")
-
-    @property
-    def synchronizers(self) -> list[Synchronizer]:
-        """Those of all trained models; there are none before the workers are connected."""
-        models = vars(self).get("models")
-        return models.synchronizers if models else []
-
-    def host_variable(self, value: Nest, name: str) -> tf.Variable:
-        return variables.host_variable(value, name)
-
-    def fit_momentum(self, optimizer: keras.optimizers.Optimizer) -> Any:
-        return self.momentum.of_step(optimizer, variables.local_replica())
+            seen = trained.graph.consensus.weights_seen
+            self.notes.idle_replicas(np.flatnonzero(seen == 0).tolist())

@@ -19,7 +19,7 @@ from tfpara.keras_model import build_optimizer, hyperparameters, optimizers
 from tfpara.steps import reductions
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
-from tfpara.sync.one_sync.replicas import Site
+from tfpara.sync.one_sync.replicas import ReplicaVariables, Site
 from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
@@ -242,27 +242,15 @@ class TrainedModels:
             self._company.finish_block(former.synchronizer, COMPILED_ANEW)
         build_optimizer(model)
         settings = self.settings.for_optimizers(optimizers(model))
-        variables = replica_variables(model, self._strategy.experimental_local_results, settings)
-        # Layers' names are left out: their numbers count every model that a process has made.
-        shapes = [
-            f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
-            for n, v in zip(variables.weight_names, variables.weights, strict=True)
-        ]
-        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self._worker.control, _TRAIN)
-        self._note_settings(model, settings)
-        dtypes = {v[0].dtype for v in (*variables.weights, *variables.state)}
-        if tf.float64 in dtypes:
-            self._notes.tell(
-                "the model has weights of float64, and every sync rounds them to float32, in which "
-                "the global model is kept: docs/training.md"
-            )
+        variables = self._agreed_variables(model, settings)
+        self._note_settings(model, settings, variables)
         site = self._site()
         if former is not None:
             former.synchronizer.leave(variables.weights, self._chiefs_left)
         synchronizer = Synchronizer(variables, settings, site)
         synchronizer.graph.global_state.rule.change(self._worker.replicas)
         if former is not None:
-            synchronizer.adopt(former.synchronizer)
+            synchronizer.graph.adopt(former.synchronizer.graph)
         others = [each.synchronizer for each in self._trained if each is not former]
         if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
             raise ValueError(
@@ -280,17 +268,32 @@ class TrainedModels:
         self._company.check_step()
         return synchronizer
 
-    def _note_settings(self, model: keras.Model, settings: Settings) -> None:
-        """Prints notes on what the settings do to a model that is about to be trained."""
-        for optimizer in optimizers(model):
-            self._momentum.check(optimizer, settings)
-        for optimizer in filter(settings.fits_momentum, optimizers(model)):
-            self._momentum.note(optimizer)
+    def _agreed_variables(self, model: keras.Model, settings: Settings) -> ReplicaVariables:
+        """Returns a model's variables, once all workers have agreed on their shapes."""
+        variables = replica_variables(model, self._strategy.experimental_local_results, settings)
+        # Layers' names are left out: their numbers count every model that a process has made.
+        shapes = [
+            f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
+            for n, v in zip(variables.weight_names, variables.weights, strict=True)
+        ]
+        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self._worker.control, _TRAIN)
+        return variables
+
+    def _note_settings(
+        self, model: keras.Model, settings: Settings, variables: ReplicaVariables
+    ) -> None:
+        """Tells the user how a model that is about to be trained goes with the settings."""
+        self._momentum.note(model, settings)
         if self._worker.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
             self._notes.tell(
                 'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
                 "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
                 "log. Multiply the learning rate by N, or let the loss be a mean: docs/moving.md"
+            )
+        if any(v[0].dtype == tf.float64 for v in (*variables.weights, *variables.state)):
+            self._notes.tell(
+                "the model has weights of float64, and every sync rounds them to float32, in which "
+                "the global model is kept: docs/training.md"
             )
         if settings is not self.settings and settings.rule.has_momentum():
             self._notes.tell(

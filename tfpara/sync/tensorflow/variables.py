@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tfpara.cluster.place import VARIABLE
 from tfpara.keras_model import is_seed
-from tfpara.sync.tensorflow.private import CheckpointInitialValue, ResourceVariable
-from tfpara.sync.tensorflow.private import values as _values
+from tfpara.sync.tensorflow_private import CheckpointInitialValue, ResourceVariable
+from tfpara.sync.tensorflow_private import values as _values
 from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest, Variable

@@ -13,13 +13,15 @@ from tfpara.sync.workers.meetings import Control
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """This worker's number among all workers, its devices, its place, and its exchanges with them.
+    """This worker: its number among all, its devices, its place, and its exchanges with the others.
 
     Attributes:
         company: the workers that take part.
-        num_workers: the workers that take part; in an elastic run it changes, and so does `rank`.
+        num_workers: the number of these; in an elastic run it changes, and so does `rank`.
         rank: the number of this one, by which data and seeds are divided; 0 is the chief.
         devices: the names of this worker's devices, the lead device first; the others have as many.
+        kind: of the devices, "CPU" or "GPU".
+        host: the device for small exchanges.
         place: the place of this process in its script.
         control: exchanges between the workers that Python code calls.
     """
@@ -28,6 +30,8 @@ class Worker:
     num_workers: int = 1
     rank: int = 0
     devices: Sequence[str] = ()
+    kind: str = "CPU"
+    host: str = "CPU:0"
     place: Place = dataclasses.field(default_factory=Place)
     control: Control = dataclasses.field(init=False)
 
