@@ -189,8 +189,8 @@ def names_of(module):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found[node.targets[0].id] = node.value
     if module == "tfpara":  # made of the tables of where they are
-        places, modules = (ast.literal_eval(found[name]) for name in ("_LOCATION", "_MODULES"))
-        return ["__version__", *places, *modules]
+        places, modules = (ast.literal_eval(found[name]) for name in ("_NAMES", "_MODULES"))
+        return ["__version__", *" ".join(places.values()).split(), *modules]
     return ast.literal_eval(found["__all__"])
 
 

@@ -1,7 +1,6 @@
-"""Timelines in the form that chrome://tracing and Perfetto read, out of what TensorFlow's profiler
-recorded.
+"""Timelines for chrome://tracing and Perfetto, made of the records of TensorFlow's profiler.
 
-The profiler names every operation that ran, when and for how long. Those of a sync carry the name
+The profiler records every operation with its name, time and duration. Those of a sync carry the name
 of their phase (`tfpara.sync.one_sync.weight_exchange.phase`); a training step is marked by `STEP`.
 """
 
@@ -119,7 +118,7 @@ def read(directory: Path) -> xplane_pb2.XSpace:
 
 
 def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[str, Json]]]:
-    """Gives name, begin and end (ns on the profiler's clock) of all events, and notes of steps."""
+    """Yields name, begin and end (ns on the profiler's clock) of all events, and notes of steps."""
     for plane in recorded.planes:
         names = {key: entry.name for key, entry in plane.event_metadata.items()}
         kinds = {key: entry.name for key, entry in plane.stat_metadata.items()}
