@@ -1,7 +1,7 @@
 """Timelines for chrome://tracing and Perfetto, made of the records of TensorFlow's profiler.
 
-The profiler records every operation with its name, time and duration. Those of a sync carry the name
-of their phase (`tfpara.sync.one_sync.weight_exchange.phase`); a training step is marked by `STEP`.
+It records every operation with its name, time and duration. The operations of a sync carry the
+name of their phase (`tfpara.sync.one_sync.weight_exchange.phase`), and `STEP` marks a step.
 """
 
 from __future__ import annotations
