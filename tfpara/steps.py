@@ -71,7 +71,7 @@ def _open_if_empty(leaf: Nest) -> Nest:
     return _of_open_batch(leaf) if empty else leaf
 
 
-def after(structure: Nest) -> contextlib.AbstractContextManager:
+def after(structure: Nest) -> contextlib.AbstractContextManager[Any]:
     """A context whose operations run only once the tensors of `structure` are computed.
 
     Without it a step may find its data at their end after it has counted itself, and after the

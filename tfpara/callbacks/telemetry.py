@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
 from tfpara import fit_call
 from tfpara.callbacks.scalars import Scalars
@@ -54,7 +55,7 @@ class Telemetry(keras.callbacks.Callback):
         self._unwritten: tuple[int, Logs] | None = None
         self._first: _Mark | None = None
         self._begin: Any = None  # the strategy's counts where the epoch began
-        self._staleness: np.ndarray | None = None  # pushes of the last epoch by staleness
+        self._staleness: NDArray[np.int64] | None = None  # pushes of the last epoch by staleness
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
