@@ -43,7 +43,7 @@ class Checkpoints(abc.ABC):
         self.store = store
         self._next = 0
 
-    # -- what a kind of run has ------------------------------------------------------------------
+    # -- defined by each kind of run -------------------------------------------------------------
 
     @abc.abstractmethod
     def _settings(self) -> dict[str, Json]:
@@ -69,8 +69,6 @@ class Checkpoints(abc.ABC):
         """Refuses a checkpoint of another run."""
         check_run(self.store.path(number), manifest, self._settings(), self._versions())
 
-    # -- for callbacks ---------------------------------------------------------------------------
-
     def lock(self) -> None:
         """Locks the directory for this run.
 
@@ -93,10 +91,10 @@ class Checkpoints(abc.ABC):
         self._next = max(numbers, default=0) + 1
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
-        """Writes a checkpoint where no state changes meanwhile, as at a sync.
+        """Writes a checkpoint, where no state changes until it is written, as at a sync.
 
         Args:
-            position: returns where the run is.
+            position: returns the position of the run, for the manifest.
 
         Raises:
             CheckpointError: on every worker, if one could not write; the message names it. Earlier
@@ -157,15 +155,13 @@ class Checkpoints(abc.ABC):
             )
         return None
 
-    # -- helpers of the above --------------------------------------------------------------------
-
     def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
         with self._reading(number):
             self._take_over(number, manifest)
 
     @contextlib.contextmanager
     def _reading(self, number: int) -> Iterator[None]:
-        """A context in which content that the manifest does not say is a CheckpointError."""
+        """Turns errors of reading, in the context, into a CheckpointError."""
         try:
             yield
         except _UNREADABLE as error:
@@ -175,7 +171,7 @@ class Checkpoints(abc.ABC):
             ) from error
 
     def _give_states(self, states: Mapping[str, Json]) -> None:
-        """Gives objects the states that a checkpoint has of them."""
+        """Restores the states of objects by `set_state`."""
         for name, state in states.items():
             holder = self._strategy.states.get(name)
             if holder is None:

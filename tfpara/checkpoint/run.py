@@ -91,11 +91,11 @@ class SyncCheckpoints(Checkpoints):
     # -- elastic runs ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Json]:
-        """Returns what a worker that joins an elastic run has to know."""
+        """Returns the state that a worker takes over where it joins an elastic run."""
         return {"mark": self.store.mark, "next": self._next}
 
     def join(self, state: Mapping[str, Json]) -> None:
-        """Goes on as the other workers of an elastic run do, whose `state` this is."""
+        """Takes over the `state` of the other workers of an elastic run."""
         self.store.mark, self._next = state["mark"], state["next"]
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
@@ -123,8 +123,8 @@ class SyncCheckpoints(Checkpoints):
         try:
             self.store.lock()
         except CheckpointError as error:
-            # A former chief that is stopped holds it. The others have done without it, so it will
-            # write nothing: its next exchange fails.
+            # A former chief that stands still holds it. The others have gone on without it, so its
+            # next exchange fails, and it will write nothing.
             if not self._told_of_lock:
                 self._told_of_lock = True
                 warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)
@@ -138,7 +138,7 @@ class SyncCheckpoints(Checkpoints):
             raise _ChangedError
         return [value for value, _ in everyone]
 
-    # -- what is in a checkpoint -----------------------------------------------------------------
+    # -- content ---------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Json]:
         settings = self._extended.settings
@@ -220,4 +220,4 @@ class SyncCheckpoints(Checkpoints):
 
 
 class _ChangedError(Exception):
-    """Members of an elastic run were lost, or came, while something was done together."""
+    """The members of an elastic run have changed during a checkpoint."""

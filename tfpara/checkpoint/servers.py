@@ -64,7 +64,7 @@ class ServerCheckpoints(Checkpoints):
         }
 
     def _variables(self) -> dict[str, tf.Variable]:
-        """Returns the servers' variables, and the frozen weights."""
+        """Returns the variables of a checkpoint: the servers', and the frozen weights."""
         frozen = {f"{_FROZEN}{k}": v.value for k, v in enumerate(self._running.work.frozen)}
         return {**self._running.server.variables(), **frozen}
 
@@ -72,7 +72,7 @@ class ServerCheckpoints(Checkpoints):
         return {name: tf.identity(held) for name, held in self._variables().items()}
 
     def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Refuses a checkpoint of other settings or, within an epoch, of other minibatches."""
+        """As in `Checkpoints`; within an epoch the minibatches must be the same, too."""
         theirs, mine = dict(manifest["run"]), self._settings()
         if manifest["position"]["within"] and "data" in manifest:  # older ones do not have it
             theirs |= manifest["data"]
