@@ -278,9 +278,14 @@ class Store:
         cleared(dying)
 
 
+def _release_all() -> None:
+    for store in list(_LOCKS.values()):
+        store.release()
+
+
 # A lock is held until the last process has closed it. A forked process, such as one that reads
 # data, may outlive this one, and would keep the next run out.
-os.register_at_fork(after_in_child=lambda: [store.release() for store in list(_LOCKS.values())])
+os.register_at_fork(after_in_child=_release_all)
 
 
 def _mark(path: Path) -> dict[str, Json]:
