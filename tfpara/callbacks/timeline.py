@@ -129,8 +129,7 @@ def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[s
                 began = line.timestamp_ns + event.offset_ps // 1000
                 duration = event.duration_ps
                 if ":Collective" in name:
-                    at = bisect.bisect_left(over, event.offset_ps)
-                    duration = min([duration, *(o - event.offset_ps for o in over[at : at + 1])])
+                    duration = int(min(duration, _next(over, event.offset_ps) - event.offset_ps))
                 notes = {}
                 if name == STEP:
                     notes = {
@@ -149,7 +148,8 @@ def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
     for operation in sorted(operations, key=lambda o: o.began):
         done = joined[operation.phase]
         last = done[-1] if done else None
-        if last is None or _any_between(begins[operation.phase], last.ended, operation.began):
+        others = begins[operation.phase]
+        if last is None or _next(others, last.ended) <= operation.began:
             done.append(operation)
         else:
             ended = max(last.ended, operation.ended)
@@ -157,9 +157,10 @@ def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
     return [span for found in joined.values() for span in found]
 
 
-def _any_between(sorted_times: Sequence[int], first: int, last: int) -> bool:
-    at = bisect.bisect_left(sorted_times, first)
-    return at < len(sorted_times) and sorted_times[at] <= last
+def _next(times: Sequence[int], first: int) -> float:
+    """Returns the first of sorted times that is not before `first`; infinite if there is none."""
+    at = bisect.bisect_left(times, first)
+    return times[at] if at < len(times) else float("inf")
 
 
 def _named(what: str, worker: int, row: int, name: str) -> dict[str, Json]:
