@@ -9,13 +9,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfpara import files, fit_call
 from tfpara.callbacks import timeline
+from tfpara.callbacks.base import Callback
 from tfpara.cluster.place import Purpose
-from tfpara.strategy import Strategy
 from tfpara.sync.keras import hooks
 from tfpara.typing import Logs
 from tfpara.whole_number import checked_whole
@@ -24,7 +23,7 @@ from tfpara.whole_number import checked_whole
 _BEFORE, _AFTER = 20, 5
 
 
-class Trace(keras.callbacks.Callback):
+class Trace(Callback):
     """Records some steps with TensorFlow's profiler and writes a timeline of all workers.
 
     `log_dir/timeline.json` (written by the chief at the end of `fit`) opens in chrome://tracing or
@@ -57,9 +56,6 @@ class Trace(keras.callbacks.Callback):
     order = fit_call.Order.CLOCK
     not_elastic = "all workers trace the same steps, and one that comes later takes others."
 
-    # Keras may call the batch hooks from a thread of its own, and later.
-    async_safe = False
-
     def __init__(
         self, log_dir: str | os.PathLike[str], steps: tuple[int, int] | None = None
     ) -> None:
@@ -71,7 +67,7 @@ class Trace(keras.callbacks.Callback):
         hooks.watch_fit()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        period = Strategy.of(self.model).sync_period
+        period = self._strategy.sync_period
         self._first, self._last = self._steps or _around_the_second_sync(period)
         self._spans: list[timeline.Span] | None = None
         self._before = self._done = 0
@@ -115,7 +111,7 @@ class Trace(keras.callbacks.Callback):
                 f"was to be the first one (counted from 0). Choose steps= lower.",
                 stacklevel=2,
             )
-        strategy = Strategy.of(self.model)
+        strategy = self._strategy
         found = strategy.everyones(self._spans or [], Purpose("writing a trace"))
         if strategy.is_chief:
             names = {f"worker {rank}": spans for rank, spans in enumerate(found)}
@@ -123,7 +119,7 @@ class Trace(keras.callbacks.Callback):
                 place.write_text(json.dumps(timeline.chrome_trace(names)))
 
     def _start(self) -> None:
-        self._worker_dir = self._log_dir / f"worker-{Strategy.of(self.model).worker_index}"
+        self._worker_dir = self._log_dir / f"worker-{self._strategy.worker_index}"
         try:
             tf.profiler.experimental.start(os.fspath(self._worker_dir))
         except tf.errors.AlreadyExistsError as error:
