@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfpara.checkpoint.base import Checkpoints, facts_of_model
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checks import versions
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.keras.hooks import build_optimizers
 from tfpara.sync.one_sync.state_vars import Kind, slots_of
@@ -140,21 +141,17 @@ class SyncCheckpoints(Checkpoints):
 
     # -- content ---------------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, Json]:
+    def _facts(self) -> dict[str, Json]:
         settings = self._extended.settings
         run = settings.of_a_run()
-        return {
-            **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
-            "sync_period": settings.sync_period,
-            **facts_of_model(self._model),
-        }
-
-    def _versions(self) -> dict[str, str]:
         compiled = str(bool(getattr(self._model, "jit_compile", False)))
-        return {**super()._versions(), "jit_compile": compiled}
-
-    def _facts(self) -> dict[str, Json]:
         return {
+            "run": {
+                **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
+                "sync_period": settings.sync_period,
+                **facts_of_model(self._model),
+            },
+            "versions": {**versions(), "jit_compile": compiled},
             "replicas": self._strategy.num_replicas,
             "bucket_sizes": self.synchronizer.graph.global_state.bucket_sizes,
         }
