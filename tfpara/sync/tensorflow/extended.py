@@ -1,8 +1,8 @@
 """The strategy's side towards TensorFlow: replicas, variables, data and reductions.
 
 This is the only file of the strategy that imports TensorFlow's private modules, and each import
-says why. `data/same_data` reads private attributes of datasets; `keras/hooks` has Keras'
-private names.
+says why. `data/same_data` reads private attributes of datasets; `keras/replacing` has
+Keras' private names.
 """
 
 from __future__ import annotations
