@@ -287,13 +287,13 @@ def test_a_replica_without_rows_is_told_of(strategy, model, capsys, monkeypatch)
     """Before the first epoch where each batch is too small; else at its end, as counted."""
     x, y, _ = kinds.arrays()
     rows = tf.data.Dataset.from_tensor_slices((x, y)).take(3).batch(1)
-    monkeypatch.setattr(strategy.extended, "_told", set())
+    monkeypatch.setattr(strategy.extended.notes, "_told", set())
     said = []
     note = keras.callbacks.LambdaCallback(
         on_train_begin=lambda logs: said.append(capsys.readouterr().err)
     )
     for data in ({"x": x[:3], "y": y[:3], "batch_size": 1}, {"x": rows}):
-        strategy.extended._told.clear()
+        strategy.extended.notes._told.clear()
         model.fit(**data, epochs=2, verbose=0, callbacks=[note])
         assert "batches of 1 row among 2 replicas, which leaves 1 of them" in said[-1]
         assert "Give batch_size=2 at least" in said[-1]

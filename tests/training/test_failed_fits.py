@@ -258,8 +258,8 @@ def test_metrics_are_reset_without_the_other_workers(made, monkeypatch):
     def fail(*_):
         raise AssertionError("a reduction over all workers")
 
-    monkeypatch.setattr(strategy.extended, "_reduce_over_all", fail)
-    monkeypatch.setattr(strategy.extended, "finish_blocks", fail)
+    monkeypatch.setattr(strategy.extended.metrics, "over_all", fail)
+    monkeypatch.setattr(strategy.extended.models, "finish_blocks", fail)
     model.reset_metrics()
     for variable in variables:
         for component in strategy.experimental_local_results(variable):

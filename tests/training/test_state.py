@@ -12,7 +12,7 @@ from tests.lib.replicas_here import data_of, make, network
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError
 from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
-from tfpara.sync.tensorflow import extended
+from tfpara.sync.tensorflow import extended, trained_models
 
 
 class Reader:
@@ -172,14 +172,15 @@ _NOT_KEPT = {
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "compression": "int8"}], ids=str)
 def test_every_variable_of_a_sync_is_a_slot_once(monkeypatch, options):
     made = {}
-    create = extended._plain_variable
+    create = extended.plain_variable
 
     def noting(value, name):
         variable = create(value, name)
         made[id(variable)] = name
         return variable
 
-    monkeypatch.setattr(extended, "_plain_variable", noting)
+    for module in (extended, trained_models):
+        monkeypatch.setattr(module, "plain_variable", noting)
     strategy = make(tfpara.BMUF(0.5), averages={"ema": tfpara.EMA(0.9)}, **options)
     model = network(strategy)
     model.fit(data_of(strategy, [[4] * 6] * 2), verbose=0)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.steps import without_tuner
-from tfpara.sync.tensorflow import extended
+from tfpara.sync.tensorflow import device_datasets
 
 DEVICES = ["CPU:0", "CPU:1"]
 STEPS, TAU, BATCH = 8, 3, 6
@@ -770,13 +770,13 @@ def test_a_pass_owns_the_dataset_that_it_reads(monkeypatch, way):
 def test_passes_over_data_of_one_kind_share_their_functions(monkeypatch):
     """They read each row once all the same, also where passes over two datasets take turns."""
     made = []
-    make = extended._Generator.__init__
+    make = device_datasets._Generator.__init__
 
     def noted(self, *args, **kwargs):
         made.append(self)
         make(self, *args, **kwargs)
 
-    monkeypatch.setattr(extended._Generator, "__init__", noted)
+    monkeypatch.setattr(device_datasets._Generator, "__init__", noted)
     strategy = make_strategy()
     kinds = np.arange(24.0), np.arange(24), np.arange(100.0, 124.0)
     datasets = [

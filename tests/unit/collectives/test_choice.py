@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfpara
 from tfpara import cluster
 from tfpara.collectives import choice, horovod
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.links import Links
 
 TWO = {"cluster": {"worker": ["127.0.0.1:4000", "127.0.0.1:4001"]}}
 WITH_TF_CONFIG = {"TF_CONFIG": json.dumps({**TWO, "task": {"type": "worker", "index": 1}})}
@@ -190,16 +190,15 @@ def test_nccl_is_taken_where_each_worker_has_a_card_of_its_own(asked, kind, card
 
 def test_a_strategy_connects_its_workers_by_what_is_chosen():
     made = []
-    extended = types.SimpleNamespace(
-        settings=types.SimpleNamespace(communication="AUTO"),
-        elastic=None,
-        worker_devices=["/job:worker/task:0/device:GPU:0"],
-        _local_device_type="GPU",
-        _collectives=lambda group, device, communication: made.append((group, communication)),
+    links = types.SimpleNamespace(
+        _settings=types.SimpleNamespace(communication="AUTO"),
+        _worker=types.SimpleNamespace(members=None, devices=["/job:worker/task:0/device:GPU:0"]),
+        _kind="GPU",
+        _between=lambda group, device, communication: made.append((group, communication)),
     )
-    PeriodicSyncExtended._connect_by(extended, ("a", "a"))
+    Links.connect_by(links, ("a", "a"))
     assert made == []
-    assert extended.connected_by.endswith("a ring over gRPC: workers 0 and 1 share a card")
-    PeriodicSyncExtended._connect_by(extended, ("a", "b"))
+    assert links.connected_by.endswith("a ring over gRPC: workers 0 and 1 share a card")
+    Links.connect_by(links, ("a", "b"))
     assert made == [(0, "NCCL")]
-    assert extended.connected_by.endswith("by NCCL: each worker has a GPU of its own")
+    assert links.connected_by.endswith("by NCCL: each worker has a GPU of its own")

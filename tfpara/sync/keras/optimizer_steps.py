@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfpara.keras_model import build_optimizer, check_optimizers_built, unbuilt_optimizers
 from tfpara.sync.keras.replacing import Method
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended, in_replica
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.typing import Nest, Variable
 
 # Optimizers without slots, by id, while `build_optimizers` traces a step: the weights that each
