@@ -138,9 +138,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
                 "name, for all workers: docs/elastic.md."
             )
         if found.is_chief:
-            text = (
-                f"tfpara: workers meet at {MEETING}; ranks and addresses of {told} are not used"
-            )
+            text = f"tfpara: workers meet at {MEETING}; ranks and addresses of {told} are not used"
             print(text, file=sys.stderr, flush=True)
     return settings.elastic()
 
