@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import files, fit_call
+from tfpara.callbacks.base import Callback
 from tfpara.callbacks.scalars import Scalars
 from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
@@ -25,7 +26,7 @@ from tfpara.whole_number import checked_whole
 _LENGTH = of_callback("HeldOut")
 
 
-class HeldOut(keras.callbacks.Callback):
+class HeldOut(Callback):
     """Scores weights of the run on held-out data: after each epoch, and within epochs if asked.
 
     The scores at the end of an epoch are added to its log on every worker: `NAME_loss` and so on,
@@ -60,9 +61,6 @@ class HeldOut(keras.callbacks.Callback):
     """
 
     order = fit_call.Order.SCORES
-
-    # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
-    async_safe = False
 
     def __init__(
         self,

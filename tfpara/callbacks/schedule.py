@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import fit_call
+from tfpara.callbacks.base import Callback
 from tfpara.schedules import AdaComm, AdaCommState, Piecewise
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
@@ -21,7 +22,7 @@ from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 
-class Schedule(keras.callbacks.Callback):
+class Schedule(Callback):
     """The base of callbacks that schedule: it keeps state, sets the rate and prints lines.
 
     Args:
@@ -29,9 +30,6 @@ class Schedule(keras.callbacks.Callback):
         verbose: 1: the chief prints a line for each change; 0: none.
         sets_rate: whether it sets the learning rate.
     """
-
-    # Keras may call the batch hooks from a thread of its own.
-    async_safe = False
 
     def __init__(self, name: str, verbose: int, sets_rate: bool) -> None:
         super().__init__()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import keras
-
 from tfpara import fit_call
+from tfpara.callbacks.base import Callback
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.cluster.place import of_callback
 from tfpara.sync.one_sync.reports import Request
@@ -14,7 +13,7 @@ from tfpara.typing import Logs
 _WISHES = of_callback("StopTogether")
 
 
-class StopTogether(keras.callbacks.Callback):
+class StopTogether(Callback):
     """Stops all workers if one wants to stop, at the next sync or the end of the epoch.
 
     It is for callbacks that set `model.stop_training` on one worker alone, for a reason that the
@@ -23,8 +22,6 @@ class StopTogether(keras.callbacks.Callback):
     """
 
     order = fit_call.Order.STOPS
-
-    async_safe = False
 
     def __init__(self) -> None:
         super().__init__()

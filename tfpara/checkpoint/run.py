@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfpara.checkpoint.base import Checkpoints, facts_of_model
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checks import versions
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.one_sync.state_vars import Kind, slots_of
@@ -90,11 +91,11 @@ class SyncCheckpoints(Checkpoints):
     # -- elastic runs ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Json]:
-        """Returns what a worker that joins an elastic run has to know."""
+        """Returns the state that a worker takes over where it joins an elastic run."""
         return {"mark": self.store.mark, "next": self._next}
 
     def join(self, state: Mapping[str, Json]) -> None:
-        """Goes on as the other workers of an elastic run do, whose `state` this is."""
+        """Takes over the `state` of the other workers of an elastic run."""
         self.store.mark, self._next = state["mark"], state["next"]
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
@@ -121,8 +122,8 @@ class SyncCheckpoints(Checkpoints):
         try:
             self.store.lock()
         except CheckpointError as error:
-            # A former chief that is stopped holds it. The others have done without it, so it will
-            # write nothing: its next exchange fails.
+            # A former chief that stands still holds it. The others have gone on without it, so its
+            # next exchange fails, and it will write nothing.
             if not self._told_of_lock:
                 self._told_of_lock = True
                 warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)
@@ -135,23 +136,19 @@ class SyncCheckpoints(Checkpoints):
             raise _ChangedError
         return [value for value, _ in everyone]
 
-    # -- what is in a checkpoint -----------------------------------------------------------------
-
-    def _settings(self) -> dict[str, Json]:
-        settings = self._strategy.settings
-        run = settings.of_a_run()
-        return {
-            **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
-            "sync_period": settings.sync_period,
-            **facts_of_model(self._model),
-        }
-
-    def _versions(self) -> dict[str, str]:
-        compiled = str(bool(getattr(self._model, "jit_compile", False)))
-        return {**super()._versions(), "jit_compile": compiled}
+    # -- content ---------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Json]:
+        settings = self._strategy.settings
+        run = settings.of_a_run()
+        compiled = str(bool(getattr(self._model, "jit_compile", False)))
         return {
+            "run": {
+                **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
+                "sync_period": settings.sync_period,
+                **facts_of_model(self._model),
+            },
+            "versions": {**versions(), "jit_compile": compiled},
             "replicas": self._strategy.num_replicas,
             "bucket_sizes": self.synchronizer.graph.global_state.bucket_sizes,
         }
@@ -217,4 +214,4 @@ class SyncCheckpoints(Checkpoints):
 
 
 class _ChangedError(Exception):
-    """Members of an elastic run were lost, or came, while something was done together."""
+    """The members of an elastic run have changed during a checkpoint."""
