@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpara.parameter_server.messages import Moment
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.worker_step import Work
+from tfpara.parameter_server.worker_step import WorkerStep
 from tfpara.typing import Array, Variable
 
 
@@ -21,10 +21,10 @@ class ChiefModel:
     Args:
         model: the chief's model, with the same weights as the servers.
         server: the global model.
-        work: tells which of the model's variables are shared moving statistics, or frozen.
+        work: has the model's variables that are shared moving statistics, or frozen.
     """
 
-    def __init__(self, model: keras.Model, server: Server, work: Work) -> None:
+    def __init__(self, model: keras.Model, server: Server, work: WorkerStep) -> None:
         self._server = server
         self._work = work
         self._weights = model.trainable_variables

@@ -27,6 +27,12 @@ class Pulled(NamedTuple):
     minibatches: tf.Tensor | None = None
     rate: tf.Tensor | None = None
 
+    def with_rate(self, rate: tf.Tensor) -> Pulled:
+        """Returns it with the learning rate of a chunk, unless that is negative, or it has none."""
+        if self.rate is None:
+            return self
+        return self._replace(rate=tf.where(rate >= 0.0, rate, self.rate))
+
 
 class Place(NamedTuple):
     """The position of a minibatch in the data: int64 scalars, each counted from 0.

@@ -7,23 +7,17 @@ import collections
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfpara import program
 from tfpara.cluster import asynchronous as cluster
 from tfpara.cluster import quiet, taking_part
-from tfpara.parameter_server.chunk_runner import Cluster
+from tfpara.parameter_server.chunk_runner import ChunkRunner
 from tfpara.parameter_server.control import serving
 from tfpara.parameter_server.control.lobby import Lobby
-
-if TYPE_CHECKING:
-    from tfpara.parameter_server.chunks import Chunks
-    from tfpara.parameter_server.server import Server
-    from tfpara.parameter_server.worker_step import ChooseRate, Work
+from tfpara.parameter_server.workers import Training, Workers
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
 _joined: dict[str, Processes] = {}  # by TF_CONFIG; several strategies share the processes
@@ -45,38 +39,25 @@ def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
         serving.serve_forever(found, startup_timeout_seconds)
     key = found.tf_config()
     if key not in _joined:
-        _joined[key] = Processes(Lobby, found, timeout_seconds, startup_timeout_seconds)
+        _joined[key] = Processes(found, timeout_seconds, startup_timeout_seconds)
         program.tell_of_failure(_joined[key].end_with)
     return _joined[key]
 
 
-class Processes:
-    """The workers and parameter servers, as the chief uses them.
-
-    Args:
-        kind: the class that gathers and watches the processes.
-        found: the chief's view of the cluster.
-        timeout_seconds, startup_timeout_seconds: as for `join`.
-    """
+class Processes(Workers):
+    """The workers and parameter servers of a cluster; arguments as for `join`."""
 
     is_simulated = False
     chief_device = _DEVICE.format("chief", 0)
 
     def __init__(
-        self,
-        kind: type[Lobby],
-        found: cluster.AsyncCluster,
-        timeout_seconds: float,
-        startup_timeout_seconds: float,
+        self, found: cluster.AsyncCluster, timeout_seconds: float, startup_timeout_seconds: float
     ) -> None:
         self._lost: collections.deque[int] = collections.deque()
         self._exit_code = 0
         self._failure = ""
-        self._lobby = kind(
-            found,
-            startup_timeout_seconds,
-            timeout_seconds,
-            on_worker_lost=self._lost.append,
+        self._lobby = Lobby(
+            found, startup_timeout_seconds, timeout_seconds, on_worker_lost=self._lost.append
         )
         self._lobby.gather()
         with quiet.starting():
@@ -92,21 +73,9 @@ class Processes:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-    def executor(
-        self,
-        server: Server,
-        work: Work,
-        chunks: Chunks,
-        sync_period: int,
-        choose_rate: ChooseRate | None,
-        order: Sequence[int],
-        seed: int,
-    ) -> Cluster:
+    def executor(self, training: Training) -> ChunkRunner:
         """Returns the object that trains chunks on the workers."""
-        del seed
-        return Cluster(
-            self._coordinator, server, work, chunks, sync_period, choose_rate, order=order
-        )
+        return ChunkRunner(self._coordinator, training)
 
     def check(self) -> None:
         """Raises an error if the run cannot go on.
@@ -118,21 +87,16 @@ class Processes:
 
     @property
     def asked_to_end(self) -> str | None:
-        """A sentence if the chief or a parameter server was asked to end, and waits for the run's
-        end; the chief sets it.
-        """
-        return self._lobby.asked_to_end
+        return self._lobby.state.asked_to_end
 
     @asked_to_end.setter
-    def asked_to_end(self, sentence: str) -> None:
-        self._lobby.asked_to_end = sentence
+    def asked_to_end(self, sentence: str | None) -> None:
+        self._lobby.state.asked_to_end = sentence
 
     def answer_leaving(self, exit_code: int | None) -> None:
-        """Sets the exit code of workers that are asked to end; None: that of the signal."""
-        self._lobby.restart_code = exit_code
+        self._lobby.state.restart_code = exit_code
 
     def lost(self) -> list[int]:
-        """Returns the indices of workers that were lost since the last call."""
         found = []
         with contextlib.suppress(IndexError):
             while True:
@@ -140,10 +104,6 @@ class Processes:
         return found
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence of the other processes, for when this one ends.
-
-        An empty sentence leaves the one that was set before, if there is one.
-        """
         self._exit_code = exit_code
         self._failure = (
             sentence or self._failure or f"the chief has ended with exit code {exit_code}."

@@ -54,7 +54,7 @@ def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
     return tf.where(there, outstanding, _NEVER)
 
 
-class Turns:
+class Staleness:
     """The pulls and pushes under way, and the waiting workers; used inside the first server's lock.
 
     One worker at a time pushes, from its `GO` until the push is on all servers. The first server

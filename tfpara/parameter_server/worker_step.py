@@ -38,11 +38,9 @@ ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
 
 
 def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
-    """Returns the first random stream of a chunk: there is one for each minibatch to begin with.
+    """Returns the first random stream of a chunk: each minibatch has the next one.
 
-    Args:
-        order: numbers that the order of the data depends on, beside the epoch.
-        epoch, chunk: their numbers.
+    The numbers `order` are what the order of the data depends on, beside the epoch.
     """
     return int(np.random.default_rng([*order, epoch, chunk]).integers(1 << 62))
 
@@ -77,7 +75,7 @@ class Block(NamedTuple):
     samples: tf.Tensor
 
 
-class Work:
+class WorkerStep:
     """The functions by which a worker trains on minibatches, for one model and rule.
 
     Args:
@@ -87,9 +85,6 @@ class Work:
         sync_period: τ, minibatches of a block.
 
     Attributes:
-        model: the Keras model.
-        optimizer: the optimizer that it was compiled with.
-        weights: the weights that are trained.
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
@@ -108,15 +103,13 @@ class Work:
         self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
         states = carried_states(model)  # Keras does not list them among the model's variables
         carried = {id(v) for v in states}
-        frozen = [v for v in model.non_trainable_variables if v.value.trainable]
+        self.frozen = [v for v in model.non_trainable_variables if v.value.trainable]
         rest = [v for v in model.non_trainable_variables if not v.value.trainable]
-        self.state = [v for v in rest if v.value.dtype.is_floating and id(v) not in carried]
-        shared = {id(v) for v in self.state} | carried
-        self._own = [v for v in rest if id(v) not in shared]
-        self._seeded = [not v.value.dtype.is_floating for v in self._own]
+        rest = [v for v in rest if id(v) not in carried]
+        self.state = [v for v in rest if v.value.dtype.is_floating]
+        self._own = [v for v in rest if not v.value.dtype.is_floating]
+        self._seeded = [True] * len(self._own) + [False] * len(states)
         self._own += states
-        self._seeded += [False for _ in states]
-        self.frozen = frozen
         self.read_frozen()
         self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
@@ -176,24 +169,24 @@ class Work:
         own: Sequence[tf.Tensor],
         weights: Sequence[tf.Tensor] = (),
         optimizer: Sequence[tf.Tensor] = (),
-        rate: tf.Tensor | None = None,
     ) -> Block:
         """Returns a block without minibatches.
 
         Args:
-            pulled: the servers' model.
+            pulled: the servers' model, and the block's learning rate for local steps.
             own: `Block.own` of the former block in the same chunk, or `own_start`.
             weights, optimizer: the local model and optimizer, if the rule has them.
-            rate: the chunk's learning rate, for local steps; if negative or None, the servers'
-                rate is used.
         """
+        optimizer = list(optimizer)
+        if pulled.rate is not None:
+            self._set_rate(optimizer, pulled.rate)
         pulled_weights = [tf.identity(w) for w in pulled.weights]  # sent to this worker only once
         zero = tf.zeros([], tf.int64)
         return Block(
             weights=list(weights) if self.local_models else pulled_weights,
             gradients=[],
             squares=[tf.zeros_like(w) for w in pulled_weights] if self._squares else [],
-            optimizer=self._told(list(optimizer), pulled.rate, rate),
+            optimizer=optimizer,
             before=zero if pulled.minibatches is None else tf.identity(pulled.minibatches),
             state=[tf.identity(s) for s in pulled.state],
             kept=[tf.ones_like(s) for s in pulled.state],
@@ -203,15 +196,9 @@ class Work:
             samples=zero,
         )
 
-    def _told(
-        self, optimizer: list[tf.Tensor], servers: tf.Tensor | None, chunks: tf.Tensor | None
-    ) -> list[tf.Tensor]:
-        """Returns the local optimizer's state with the present rate, unless it is a schedule."""
-        if servers is not None:
-            at: Any = self._steps and self._steps.rate_index
-            rate = servers if chunks is None else tf.where(chunks >= 0.0, chunks, servers)
-            optimizer[at] = tf.cast(rate, optimizer[at].dtype)
-        return optimizer
+    def _set_rate(self, optimizer: list[tf.Tensor], rate: tf.Tensor) -> None:
+        steps: Any = self._steps
+        optimizer[steps.rate_index] = tf.cast(rate, optimizer[steps.rate_index].dtype)
 
     def _step(
         self, block: Block, gradients: Sequence[tf.Tensor]
@@ -223,9 +210,7 @@ class Work:
         steps: Any = self._steps
         optimizer = list(block.optimizer)
         if steps.schedule is not None:
-            rate = steps.schedule(block.before + block.minibatches)
-            at = steps.rate_index
-            optimizer[at] = tf.cast(rate, optimizer[at].dtype)
+            self._set_rate(optimizer, steps.schedule(block.before + block.minibatches))
         return steps(block.weights, optimizer, gradients)
 
     def add(self, block: Block, data: Nest) -> Block:
@@ -341,35 +326,16 @@ class Work:
         tape: tf.GradientTape | None = None,
     ) -> _Scope:
         """Returns the scope in which these tensors take the place of the model's variables."""
-        variables = [
-            *self.weights,
-            *self.frozen,
-            *self.state,
-            *self._own,
-            *self._metrics,
-        ]
-        values = [
-            *weights,
-            *map(tf.convert_to_tensor, self.frozen_values),
-            *state,
-            *own,
-            *metrics,
-        ]
         weighed = [*self.weights, *self.frozen]
+        variables = [*weighed, *self.state, *self._own, *self._metrics]
+        frozen = map(tf.convert_to_tensor, self.frozen_values)
+        values = [*weights, *frozen, *state, *own, *metrics]
         return _Scope(list(zip(variables, values, strict=True)), weighed, tape)
 
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
-        """Returns the push of a finished block.
-
-        Args:
-            block: the block.
-            pulled: the pulled model with which it began.
-            worker: index of the worker.
-            place: position of the block's first minibatch.
-            rate: learning rate of the push; negative for the servers' rate.
-        """
+        """Returns the push of a finished block; for the other arguments see `Push`."""
         values, squares = block.weights, block.squares
         if self.local and not self.local_models:
             between = zip(block.weights, pulled.weights, strict=True)
@@ -399,13 +365,9 @@ class Work:
     def kept(
         self, block: Block, moves: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the local weights (empty if there are none) and optimizer for the next block.
+        """Returns the local weights, within their constraints, and optimizer for the next block.
 
-        The weights are by their constraints.
-
-        Args:
-            block: the block that was pushed.
-            moves: `Answer.moves` of the push.
+        The weights are empty where there is no local model; `moves` are those of the `Answer`.
         """
         if not self.local_models:
             return [], block.optimizer
@@ -414,16 +376,11 @@ class Work:
 
 
 class _Scope(keras.StatelessScope):
-    """A scope that tells what layers assign to weights, such as SpectralNormalization.
+    """A scope that keeps what layers such as SpectralNormalization assign to `weights`.
 
     In Keras the gradient of a weight is that of its variable, before and after such an assignment,
     but not through it. Here it is the sum of the gradients of all tensors that stood for the
-    weight.
-
-    Args:
-        mapping: variables, each with the tensor that stands for it at first.
-        weights: those of them whose assigned values are kept.
-        tape: watches these values.
+    weight; the tape watches them.
 
     Attributes:
         assigned: by the variable's id, the values that were assigned to a weight, in order.
@@ -459,12 +416,7 @@ def _loss(
 
 
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
-    """Creates the variables of the model's metrics, which Keras creates at the first minibatch.
-
-    Args:
-        model: built and compiled.
-        spec: the element spec of its minibatches.
-    """
+    """Creates the variables of the model's metrics, which Keras creates at the first minibatch."""
 
     @tf.function(autograph=False)
     def measure(data: Nest) -> None:
@@ -489,11 +441,6 @@ def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> li
 
     Each element is multiplied by the derivative of the new state with respect to the former one:
     ρ for S ← ρ S + (1 − ρ) x, and 1 if S is not changed or only added to. It is clipped to [0, 1].
-
-    Args:
-        tape: has recorded the minibatch, and watches `block.state`.
-        block: the block before the minibatch.
-        state: the state after the minibatch.
     """
     zero = tf.UnconnectedGradients.ZERO
     slopes = tape.gradient(state, block.state, unconnected_gradients=zero) if state else []

@@ -24,7 +24,7 @@ from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.control.serving import server_config
 from tfpara.parameter_server.errors import ChunkError
 from tfpara.parameter_server.processes import Processes
-from tfpara.parameter_server.simulated import simulate_async
+from tfpara.parameter_server.simulation import simulate_async
 from tfpara.parameter_server.strategy import AsyncStrategy
 
 IDS = 64

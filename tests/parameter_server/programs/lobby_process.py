@@ -47,8 +47,8 @@ told = False
 try:
     while True:
         lobby.check()
-        if lobby.asked_to_end and not told:
-            say(lobby.asked_to_end)
+        if lobby.state.asked_to_end and not told:
+            say(lobby.state.asked_to_end)
             told = True
         if commands:
             word, _, rest = commands.pop(0).strip().partition(" ")
@@ -61,7 +61,7 @@ try:
                 time.sleep(1.0)  # until the test has stopped this process
                 sys.exit(0)
             if word == "restart":
-                lobby.restart_code = int(rest.split()[1])
+                lobby.state.restart_code = int(rest.split()[1])
                 say(word, rest)
             if word == "fail":
                 lobby.fail(rest, 75)

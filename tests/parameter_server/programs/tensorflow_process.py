@@ -54,7 +54,7 @@ def go_on() -> None:
     run(4, 50)
     print("counted", *(int(counter.numpy()) for counter in counters), flush=True)
     if len(sys.argv) > 3:  # until someone ends it, or all is well again
-        while not lobby.asked_to_end:
+        while not lobby.state.asked_to_end:
             lobby.check()
             run(1, 1)
             print("alive", *lobby.workers, flush=True)
@@ -65,10 +65,10 @@ try:
     go_on()
 except (ParameterServerError, tf.errors.OpError):
     # TensorFlow may find a broken connection before the lobby does.
-    while lobby.failure is None:
+    while lobby.state.failure is None:
         time.sleep(0.01)
-    lobby.fail(lobby.failure)  # which waits until the others have ended
-    print(lobby.failure, flush=True)
+    lobby.fail(lobby.state.failure)  # which waits until the others have ended
+    print(lobby.state.failure, flush=True)
     os._exit(1)  # TensorFlow's own end may wait for them
 lobby.finish()
 sys.stdout.flush()

@@ -1,0 +1,135 @@
+"""The models that a strategy's `fit` has trained: on servers, on workers and in the chief."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import keras
+
+from tfpara.algorithms import AsyncBMUF
+from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
+from tfpara.keras_model import is_normalised, memory_can_change, memory_of
+from tfpara.parameter_server.chief_model import ChiefModel
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.worker_step import WorkerStep
+from tfpara.parameter_server.workers import Workers
+from tfpara.typing import Nest
+
+
+class Trained(NamedTuple):
+    """A model that was trained.
+
+    Attributes:
+        server: the global model on the parameter servers.
+        work: what a worker computes.
+        copy: the chief's model.
+    """
+
+    server: Server
+    work: WorkerStep
+    copy: ChiefModel
+
+
+class Models:
+    """The models, and the settings with which they are trained; arguments as for `AsyncStrategy`.
+
+    Attributes:
+        workers: the workers of the run.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        rule: AsyncRule,
+        averages: Mapping[str, AsyncAverage],
+        *,
+        sync_period: int,
+        seed: int,
+        record: bool,
+    ) -> None:
+        self.workers = workers
+        self.rule, self.averages = rule, averages
+        self.sync_period, self.seed, self._record = sync_period, seed, record
+        self._trained: dict[keras.Model, Trained] = {}
+        self._fits = 0
+
+    def count_fit(self) -> int:
+        """Counts a `fit`; returns the number of earlier ones, on which the data's order depends."""
+        self._fits += 1
+        return self._fits - 1
+
+    def get(self, model: keras.Model) -> Trained | None:
+        """Returns a model's parts; None if it was not trained."""
+        return self._trained.get(model)
+
+    def of(self, model: keras.Model | None) -> Trained:
+        """Returns a model's parts; for None those of the model whose first `fit` was last.
+
+        Raises:
+            ValueError: it was not trained.
+        """
+        if model is None and self._trained:
+            return list(self._trained.values())[-1]
+        if model not in self._trained:
+            raise ValueError("the model has not been trained yet: call strategy.fit before.")
+        return self._trained[model]
+
+    def forget(self, model: keras.Model) -> None:
+        """Gives up a model's parts."""
+        self._trained.pop(model, None)
+
+    def check(self) -> None:
+        """Raises an error if the run cannot go on; frees the others from waiting for lost workers.
+
+        Raises:
+            tfpara.ParameterServerError: a parameter server is lost, or all workers are.
+        """
+        self.workers.check()
+        for worker in self.workers.lost():
+            for trained in self._trained.values():
+                trained.server.forget(worker)
+
+    def for_fit(self, model: keras.Model, spec: Nest) -> Trained:
+        """Returns a model's parts for a `fit`; creates them in the first one.
+
+        They are created anew, from the weights of the chief's model, if it was compiled with
+        another optimizer since, or layers were frozen or unfrozen. Otherwise weights that were set
+        in the chief's model are sent to the servers.
+
+        Args:
+            model: built and compiled.
+            spec: the element spec of the minibatches.
+        """
+        trained = self._trained.get(model)
+        if trained is None or not trained.work.has_these_weights:
+            self._trained[model] = self._created(model, spec)
+        else:
+            server, work, copy = trained
+            copy.write(within_epoch=False, within_fit=False)
+            if not work.has_these_metrics:
+                work = WorkerStep(model, server.rule, spec, self.sync_period)
+                server.measure(model)
+                self._trained[model] = Trained(server, work, ChiefModel(model, server, work))
+        return self._trained[model]
+
+    def _created(self, model: keras.Model, spec: Nest) -> Trained:
+        rule, optimizer = self.rule, model.optimizer
+        if isinstance(rule, AsyncBMUF) and is_normalised(optimizer):
+            rule = rule.for_optimizer(memory_can_change(optimizer) or not memory_of(optimizer))
+            if rule != self.rule:
+                print(f"tfpara: for this local optimizer the rule is {rule}", file=sys.stderr)
+        work = WorkerStep(model, rule, spec, self.sync_period)
+        if work.fit:
+            print(f"tfpara: {work.fit}.", file=sys.stderr)
+        server = Server(
+            model,
+            work.state,
+            rule,
+            self.averages,
+            self.workers.server_devices,
+            self.workers.num_workers,
+            self._record,
+        )
+        return Trained(server, work, ChiefModel(model, server, work))
