@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.checkpoint import manifest as manifests
-from tfpara.checkpoint.run import check_run, versions
+from tfpara.checkpoint.base import check_run, versions
 from tfpara.checkpoint.store import Store
 
 DEVICES = ["CPU:0", "CPU:1"]

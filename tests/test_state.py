@@ -9,7 +9,7 @@ import tensorflow as tf
 from replicas_here import data_of, make, network
 
 import tfpara
-from tfpara.checkpoint.run import Parts
+from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError
 from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
 from tfpara.sync.tensorflow import extended

@@ -516,6 +516,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """
         self.extended.states[name] = holder
 
+    @property
+    def states(self) -> dict[str, StateHolder]:
+        """The objects given to `keep_state`, and those of the strategy's own, by name."""
+        return self.extended.states
+
     def request(self, request: Request) -> None:
         """Requests a checkpoint or a stop of all workers, who agree on it at the next sync.
 

@@ -91,7 +91,7 @@ class Killer:
     def install(self):
         """Replaces functions of the library in this process, so that they call `here`."""
         store = checkpoint_store.Store
-        self.before(checkpoint.Checkpoints, "restore", "start")
+        self.before(checkpoint.SyncCheckpoints, "restore", "start")
         self.before(checkpoint.Parts, "_of_holder", "restored")
         self.after(store, "begin", "begin")
         self.after(store, "write_part", "written")
