@@ -8,7 +8,6 @@ from tfpara import version
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.parameter_server.control.membership import (
     Admit,
-    Answer,
     Drop,
     Exit,
     Joined,
@@ -106,12 +105,12 @@ def test_a_hello_that_does_not_fit_is_a_problem_of_the_gathering(
     if present and task in CLUSTER.members:
         run.hello(task)
         run.now += 3 * BEAT
-    ((message,),) = run.hello(task, view, number)
+    ((_, message),) = run.hello(task, view, number)
     assert message["end"]["code"] == 1 and words in message["end"]["sentence"]
     assert run.state.problem == message["end"]["sentence"]
     run = Run().gather()
     (answer,) = run.hello(task, view, number)
-    assert isinstance(answer, Answer) and words in answer.message["end"]["sentence"]
+    assert answer.task is None and words in answer.message["end"]["sentence"]
     assert run.state.problem is None and run.state.phase == "training"
 
 
@@ -123,7 +122,7 @@ def test_two_of_one_task_are_a_problem_of_the_gathering(serves):
         run.state.serves(TENTH)
     run.now += 3 * BEAT - 0.1
     (answer,) = run.hello(TENTH)
-    assert isinstance(answer, Answer) and "both are worker 10 (w10:1)." in run.state.problem
+    assert answer.task is None and "both are worker 10 (w10:1)." in run.state.problem
     assert answer.message["end"]["sentence"] == run.state.problem
     assert (TENTH in run.state.serving) is serves
     run = Run().gather()
@@ -332,9 +331,8 @@ def test_the_end_is_said_once_and_to_those_that_come_late(gathered, how):
         present, (75, "a checkpoint is written")
     )
     assert run.state.end(1, "something else") == []
-    assert run.hello(WORKER) == [
-        Answer({"end": {"code": 75, "sentence": "a checkpoint is written"}})
-    ]
+    end = {"code": 75, "sentence": "a checkpoint is written"}
+    assert run.hello(WORKER) == [Send(None, {"end": end})]
     assert run.state.problem is None and run.state.failure is None
 
 
@@ -404,7 +402,7 @@ def test_any_order_of_events_keeps_to_the_tables(seed):
             elif event == "tick":
                 assert not any(isinstance(each, Lost) for each in run.tick(1))
             elif event == "hello":
-                assert isinstance(run.hello(task)[0], Answer)
+                assert run.hello(task)[0].task is None
             elif event == "reached":
                 run.state.reached(None)
         assert set(run.state.serving) == {task for task, serves in there.items() if serves}

@@ -18,10 +18,7 @@ from tfpara.typing import Array, Variable
 class ChiefModel:
     """Finds out which weights were set in the chief's model, and sends them to the servers.
 
-    Args:
-        model: the chief's model, with the same weights as the servers.
-        server: the global model.
-        work: has the model's variables that are shared moving statistics, or frozen.
+    The model begins with the same weights as the servers.
     """
 
     def __init__(self, model: keras.Model, server: Server, work: WorkerStep) -> None:

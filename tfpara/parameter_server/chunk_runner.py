@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -28,9 +28,8 @@ class ChunkRunner:
     ) -> None:
         self._coordinator = coordinator
         self._training = training
-        self._scheduled: list[
-            tuple[tuple[int, int], tf.distribute.coordinator.RemoteValue]
-        ] = []  # (epoch, chunk) and the result, which may not be there yet
+        # (epoch, chunk) and the result, which may not be there yet.
+        self._scheduled: list[tuple[tuple[int, int], Any]] = []
         self._train = chunk_function(training)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
@@ -40,9 +39,7 @@ class ChunkRunner:
             stream = stream_of(training.order, epoch, chunk)
             numbers = (epoch, chunk, training.server.generation, stream)
             place = [tf.constant(number, tf.int64) for number in numbers]
-            arguments = tf.nest.map_structure(
-                tf.convert_to_tensor, training.chunks.arguments(epoch, chunk)
-            )
+            arguments = training.chunks.sent(epoch, chunk)
             value = self._coordinator.schedule(self._train, args=(*place, *arguments))
             self._scheduled.append(((epoch, chunk), value))
 
@@ -87,19 +84,12 @@ class ChunkRunner:
 
 
 class _At(NamedTuple):
-    """A worker's position in a chunk: the loop variables of a `tf.while_loop`.
+    """A worker's position in a chunk: the loop variables of a `tf.while_loop`."""
 
-    Attributes:
-        element: the next minibatch, a `tf.experimental.Optional`.
-        own: the model's state that is the worker's own (`Block.own`).
-        done: minibatches of the chunk before this one.
-        go: whether to go on after the last push.
-    """
-
-    element: tf.experimental.Optional
-    own: list[tf.Tensor]
-    done: tf.Tensor
-    go: tf.Tensor
+    element: tf.experimental.Optional  # the next minibatch
+    own: list[tf.Tensor]  # the worker's own state: `Block.own`
+    done: tf.Tensor  # minibatches of the chunk before this one
+    go: tf.Tensor  # whether to go on after the last push
 
 
 def chunk_function(training: Training) -> Callable[..., tf.Tensor]:

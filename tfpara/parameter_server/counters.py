@@ -48,10 +48,8 @@ class Counters:
         def counter(shape: list[int]) -> tf.Variable:
             return tf.Variable(tf.zeros(shape, tf.int64), trainable=False)
 
-        self.histogram = counter([LARGEST_STALENESS + 1])
-        self.by_worker = counter([num_workers])
-        self.samples = counter([])
-        self.minibatches = counter([])
+        self.histogram, self.by_worker = counter([LARGEST_STALENESS + 1]), counter([num_workers])
+        self.samples, self.minibatches = counter([]), counter([])
         self.halted = tf.Variable(False, trainable=False)
         self._log: tf.lookup.experimental.MutableHashTable | None = None
         if record:
@@ -104,21 +102,17 @@ class Counters:
         `by_worker` and the record are of this process only, so they are left out. The progress is
         among the variables of each `Shard`.
         """
-        kept = {"histogram": self.histogram, "samples": self.samples, "finished": self.finished}
-        kept["minibatches"] = self.minibatches
-        return {f"books/{name}": variable for name, variable in kept.items()}
+        kept = ("histogram", "samples", "finished", "minibatches")
+        return {f"books/{name}": getattr(self, name) for name in kept}
 
 
 class Progress:
     """The number of minibatches of each chunk that are in the weights of one parameter server.
 
     A worker may die after its push and before it gets the answer; another worker then pushes the
-    same minibatches again. With these numbers the second push is recognised and left out.
-
-    The variables are created on the current device, and used inside the server's lock.
-
-    Attributes:
-        done: int64 [chunks], minibatches of each chunk that are in the weights.
+    same minibatches again. With these numbers, `done` (int64 [chunks]), the second push is
+    recognised and left out. The variables are on the device that is current where they are made,
+    and used inside the server's lock.
     """
 
     def __init__(self, num_chunks: int) -> None:

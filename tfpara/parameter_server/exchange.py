@@ -41,9 +41,7 @@ class Exchange:
     def ask_to_pull(self, worker: tf.Tensor, waits: bool = True) -> tf.Tensor:
         """Returns whether a worker may pull now; if so, its pull is counted as done.
 
-        Args:
-            worker: index of the worker that asks.
-            waits: whether it will wait for a token (`Staleness.wait`) if it may not.
+        If it may not, and `waits`, it will get a token (`Staleness.wait`) in time.
         """
         if self._staleness is None:
             return tf.constant(True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -43,46 +43,29 @@ class Fit:
         self,
         models: Models,
         model: keras.Model,
-        data: tuple[Data, Data, Data],
-        *,
-        batch_size: int | None,
-        shuffle: bool,
-        class_weight: Mapping[int, float] | None,
         chunks: int | None,
         search_rate: ChunkRateSearch | None,
+        **data: Any,
     ) -> None:
-        x, y, sample_weight = data
-        workers = models.workers
+        """Makes the graphs of the workers; `data` are further arguments of `as_chunks`."""
+        x, workers = data["x"], models.workers
         self.order = [models.seed, models.count_fit()]
         if chunks is None and not isinstance(x, Chunks):
             chunks = workers.num_workers * (1 if isinstance(x, tf.data.Dataset) else 4)
-            chunks = min(chunks, _minibatches(x, batch_size) or chunks)
+            chunks = min(chunks, _minibatches(x, data["batch_size"]) or chunks)
         self._chunks = as_chunks(
-            x,
-            y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            count=chunks,
-            order=self.order,
-            sent=not workers.is_simulated,
+            **data, count=chunks, order=self.order, sent=not workers.is_simulated
         )
         _check_period(models.sync_period, self._chunks)
         self._models, self._workers = models, workers
         self.model = model
         self.server, self.work, self._copy = models.for_fit(model, self._chunks.element_spec)
         self.server.divide(self._chunks.count)
-        training = Training(
-            self.server,
-            self.work,
-            self._chunks,
-            models.sync_period,
-            search_rate.function(self.server, self.work, self._chunks) if search_rate else None,
-            self.order,
-            models.seed,
-        )
-        self._executor = workers.executor(training)
+        choose_rate = None
+        if search_rate is not None:
+            choose_rate = search_rate.function(self.server, self.work, self._chunks)
+        of_run = (models.sync_period, choose_rate, self.order, models.seed)
+        self._executor = workers.executor(Training(self.server, self.work, self._chunks, *of_run))
         self._seen = 0  # minibatches of this epoch at the last call of the batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = 0
@@ -101,14 +84,7 @@ class Fit:
     ) -> keras.callbacks.History:
         """Trains the epochs `first` … `epochs` − 1, or goes on from a restored checkpoint.
 
-        Args:
-            epochs: the number of the last epoch, counted from 1.
-            first: the first epoch, counted from 0.
-            verbose, callbacks: as in Keras' `fit`.
-            validation: Keras' `validation_data`, `validation_batch_size` and `validation_freq`.
-
-        Returns:
-            The history: metrics of each epoch.
+        The arguments are those of Keras' `fit`, and so is the history that is returned.
         """
         model = self.model
         model.stop_training = False
@@ -147,8 +123,8 @@ class Fit:
             self._copy.read()
             logs = self._logs()
             logs.update(self._validated(*validation))
-            epoch, self.epoch = self.epoch, self.epoch + 1
-            callbacks.on_epoch_end(epoch, logs)
+            self.epoch += 1
+            callbacks.on_epoch_end(self.epoch - 1, logs)
             self._write()
         callbacks.on_train_end(logs)
         self._write()
@@ -182,11 +158,7 @@ class Fit:
             self.server.learning_rate = self.server.told_rate = rate
 
     def give_up(self, longest_seconds: float) -> None:
-        """Leaves the workers idle and the model with the global weights; `run` has failed.
-
-        Args:
-            longest_seconds: longest wait for the workers.
-        """
+        """Leaves the workers idle and the model with the global weights; `run` has failed."""
         with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
             # Wait, so that no push of this fit arrives during the next one.
             self._halt(longest_seconds)
@@ -240,18 +212,20 @@ class Fit:
         first = True
         while True:
             done = self._wait()
-            self.chunks_done = int(np.sum(self.server.counters.finished))
+            self.chunks_done = self.num_chunks - len(self._left())
             if self._tell(callbacks) and first:
                 self._write()  # raises early if a batch hook has set weights
                 first = False
             self.follow_rate()
-            if self.model.stop_training and not done:
-                self._halt()
+            if self.model.stop_training:  # the epoch ends here, and with it the training
+                if not done:
+                    self._halt()
                 return
-            if not self.model.stop_training:  # else the epoch ends here, and with it the training
-                self.at_poll()
-            if done and not self._submit_left():
+            self.at_poll()
+            if done and (self.model.stop_training or not self._left()):
                 return
+            if done:
+                self._submit()  # the chunks whose run ended before they were finished
 
     def _write(self) -> None:
         """Sends weights that were set in the chief's model to the servers."""
@@ -282,20 +256,12 @@ class Fit:
         callback.on_train_batch_end = on_train_batch_end
         fit_call.at_end(lambda: setattr(callback, "on_train_batch_end", hook))
 
+    def _left(self) -> list[int]:
+        """Returns the chunks of the epoch that are not finished."""
+        return np.flatnonzero(~self.server.counters.finished.numpy()).tolist()
+
     def _submit(self) -> None:
-        left = np.flatnonzero(~self.server.counters.finished.numpy())
-        self._executor.submit(self.epoch, [int(chunk) for chunk in left])
-
-    def _submit_left(self) -> bool:
-        """Submits again the chunks whose run ended before they were finished.
-
-        Returns False if there are none, or training is to stop.
-        """
-        left = not bool(np.all(self.server.counters.finished))
-        if left and not self.model.stop_training:
-            self._submit()
-            return True
-        return False
+        self._executor.submit(self.epoch, self._left())
 
     def _wait(self) -> bool:
         try:

@@ -19,17 +19,11 @@ from tfpara.typing import Nest
 
 
 class Trained(NamedTuple):
-    """A model that was trained.
+    """A model that was trained."""
 
-    Attributes:
-        server: the global model on the parameter servers.
-        work: what a worker computes.
-        copy: the chief's model.
-    """
-
-    server: Server
-    work: WorkerStep
-    copy: ChiefModel
+    server: Server  # the global model, on the parameter servers
+    work: WorkerStep  # the computation of a worker
+    copy: ChiefModel  # the model in the chief
 
 
 class Models:

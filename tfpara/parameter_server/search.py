@@ -82,9 +82,7 @@ class _Trial:
     """Trains a copy of the global model on a sample."""
 
     def __init__(self, server: Server, work: WorkerStep, count: int) -> None:
-        self._server = server
-        self._work = work
-        self._count = count
+        self._server, self._work, self._count = server, work, count
         self._steps = KerasSteps(work.model.optimizer, work.model.trainable_variables)
         self._at: Any = self._steps.rate_index
 

@@ -139,11 +139,9 @@ class Server:
             self.metrics = [variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
 
     def open_epoch(self, epoch: int, anew: bool) -> None:
-        """Accepts the minibatches of an epoch, and ends a halt; no worker may be training.
+        """Accepts the minibatches of an epoch, which begins `anew` or continues, and ends a halt.
 
-        Args:
-            epoch: the epoch, from 0.
-            anew: whether the epoch begins now; otherwise it continues.
+        No worker may be training.
         """
         for shard in self.shards:
             shard.progress.open(epoch, anew)

@@ -21,11 +21,8 @@ NOT_FINITE = "a push would make this weight infinite or NaN:"
 class Shard:
     """A shard of the model: some weights with their optimizer slots and averages, and a lock.
 
-    Methods whose description ends with "inside the lock" must be called in `locked`.
-
-    Args:
-        device: device of the parameter server.
-        number: number of the parameter server, from 0.
+    Methods whose description ends with "inside the lock" must be called in `locked`. The device and
+    the number, from 0, are those of the parameter server.
 
     Attributes:
         indices: the indices of the shard's weights among the model's trainable weights.
@@ -39,8 +36,7 @@ class Shard:
     """
 
     def __init__(self, device: str, number: int) -> None:
-        self.device = device
-        self.number = number
+        self.device, self.number = device, number
         self.indices: list[int] = []
         self.names: list[str] = []
         self.weights: list[tf.Variable] = []

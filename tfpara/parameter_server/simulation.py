@@ -130,17 +130,11 @@ class _Simulated(Workers):
 
 
 class _Kept(NamedTuple):
-    """A worker's local model and optimizer between blocks, for rules with local steps.
+    """A worker's local model and optimizer between blocks, for rules with local steps."""
 
-    Attributes:
-        weights: weights of the local model; empty if the rule has no local models.
-        optimizer: state of the local optimizer.
-        generation: the generation of the server's model to which these belong.
-    """
-
-    weights: list[tf.Tensor]
+    weights: list[tf.Tensor]  # empty if the rule has no local models
     optimizer: list[tf.Tensor]
-    generation: int
+    generation: int  # of the server's model to which these belong
 
 
 class _Worker:
@@ -164,15 +158,9 @@ class _Simulation:
 
     Each worker pulls, computes `sync_period` minibatches, pushes, and pulls again at once. Its
     speed gives the simulated time of a block. Pushes are made in the order of their simulated time,
-    and by worker if the times are equal. The functions that pull, compute and push are those that
-    run on a cluster.
-
-    Args:
-        training: what is trained.
-        speeds: the speed of each worker.
-        order: a record to repeat; the order of pushes is then not that of the speeds.
-        kept: by worker, local models and optimizers of the former `fit`. It is updated for the
-            next one.
+    and by worker if the times are equal; or in that of the record `order`. The functions that pull,
+    compute and push are those that run on a cluster. The local models and optimizers, `kept` by
+    worker, are those of the former `fit`, and are updated for the next one.
     """
 
     def __init__(

@@ -67,11 +67,7 @@ class Staleness:
     The waiting calls are counted, because two calls of one worker may wait: one that TensorFlow has
     given up, and the one that replaces it.
 
-    The variables are created on the current device.
-
-    Args:
-        num_workers: number of workers.
-        bound: s, the largest staleness.
+    The variables are created on the current device; `bound` is s, the largest staleness.
     """
 
     def __init__(self, num_workers: int, bound: int) -> None:
@@ -85,13 +81,10 @@ class Staleness:
         ]
 
     def ask_to_pull(self, worker: tf.Tensor, version: tf.Tensor, waits: bool) -> tf.Tensor:
-        """Returns whether a worker may pull now; notes the pull, or that the worker waits.
+        """Returns whether a worker may pull now; notes the pull, or that the worker `waits`.
 
-        Args:
-            worker: the worker that asks. An outstanding pull of the same worker is of a call that
-                was started again, and is given up.
-            version: pushes so far.
-            waits: whether the worker will wait for a token if it may not pull.
+        An outstanding pull of the same worker is of a call that was started again, and is given
+        up; `version` is the number of pushes so far.
         """
         before = self._outstanding.read_value()
         may = may_pull(before, worker, self._bound)
@@ -117,10 +110,8 @@ class Staleness:
     def settle(self, worker: tf.Tensor, verdict: tf.Tensor, waits: bool) -> tf.Tensor:
         """Notes the verdict on a push; returns whether it is settled, which means not `WAIT`.
 
-        Args:
-            worker: the worker that pushes. With `GO` it has the turn until `leave` is called.
-            verdict: the result of `verdict`.
-            waits: whether the worker will wait for a token if it must `WAIT`.
+        With `GO` the worker has the turn until `leave` is called; with `WAIT` it gets a token in
+        time if it `waits`.
         """
         settled = tf.not_equal(verdict, WAIT)
         pushing = self._pushing.read_value()
@@ -146,10 +137,7 @@ class Staleness:
             return tf.identity(chunk)
 
     def leave(self, worker: tf.Tensor, condition: bool | tf.Tensor = True) -> tf.Tensor:
-        """Ends a worker's pull and push, if the condition holds; returns the worker.
-
-        It is called when the push is on all servers, or when the worker is lost.
-        """
+        """Ends a worker's pull and push (it is done, or lost), if the condition holds."""
         with tf.control_dependencies(self._leave(tf.logical_and(self._is(worker), condition))):
             return tf.identity(worker)
 

@@ -228,12 +228,14 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         running = Fit(
             self._models,
             model,
-            (x, y, sample_weight),
+            chunks,
+            search_rate,
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
             batch_size=batch_size,
             shuffle=shuffle,
             class_weight=class_weight,
-            chunks=chunks,
-            search_rate=search_rate,
         )
         validation = (validation_data, validation_batch_size, validation_freq)
         self.running = running
@@ -451,39 +453,22 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         return self._processes.asked_to_end
 
     def ask_to_end(self, sentence: str) -> None:
-        """Notes that the chief was asked to end, from which on training waits for no worker.
-
-        Args:
-            sentence: the cause.
-        """
+        """Notes that the chief was asked to end; from here on training waits for no worker."""
         self._processes.asked_to_end = sentence
 
     def answer_leaving(self, exit_code: int | None) -> None:
         """Sets the exit code of workers that are asked to end while the run goes on.
 
-        Args:
-            exit_code: that of a process that is to be started again, while SIGTERM in the chief
-                leads to a checkpoint; None: that of the signal.
+        None: that of the signal. While SIGTERM in the chief leads to a checkpoint, it is the code
+        of a process that is to be started again.
         """
         self._processes.answer_leaving(exit_code)
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence of the other processes, for when this one ends.
-
-        Args:
-            exit_code: their exit code.
-            sentence: the cause, which they print.
-        """
+        """Sets the exit code and last sentence of the other processes, for when this one ends."""
         self._processes.end_with(exit_code, sentence)
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state checkpoints keep and restore.
-
-        Args:
-            name: name of the state; a second object with the same name replaces the first.
-            holder: the object. `get_state()` returns a value for JSON; `set_state(state)` restores
-                it.
-        """
         self._states[name] = holder
 
     @property

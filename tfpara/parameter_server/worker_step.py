@@ -46,33 +46,19 @@ def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
 
 
 class Block(NamedTuple):
-    """A worker's state between a pull and a push: lists of tensors.
+    """A worker's state between a pull and a push: lists of tensors."""
 
-    Attributes:
-        weights: the weights for the next minibatch: as pulled (ASGD), or after local steps.
-        gradients: sums over the block's minibatches; empty before the first, and for local steps.
-        squares: sums of the gradients' squares; empty where the rule does not need them.
-        optimizer: the local optimizer's state; empty for ASGD.
-        before: minibatches in the model before the block, for a local optimizer's schedule.
-        state: moving statistics that workers share.
-        kept: the factor, in [0, 1], with which each element of the pulled state is still contained
-            in `state`.
-        own: state of the worker's own: random seeds and carried recurrent states.
-        metrics: values of the metrics' variables, summed over the block's minibatches.
-        minibatches, samples: their numbers in the block so far, int64.
-    """
-
-    weights: list[tf.Tensor]
-    gradients: list[tf.Tensor]
-    squares: list[tf.Tensor]
-    optimizer: list[tf.Tensor]
-    before: tf.Tensor
-    state: list[tf.Tensor]
-    kept: list[tf.Tensor]
-    own: list[tf.Tensor]
-    metrics: list[tf.Tensor]
-    minibatches: tf.Tensor
-    samples: tf.Tensor
+    weights: list[tf.Tensor]  # for the next minibatch: as pulled (ASGD), or after local steps
+    gradients: list[tf.Tensor]  # sums; empty before the first minibatch, and for local steps
+    squares: list[tf.Tensor]  # sums of the gradients' squares; empty if not needed
+    optimizer: list[tf.Tensor]  # state of the local optimizer; empty for ASGD
+    before: tf.Tensor  # minibatches in the model before the block, for a local schedule
+    state: list[tf.Tensor]  # moving statistics that workers share
+    kept: list[tf.Tensor]  # the factor, in [0, 1], with which `state` still has the pulled one
+    own: list[tf.Tensor]  # the worker's own: random seeds and carried recurrent states
+    metrics: list[tf.Tensor]  # values of the metrics' variables, summed
+    minibatches: tf.Tensor  # their number so far, int64
+    samples: tf.Tensor  # their number so far, int64
 
 
 class WorkerStep:
@@ -200,19 +186,6 @@ class WorkerStep:
         steps: Any = self._steps
         optimizer[steps.rate_index] = tf.cast(rate, optimizer[steps.rate_index].dtype)
 
-    def _step(
-        self, block: Block, gradients: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns weights and optimizer state after a step of the local optimizer.
-
-        A learning rate schedule counts the minibatches in the global model, and those of the block.
-        """
-        steps: Any = self._steps
-        optimizer = list(block.optimizer)
-        if steps.schedule is not None:
-            self._set_rate(optimizer, steps.schedule(block.before + block.minibatches))
-        return steps(block.weights, optimizer, gradients)
-
     def add(self, block: Block, data: Nest) -> Block:
         """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight).
 
@@ -255,23 +228,8 @@ class WorkerStep:
             return [tf.convert_to_tensor(_current(scope, v)) for v in variables]
 
         state = now(self.state)
-        weights, optimizer, squares = block.weights, block.optimizer, block.squares
-        if self._steps is not None:
-            moved = block._replace(weights=[tensors[-1] for tensors in stood])
-            weights, optimizer = self._step(moved, gradients)
-            gradients = []
-        else:
-            gradients = clipped(model.optimizer, gradients)
-            if self._squares:
-                squares = [s + g * g for s, g in zip(squares, gradients, strict=True)]
-            if block.gradients:  # empty before the block's first minibatch
-                gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
-        return Block(
-            weights=weights,
-            gradients=gradients,
-            squares=squares,
-            optimizer=optimizer,
-            before=block.before,
+        moved = self._moved(block._replace(weights=[each[-1] for each in stood]), gradients)
+        return moved._replace(
             state=state,
             kept=_left(of_state, block, state),
             own=now(self._own),
@@ -279,6 +237,22 @@ class WorkerStep:
             minibatches=block.minibatches + 1,
             samples=block.samples + tf.cast(samples, tf.int64),
         )
+
+    def _moved(self, block: Block, gradients: list[tf.Tensor]) -> Block:
+        """Returns the block with a local step by these gradients, or with the gradients added."""
+        steps = self._steps
+        if steps is not None:
+            optimizer = list(block.optimizer)
+            if steps.schedule is not None:  # of the minibatches in the global model and the block
+                self._set_rate(optimizer, steps.schedule(block.before + block.minibatches))
+            weights, optimizer = steps(block.weights, optimizer, gradients)
+            return block._replace(weights=weights, optimizer=optimizer)
+        gradients, squares = clipped(self.optimizer, gradients), block.squares
+        if self._squares:
+            squares = [s + g * g for s, g in zip(squares, gradients, strict=True)]
+        if block.gradients:  # empty before the block's first minibatch
+            gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
+        return block._replace(gradients=gradients, squares=squares)
 
     def _check_assigned(self, assigned: Mapping[int, object]) -> None:
         """Refuses what a layer assigns to weights where it would be lost.

@@ -11,27 +11,15 @@ from tfpara.parameter_server.worker_step import ChooseRate, WorkerStep
 
 
 class Training(NamedTuple):
-    """The training of a `fit`.
+    """The training of a `fit`."""
 
-    Attributes:
-        server: the global model.
-        work: the computation of a minibatch.
-        chunks: the data.
-        sync_period: τ, minibatches of a push.
-        choose_rate: returns the learning rate of a chunk, given its minibatches; None for that of
-            the servers.
-        order: numbers that random layers depend on, beside the epoch and chunk. They are read when
-            a worker gets a chunk.
-        seed: seed of the times that simulated workers take.
-    """
-
-    server: Server
-    work: WorkerStep
-    chunks: Chunks
-    sync_period: int
-    choose_rate: ChooseRate | None
-    order: Sequence[int]
-    seed: int
+    server: Server  # the global model
+    work: WorkerStep  # the computation of a minibatch
+    chunks: Chunks  # the data
+    sync_period: int  # τ, minibatches of a push
+    choose_rate: ChooseRate | None  # the rate of a chunk; None: that of the servers
+    order: Sequence[int]  # of random layers, beside epoch and chunk; read when a chunk begins
+    seed: int  # of the times that simulated workers take
 
 
 class Executor(Protocol):
@@ -51,17 +39,13 @@ class Workers:
     """The workers of a run. The methods of this class are right where none can be lost.
 
     Attributes:
-        is_simulated: whether this process has all workers.
-        num_workers: their number.
-        chief_device: the device of the chief's model.
-        server_devices: the devices of the parameter servers.
         asked_to_end: a sentence if the chief or a parameter server was asked to end, and waits for
             the end of the run; else None. The chief's program sets it for the chief.
     """
 
-    is_simulated: bool = True
+    is_simulated: bool = True  # whether this process has all workers
     num_workers: int
-    chief_device: str
+    chief_device: str  # of the chief's model
     server_devices: Sequence[str]
     asked_to_end: str | None = None
 

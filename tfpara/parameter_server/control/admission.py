@@ -45,11 +45,7 @@ def objection(
 ) -> str | None:
     """Returns the message why a process that says hello is refused; None if it is not.
 
-    Args:
-        cluster: the chief's view of the cluster.
-        member: the job and index that the process has sent.
-        view: the addresses by job that it has sent.
-        their_version: the version of its tfpara.
+    Its job and index, addresses by job and version are what it has sent.
     """
     name = " ".join(map(str, member))
     if view != cluster.spec() or member not in cluster.members:

@@ -1,13 +1,10 @@
-"""The chief's side of the control channel: gathers and watches the processes, and ends the run.
+"""The chief's side of the control channel: its sockets and its thread.
 
 TensorFlow waits without end for a process that does not start or stops answering, and it does not
 tell a parameter server that the run is over. So every worker and parameter server keeps a TCP
-connection to the chief's address of TF_CONFIG for the whole run. Both ends send signs of life over
-it; `member.py` has the other end. TensorFlow's server in the chief listens on another port.
-
-If a worker is lost, the others go on without it, and it may come back at any time. If a parameter
-server is lost, its part of the model is lost too: all processes end, with a message that names it.
-`membership.py` decides all that; this file has the sockets and the thread.
+connection to the chief's address of TF_CONFIG for the whole run (`member.py` is its other end), and
+`membership.py` decides who is lost, and when the run ends. TensorFlow's server in the chief listens
+on another port.
 
 Messages are signed with the run's secret (`tfpara/cluster/messages.py`). Workers and parameter
 servers send `hello` (job, index, addresses and version), `serving` (TensorFlow's server listens),
@@ -139,13 +136,9 @@ class Lobby:
         self.fail("", 0)
 
     def end_with_process(self, code: int = 0, sentence: str = "") -> None:
-        """Tells all processes to end as soon as this process is gone.
+        """Tells all processes to end as soon as this process is gone; arguments as for `fail`.
 
         This is for the exit of the chief's program: until then TensorFlow still needs them.
-
-        Args:
-            code: their exit code.
-            sentence: the cause; empty if the code is 0.
         """
         with self._changed:
             self._do(self.state.end(code, sentence, "finishing"))
@@ -154,7 +147,7 @@ class Lobby:
         """Tells all processes to end with an error, waits until they do, and stops listening.
 
         Args:
-            sentence: the cause, which they print.
+            sentence: the cause, which they print if the code is not 0.
             code: their exit code; 75 if the chief has written a checkpoint and asks for a restart.
         """
         with self._changed:
@@ -186,27 +179,22 @@ class Lobby:
     def _hear(self, channel: Channel, message: dict[str, Json]) -> list[Callable[[], None]]:
         """Takes in a message; returns calls of callbacks."""
         task = self._task(channel)
-        if task is None:
-            return [] if channel.closed else self._greet(channel, message)
-        if "problem" in message:
-            return self._do(self.state.fails_to_serve(str(message["problem"])))
-        if "leaving" in message:
-            return self._do(self.state.leaves(task, str(message["leaving"])))
-        if "serving" in message and not channel.closed:
-            return self._do(self.state.serves(task))
-        return []
-
-    def _greet(self, channel: Channel, message: dict[str, Json]) -> list[Callable[[], None]]:
-        """Takes in the first message of a connection.
-
-        The channel of a process that is refused stays open: the process closes it, or `Door` does.
-        """
+        match message:
+            case {"problem": sentence} if task:
+                return self._do(self.state.fails_to_serve(str(sentence)))
+            case {"leaving": signal} if task:
+                return self._do(self.state.leaves(task, str(signal)))
+            case {"serving": _} if task and not channel.closed:
+                return self._do(self.state.serves(task))
+            case _ if task or channel.closed:
+                return []
         try:
             task = (str(message["job"]), int(message["index"]))
             view, version = message["hello"], message["version"]
         except (KeyError, TypeError, ValueError, OverflowError):  # not a process of tfpara
             self._door.drop(channel)
             return []
+        # The channel of a process that is refused stays open: the process closes it, or `Door`.
         return self._do(self.state.hello(task, view, version, time.monotonic()), channel)
 
     def _lose(self, channel: Channel) -> list[Callable[[], None]]:
@@ -225,17 +213,13 @@ class Lobby:
     ) -> list[Callable[[], None]]:
         """Does what the state machine says; returns calls of callbacks.
 
-        Args:
-            actions: in order.
-            stranger: the connection that has said hello, if that was the event.
+        The `stranger` is the connection that has said hello, if that was the event.
         """
         calls: list[Callable[[], None]] = []
         for action in actions:
             match action:
                 case membership.Send(task, message):
-                    self._guests[task].send(**message)
-                case membership.Answer(message):
-                    stranger.send(**message)
+                    (self._guests[task] if task else stranger).send(**message)
                 case membership.Admit(task):
                     self._door.let_in(stranger)
                     self._guests[task] = stranger

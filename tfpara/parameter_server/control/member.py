@@ -33,23 +33,14 @@ def beat_seconds(timeout_seconds: float) -> float:
 
 
 class Ending(NamedTuple):
-    """The end of a worker's or parameter server's part in a run.
+    """The end of a worker's or parameter server's part in a run."""
 
-    Attributes:
-        code: the exit code of the process.
-        sentence: the cause; empty if the run was finished.
-    """
-
-    code: int
-    sentence: str
+    code: int  # the exit code of the process
+    sentence: str  # the cause; empty if the run was finished
 
 
 class _Over(Exception):
-    """Raised when this process has to end; `attend` returns its `ending`."""
-
-    def __init__(self, code: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.ending = Ending(code, sentence)
+    """This process has to end; the arguments are those of `Ending`."""
 
 
 def serve(
@@ -124,17 +115,13 @@ def attend(
         finally:
             channel.close()
     except _Over as over:
-        return over.ending
+        return Ending(*over.args)
 
 
 def _enter(
     cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float, received: list[int]
 ) -> tuple[Channel, dict[str, Json]]:
-    """Connects to the chief, again and again until it is there, and says hello.
-
-    Returns:
-        The connection, and the chief's welcome.
-    """
+    """Connects to the chief, as often as is needed; returns the connection and the welcome."""
     deadline = time.monotonic() + startup_timeout_seconds
     log_at = time.monotonic() + _LOG_SECONDS
     while True:

@@ -8,8 +8,8 @@ come together; the chief's program then ends the run.
 | task | event | actions | next |
 |---|---|---|---|
 | absent | hello that fits | Admit, `welcome` | starting |
-| any | hello that does not fit | Answer; in gathering a problem | |
-| starting, serving | hello, heard lately: there are two | Answer; in gathering a problem | |
+| any | hello that does not fit | `end`; in gathering a problem | |
+| starting, serving | hello, heard lately: there are two | `end`; in gathering a problem | |
 | starting, serving | hello, silent for three beats | Drop, Admit, `welcome` | starting |
 | starting | serves, in gathering or at the end | | serving |
 | starting | serves, in training | Note, Joined | serving |
@@ -30,7 +30,7 @@ come together; the chief's program then ends the run.
 | training | fails: a ps is gone | `end` to all | ended |
 | training | fails: no worker serves for `timeout_seconds` | `end` to all | ended |
 | gathering, training | end, by the chief's program | `end` or `finishing` to all | ended |
-| ended | hello | Answer: the same end | |
+| ended | hello | the same `end` | |
 | ended | 60 s after it failed | Exit | |
 
 Where the run is about to end with a checkpoint (a ps or the chief was asked to end, and a restart
@@ -56,15 +56,9 @@ Task: TypeAlias = tuple[str, int]
 
 
 class Send(NamedTuple):
-    """A message goes to a task."""
+    """A message goes to a task; if None, to the connection that has said hello."""
 
-    task: Task
-    message: dict[str, Json]
-
-
-class Answer(NamedTuple):
-    """A message goes to the connection that has said hello, and that stays a stranger's."""
-
+    task: Task | None
     message: dict[str, Json]
 
 
@@ -104,22 +98,16 @@ class Exit(NamedTuple):
     sentence: str
 
 
-Action: TypeAlias = Send | Answer | Admit | Drop | Note | Lost | Joined | Exit
+Action: TypeAlias = Send | Admit | Drop | Note | Lost | Joined | Exit
 
 
 @dataclasses.dataclass
 class _Present:
-    """A task with a connection.
+    """A task with a connection."""
 
-    Attributes:
-        heard: time of its last sign of life.
-        serving: whether TensorFlow's server listens in it.
-        signal: name of the signal that asked it to end; empty if none did.
-    """
-
-    heard: float
-    serving: bool = False
-    signal: str = ""
+    heard: float  # time of its last sign of life
+    serving: bool = False  # whether TensorFlow's server listens in it
+    signal: str = ""  # name of the signal that asked it to end
 
 
 class Membership:
@@ -128,9 +116,7 @@ class Membership:
     Args:
         cluster: the chief's view of the cluster.
         tensorflow_address: "host:port" of TensorFlow's server in the chief.
-        startup_seconds: longest wait for all tasks to serve.
-        timeout_seconds: silence after which a task is lost; also how long the run goes on without a
-            worker.
+        startup_seconds, timeout_seconds: as in the tables.
         beat_seconds: seconds between two signs of life.
         now: the time, in seconds of any clock, as in all methods.
 
@@ -194,7 +180,7 @@ class Membership:
             problem = problem or admission.twins(self._cluster, task)
         if self.phase == "ended" or problem:
             self._have(problem)
-            return [Answer({"end": self._end or {"code": 1, "sentence": problem}})]
+            return [Send(None, {"end": self._end or {"code": 1, "sentence": problem}})]
         self._present[task] = _Present(now)
         drop: list[Action] = [Drop(task)] if former else []  # its machine may have died
         return [*drop, Admit(task), Send(task, self._welcome)]

@@ -19,11 +19,7 @@ def serve_forever(cluster: AsyncCluster, startup_timeout_seconds: float) -> NoRe
     The numbers of threads are those of `tf.config.threading`, or else of TF_NUM_INTRAOP_THREADS and
     TF_NUM_INTEROP_THREADS. There are at least as many inter-op threads as workers, and one more:
     a worker's call may occupy a thread here while it waits for another process, so fewer threads
-    could lead to a deadlock. A parameter server uses no GPU.
-
-    Args:
-        cluster: this process's view of the cluster: a worker's or a parameter server's.
-        startup_timeout_seconds: longest wait for the chief.
+    could lead to a deadlock. A parameter server uses no GPU. Arguments as for `member.serve`.
     """
 
     def start(spec: dict[str, list[str]]) -> None:
@@ -41,12 +37,7 @@ def serve_forever(cluster: AsyncCluster, startup_timeout_seconds: float) -> NoRe
 
 
 def server_config(job: str, num_workers: int) -> tf.compat.v1.ConfigProto:
-    """Returns the configuration of TensorFlow's server.
-
-    Args:
-        job: "worker" or "ps".
-        num_workers: number of workers in the cluster.
-    """
+    """Returns the configuration of TensorFlow's server for a job, "worker" or "ps"."""
     threading = tf.config.threading
     given = int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
     wanted = threading.get_inter_op_parallelism_threads() or given or os.cpu_count() or 1
