@@ -320,7 +320,7 @@ _LARGEST_BLOCK_MOMENTUM = 0.75  # by default: docs/study.md has figures
 
 
 class AsyncBMUFState(NamedTuple):
-    """What a server keeps for a weight beside it.
+    """The state that a server keeps beside a weight.
 
     Attributes:
         delta: Δ, zero before the first round.

@@ -42,7 +42,7 @@ class Chunks:
 
     Attributes:
         shares: whether each chunk reads one dataset whole and keeps every `count`-th minibatch.
-        facts: what decides which samples a minibatch has, by name, as far as it is known.
+        facts: settings that decide which samples a minibatch has, by name, as far as known.
 
     Raises:
         ValueError: `count` is not a whole number of at least 1.

@@ -232,7 +232,7 @@ class Exchange:
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Begins a chunk on a worker; returns how many of its minibatches are in the model.
 
-        With bounded staleness, nobody waits any more for a former worker of the chunk.
+        With bounded staleness, no worker waits any longer for a former worker of the chunk.
         """
         if self._staleness is None:
             return self.done(chunk)

@@ -177,7 +177,7 @@ class Fit:
 
     @property
     def data_facts(self) -> dict[str, Json]:
-        """What decides which samples a minibatch has: `Chunks.facts`."""
+        """The facts that decide which samples a minibatch has: `Chunks.facts`."""
         return self._chunks.facts
 
     @contextlib.contextmanager

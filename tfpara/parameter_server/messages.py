@@ -1,4 +1,4 @@
-"""What workers and parameter servers send each other."""
+"""The messages between workers and parameter servers, as tuples of tensors."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Server:
             shard.locked((), shard.progress.close)
 
     def forget(self, worker: int) -> None:
-        """Ends the pull and push of a lost worker, so that nobody waits for it."""
+        """Ends the pull and push of a lost worker, so that no other waits for it."""
         staleness = self.staleness
         if staleness is not None:
             self.first.locked((), lambda: staleness.leave(tf.constant(worker, tf.int64)))

@@ -43,7 +43,7 @@ def may_push(
     return tf.reduce_all(turns - pulls <= bound)  # negative for those that have no pull
 
 
-def _nobody() -> tf.Tensor:
+def _none() -> tf.Tensor:
     return tf.constant(_NONE, tf.int64)
 
 
@@ -72,8 +72,8 @@ class Staleness:
 
     def __init__(self, num_workers: int, bound: int) -> None:
         self._bound = bound
-        self._outstanding = tf.Variable(tf.fill([num_workers], _nobody()), trainable=False)
-        self._chunks = tf.Variable(tf.fill([num_workers], _nobody()), trainable=False)
+        self._outstanding = tf.Variable(tf.fill([num_workers], _none()), trainable=False)
+        self._chunks = tf.Variable(tf.fill([num_workers], _none()), trainable=False)
         self._pushing = tf.Variable(_NONE, dtype=tf.int64, trainable=False)
         self._waiting = tf.Variable(tf.zeros([num_workers], tf.int32), trainable=False)
         self._queues = [
@@ -88,7 +88,7 @@ class Staleness:
         """
         before = self._outstanding.read_value()
         may = may_pull(before, worker, self._bound)
-        now = tf.tensor_scatter_nd_update(before, [[worker]], [tf.where(may, version, _nobody())])
+        now = tf.tensor_scatter_nd_update(before, [[worker]], [tf.where(may, version, _none())])
         given_up = tf.logical_and(tf.gather(before, worker) >= 0, tf.logical_not(may))
         done = [self._outstanding.assign(now), *self._wake(given_up)]
         with tf.control_dependencies(done):
@@ -132,7 +132,7 @@ class Staleness:
         """
         chunks = self._chunks.read_value()
         former = tf.logical_or(tf.equal(chunks, chunk), self._is(worker))
-        now = tf.where(self._is(worker), chunk, tf.where(former, _nobody(), chunks))
+        now = tf.where(self._is(worker), chunk, tf.where(former, _none(), chunks))
         with tf.control_dependencies([*self._leave(former), self._chunks.assign(now)]):
             return tf.identity(chunk)
 
@@ -143,7 +143,7 @@ class Staleness:
 
     def clear(self) -> None:
         """Ends all pulls and pushes; outside graphs."""
-        self._outstanding.assign(tf.fill(self._outstanding.shape, _nobody()))
+        self._outstanding.assign(tf.fill(self._outstanding.shape, _none()))
         self._pushing.assign(_NONE)
 
     def wait(self, worker: tf.Tensor) -> tf.Tensor:
@@ -159,8 +159,8 @@ class Staleness:
         pushing = self._pushing.read_value()
         ends = tf.reduce_any(tf.logical_and(leaving, self._is(pushing)))
         return [
-            self._outstanding.assign(tf.where(leaving, _nobody(), self._outstanding.read_value())),
-            self._pushing.assign(tf.where(ends, _nobody(), pushing)),
+            self._outstanding.assign(tf.where(leaving, _none(), self._outstanding.read_value())),
+            self._pushing.assign(tf.where(ends, _none(), pushing)),
             *self._wake(tf.reduce_any(leaving)),
         ]
 

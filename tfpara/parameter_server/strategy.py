@@ -124,8 +124,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         if isinstance(rule, AsyncEASGD | AsyncBMUF):
             rule = rule.resolve(self._processes.num_workers)
         super().__init__(self._processes.chief_device)
-        self._rule = rule
-        self._period = sync_period
+        self._rule, self._period = rule, sync_period
         self.timeout_seconds = timeout_seconds
         self._states: dict[str, StateHolder] = {}
         self._models = Models(
@@ -302,11 +301,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             yield lambda: pushes
 
     def read(self, model: keras.Model) -> None:
-        """Copies weights and moving statistics from the servers into the chief's model.
-
-        Args:
-            model: a model that `fit` was called with.
-        """
+        """Copies weights and moving statistics from the servers into a model that was trained."""
         self._models.of(model).copy.read()
 
     def write(self, model: keras.Model) -> None:
@@ -409,9 +404,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             by_worker=counters.by_worker.numpy(),
         )
 
-    def statistics_of(self, model: keras.Model) -> AsyncStatistics:
-        """Returns the model's `statistics`."""
-        return self.statistics(model)
+    statistics_of = statistics
 
     def record(self, model: keras.Model | None = None) -> list[Pushed]:
         """Returns the order of pulls and pushes since this process started: a line for each push.
@@ -428,28 +421,19 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         return self._models.of(model).server.counters.lines()
 
     def start_mean(self, model: keras.Model) -> None:
-        """Makes the average named "average", a `RunningThenMean`, continue as a mean.
-
-        Args:
-            model: a model that `fit` was called with.
-        """
+        """Makes the average named "average", a `RunningThenMean`, continue as a mean."""
         self._models.of(model).server.start_mean("average")
 
     def mean_started(self, model: keras.Model) -> bool:
         """Returns whether the average named "average" has become a mean.
 
         After weights were set (`write`) it starts anew, and is no mean.
-
-        Args:
-            model: a model that `fit` was called with.
         """
         return self._models.of(model).server.mean_started("average")
 
     @property
     def asked_to_end(self) -> str | None:
-        """A sentence if the chief or a parameter server was asked to end, and waits for the run's
-        end; else None.
-        """
+        """A sentence if the chief or a parameter server was asked to end; else None."""
         return self._processes.asked_to_end
 
     def ask_to_end(self, sentence: str) -> None:

@@ -3,8 +3,8 @@
 TensorFlow waits without end for a process that does not start or stops answering, and it does not
 tell a parameter server that the run is over. So every worker and parameter server keeps a TCP
 connection to the chief's address of TF_CONFIG for the whole run (`member.py` is its other end), and
-`membership.py` decides who is lost, and when the run ends. TensorFlow's server in the chief listens
-on another port.
+`membership.py` decides which process is lost, and when the run ends. TensorFlow's server in the
+chief listens on another port.
 
 Messages are signed with the run's secret (`tfpara/cluster/messages.py`). Workers and parameter
 servers send `hello` (job, index, addresses and version), `serving` (TensorFlow's server listens),
@@ -61,7 +61,8 @@ class Lobby:
 
     Attributes:
         tensorflow_address: "host:port" on which TensorFlow's server of the chief is to listen.
-        state: who is there; its `asked_to_end` and `restart_code` may be set.
+        state: the processes, by the tables of `membership.py`; the chief's program sets its
+            `asked_to_end` and `restart_code`.
 
     Raises:
         tfpara.StartupError: the chief's port is in use.
