@@ -16,7 +16,6 @@ import tensorflow as tf
 from tfpara.parameter_server.messages import Answer, Pulled, Push
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit
-from tfpara.parameter_server.staleness import DROP, GO
 
 
 def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
@@ -195,17 +194,13 @@ class Exchange:
     def _turn(self, part: Push, pulled: Pulled, waits: bool) -> tuple[tf.Tensor, ...]:
         """Waits for a push's turn on the first server, if `waits`.
 
-        Returns whether the verdict is settled (not to wait), and whether the push has the turn.
+        Returns whether the push is settled (it need not wait), and whether it has the turn.
         """
         first, staleness = self.server.first, self._staleness
 
         def inside() -> list[tf.Tensor]:
-            verdict = tf.where(
-                first.progress.next_is(part),
-                staleness.verdict(part.worker, pulled.versions[0], tf.identity(first.version)),
-                DROP,
-            )
-            return [staleness.settle(part.worker, verdict, waits), tf.equal(verdict, GO)]
+            due, version = first.progress.next_is(part), tf.identity(first.version)
+            return staleness.ask_to_push(part.worker, pulled.versions[0], version, due, waits)
 
         if not waits:
             return tuple(first.locked(part, inside))

@@ -1,4 +1,4 @@
-"""The chief's access to the other processes of a cluster with parameter servers."""
+"""The processes of a cluster with parameter servers, for the chief; TensorFlow's server in each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 from types import TracebackType
+from typing import NoReturn
 
 import tensorflow as tf
 
@@ -15,11 +16,12 @@ from tfpara import program
 from tfpara.cluster import asynchronous as cluster
 from tfpara.cluster import quiet, taking_part
 from tfpara.parameter_server.chunk_runner import ChunkRunner
-from tfpara.parameter_server.control import serving
+from tfpara.parameter_server.control import member
 from tfpara.parameter_server.control.lobby import Lobby
 from tfpara.parameter_server.workers import Training, Workers
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
+_servers: list[tf.distribute.Server] = []  # a server stops when its Python object is deleted
 _joined: dict[str, Processes] = {}  # by TF_CONFIG; several strategies share the processes
 
 
@@ -36,7 +38,7 @@ def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
     """
     found = taking_part(cluster.read)
     if not found.is_chief:
-        serving.serve_forever(found, startup_timeout_seconds)
+        serve_forever(found, startup_timeout_seconds)
     key = found.tf_config()
     if key not in _joined:
         _joined[key] = Processes(found, timeout_seconds, startup_timeout_seconds)
@@ -130,3 +132,40 @@ class Processes(Workers):
             # and each process, that it cannot remove the function there.
             sys.stderr.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def serve_forever(found: cluster.AsyncCluster, startup_timeout_seconds: float) -> NoReturn:
+    """Runs TensorFlow's server for the chief; ends the process when the run is over.
+
+    The numbers of threads are those of `tf.config.threading`, or else of TF_NUM_INTRAOP_THREADS and
+    TF_NUM_INTEROP_THREADS. There are at least as many inter-op threads as workers, and one more:
+    a worker's call may occupy a thread here while it waits for another process, so fewer threads
+    could lead to a deadlock. A parameter server uses no GPU. Arguments as for `member.serve`.
+    """
+
+    def start(spec: dict[str, list[str]]) -> None:
+        _servers.append(
+            tf.distribute.Server(
+                tf.train.ClusterSpec(spec),
+                job_name=found.task_type,
+                task_index=found.task_index,
+                protocol="grpc",
+                config=server_config(found.task_type, len(spec["worker"])),
+            )
+        )
+
+    member.serve(found, start, startup_timeout_seconds)
+
+
+def server_config(job: str, num_workers: int) -> tf.compat.v1.ConfigProto:
+    """Returns the configuration of TensorFlow's server for a job, "worker" or "ps"."""
+    threading = tf.config.threading
+    given = int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
+    wanted = threading.get_inter_op_parallelism_threads() or given or os.cpu_count() or 1
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threading.get_intra_op_parallelism_threads(),
+        inter_op_parallelism_threads=max(wanted, num_workers + 1),
+    )
+    if job == "ps":
+        config.device_count["GPU"] = 0
+    return config

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-# The verdicts on a push: wait for the turn, apply it now, or drop it for good.
-WAIT, GO, DROP = 0, 1, 2
-
 _NONE = -1
 _NEVER = tf.int64.max // 2
 
@@ -57,7 +54,7 @@ def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
 class Staleness:
     """The pulls and pushes under way, and the waiting workers; used inside the first server's lock.
 
-    One worker at a time pushes, from its `GO` until the push is on all servers. The first server
+    One worker at a time has the turn to push, until the push is on all servers. The first server
     gets the push last. So after a worker has asked to pull, it reads from each server at least as
     many pushes as the first server had then. And when a worker may push, all servers have as many
     pushes as the first.
@@ -96,32 +93,33 @@ class Staleness:
         with tf.control_dependencies(done):
             return tf.identity(may)
 
-    def verdict(self, worker: tf.Tensor, pulled: tf.Tensor, version: tf.Tensor) -> tf.Tensor:
-        """Returns `GO`, `WAIT` or `DROP`.
+    def ask_to_push(
+        self,
+        worker: tf.Tensor,
+        pulled: tf.Tensor,
+        version: tf.Tensor,
+        due: tf.Tensor,
+        waits: bool,
+    ) -> list[tf.Tensor]:
+        """Returns whether a push is settled, and whether its worker has the turn, until `leave`.
 
-        A push is dropped if it is too stale: its worker was given up, and others did not wait.
+        A push is dropped for good if it is not `due` (it has not the next minibatches), or too
+        stale: its worker was given up, and others did not wait. One that is not settled is offered
+        again; its worker gets a token in time if it `waits`.
         """
         pushing = self._pushing.read_value()
         free = tf.logical_or(tf.equal(pushing, _NONE), tf.equal(pushing, worker))
         allowed = may_push(self._outstanding.read_value(), worker, version, self._bound)
-        fresh = version - pulled <= self._bound
-        return tf.where(fresh, tf.where(tf.logical_and(allowed, free), GO, WAIT), DROP)
-
-    def settle(self, worker: tf.Tensor, verdict: tf.Tensor, waits: bool) -> tf.Tensor:
-        """Notes the verdict on a push; returns whether it is settled, which means not `WAIT`.
-
-        With `GO` the worker has the turn until `leave` is called; with `WAIT` it gets a token in
-        time if it `waits`.
-        """
-        settled = tf.not_equal(verdict, WAIT)
-        pushing = self._pushing.read_value()
-        goes = self._pushing.assign(tf.where(tf.equal(verdict, GO), worker, pushing))
-        with tf.control_dependencies([goes]):
-            done = self._leave(tf.logical_and(self._is(worker), tf.equal(verdict, DROP)))
+        stays = tf.logical_and(due, version - pulled <= self._bound)
+        goes = tf.logical_and(stays, tf.logical_and(allowed, free))
+        waiting = tf.logical_and(stays, tf.logical_not(goes))
+        turn = self._pushing.assign(tf.where(goes, worker, pushing))
+        with tf.control_dependencies([turn]):
+            done = self._leave(tf.logical_and(self._is(worker), tf.logical_not(stays)))
         with tf.control_dependencies(done):
-            done += self._announce(worker, tf.logical_not(settled), waits)
+            done += self._announce(worker, waiting, waits)
         with tf.control_dependencies(done):
-            return tf.identity(settled)
+            return [tf.logical_not(waiting), tf.identity(goes)]
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Notes that a worker begins a chunk; returns the chunk.

@@ -11,11 +11,11 @@ found = cluster.read()
 
 import tensorflow as tf  # noqa: E402
 
-from tfpara.parameter_server.control import serving  # noqa: E402
+from tfpara.parameter_server import processes  # noqa: E402
 from tfpara.parameter_server.control.lobby import Lobby, ParameterServerError  # noqa: E402
 
 if not found.is_chief:
-    serving.serve_forever(found, STARTUP_SECONDS)
+    processes.serve_forever(found, STARTUP_SECONDS)
 
 lobby = Lobby(found, STARTUP_SECONDS, TIMEOUT_SECONDS)
 lobby.gather()

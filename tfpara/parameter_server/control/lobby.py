@@ -27,16 +27,17 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tfpara.cluster import secret, startup
+from tfpara.cluster import reach, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
-from tfpara.parameter_server.control import admission, membership
+from tfpara.parameter_server.control import membership
 from tfpara.parameter_server.control.member import PURPOSE, beat_seconds
 from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
-_ANSWER_SECONDS = 10.0  # longest wait for the other processes to end
+_ANSWER_SECONDS = 10.0  # longest wait for the other processes to end, or to be reached
+_FIRST_FREE_PORT = 1024
 _log = logging.getLogger(__name__)
 
 
@@ -85,7 +86,7 @@ class Lobby:
         secret.warn_without(shared, itertools.chain(*cluster.spec().values()))
         listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
         self._door = Door(listener, shared, PURPOSE, len(cluster.members))
-        self.tensorflow_address = admission.free_address(cluster)
+        self.tensorflow_address = _free_address(cluster)
         self.state = membership.Membership(
             cluster,
             self.tensorflow_address,
@@ -114,7 +115,7 @@ class Lobby:
         while state.phase == "gathering":
             with self._changed:
                 self._changed.wait_for(lambda: state.problem or not state.missing)
-            astray = None if state.problem else admission.astray(self._cluster)
+            astray = None if state.problem else _astray(self._cluster)
             with self._changed:
                 state.reached(astray)
             if state.problem:
@@ -242,3 +243,40 @@ def _leave(sentence: str) -> NoReturn:
     with contextlib.suppress(OSError):
         print(sentence, file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def _astray(cluster: AsyncCluster) -> str | None:
+    """Returns the message on addresses at which nothing accepts a connection; None if all do.
+
+    TensorFlow would wait for them without end.
+    """
+    addresses = {
+        cluster.describe(job, index): cluster.spec()[job][index] for job, index in cluster.members
+    }
+    found = reach.accepting(tuple(addresses.values()), _ANSWER_SECONDS)
+    names = [name for name, address in addresses.items() if address not in found]
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)} came to the chief, but the chief cannot connect to the address. "
+        "Correct it in TF_CONFIG, or open the port in the firewall."
+    )
+
+
+def _free_address(cluster: AsyncCluster) -> str:
+    """Returns "host:port": the chief's host, and a free port that no address of the cluster has.
+
+    The search goes up from the chief's own port, and then from 1024.
+
+    Raises:
+        tfpara.StartupError: no port is free.
+    """
+    host, _, own = cluster.address.rpartition(":")
+    addresses = itertools.chain.from_iterable(cluster.spec().values())
+    taken = {int(address.rpartition(":")[2]) for address in addresses}
+    for port in itertools.chain(range(int(own) + 1, 1 << 16), range(_FIRST_FREE_PORT, int(own))):
+        if port not in taken:
+            address = f"{host}:{port}"
+            with contextlib.suppress(startup.StartupError), startup.listen(address, cluster.name):
+                return address
+    raise startup.StartupError(f"the host of {cluster.name} has no free port for TensorFlow.")

@@ -43,8 +43,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
+from tfpara import version
 from tfpara.cluster.asynchronous import AsyncCluster
-from tfpara.parameter_server.control import admission
 from tfpara.typing import Json
 
 _LOG_SECONDS = 30.0
@@ -172,12 +172,15 @@ class Membership:
 
     # -- events of a task -------------------------------------------------------------------------
 
-    def hello(self, task: Task, view: object, version: object, now: float) -> list[Action]:
-        """A connection says that it is a task's, with its view of the cluster, and version."""
+    def hello(self, task: Task, view: object, number: object, now: float) -> list[Action]:
+        """A connection is a task's: with its view of the cluster, and its number of the version."""
         former = self._present.get(task)
-        problem = admission.objection(self._cluster, task, view, version)
+        problem = self._objection(task, view, number)
         if former and now - former.heard < 3 * self._beat:
-            problem = problem or admission.twins(self._cluster, task)
+            problem = problem or (
+                "two processes have the same task in TF_CONFIG: both are "
+                f"{self._cluster.describe(*task)}. Give each process an index of its own."
+            )
         if self.phase == "ended" or problem:
             self._have(problem)
             return [Send(None, {"end": self._end or {"code": 1, "sentence": problem}})]
@@ -284,6 +287,21 @@ class Membership:
 
     # -- what follows -----------------------------------------------------------------------------
 
+    def _objection(self, task: Task, view: object, number: object) -> str | None:
+        chief, own = self._cluster, version.__version__
+        if view != chief.spec() or task not in chief.members:
+            return (
+                f"TF_CONFIG differs between processes: {chief.name} has the cluster "
+                f"{chief.spec()}, {task[0]} {task[1]} has {view}. Give all processes the same "
+                "cluster; only the task differs."
+            )
+        if number != own:
+            return (
+                f"tfpara differs between processes: {chief.name} has version {own}, "
+                f"{chief.describe(*task)} has {number}. Install the same version everywhere."
+            )
+        return None
+
     def _have(self, problem: str | None) -> None:
         if self.phase == "gathering":
             self.problem = self.problem or problem
@@ -291,7 +309,11 @@ class Membership:
     def _wait(self, now: float, turned_away: str) -> list[Action]:
         missing = self.missing
         if missing and now >= self._deadline:
-            self._have(admission.absent(self._cluster, missing, self._startup) + turned_away)
+            self._have(
+                f"after {self._startup:g} s these processes have not started: {missing}. Start one "
+                "process for each address of TF_CONFIG within startup_timeout_seconds, and see to "
+                f"it that they reach the chief at {self._cluster.address}.{turned_away}"
+            )
         if not missing or now < self._note_at:
             return []
         self._note_at = now + _LOG_SECONDS
