@@ -10,8 +10,6 @@ from tfpara.parameter_server.control.membership import (
     Admit,
     Drop,
     Exit,
-    Joined,
-    Lost,
     Membership,
     Note,
     Send,
@@ -137,14 +135,15 @@ def test_one_that_is_silent_for_three_beats_is_replaced():
     drop, admit, welcome = run.hello(TENTH)
     assert (drop, admit) == (Drop(TENTH), Admit(TENTH)) and "welcome" in welcome.message
     assert TENTH not in run.state.serving
-    assert run.state.serves(TENTH) == [Note("worker 10 (w10:1) is back."), Joined(10)]
+    assert run.state.serves(TENTH) == [Note("worker 10 (w10:1) is back.")]
+    assert run.state.lost == []
 
 
 def test_who_serves_in_training_is_back_once():
     run = Run().gather()
     run.gone(WORKER)
     run.hello(WORKER)
-    assert run.state.serves(WORKER) == [Note("worker 2 (w2:1) is back."), Joined(2)]
+    assert run.state.serves(WORKER) == [Note("worker 2 (w2:1) is back.")]
     assert run.state.serves(WORKER) == []
     run.gone(WORKER)
     run.hello(WORKER)
@@ -177,7 +176,7 @@ def test_a_worker_that_leaves_is_told_the_code(code, serves):
     said = run.gone(TENTH)
     end = "the chief has given worker 10 (w10:1) up: it was asked to end (SIGTERM)."
     assert ends(said) == {TENTH: (1, end)}
-    assert (Lost(10) in said) is serves
+    assert run.state.lost == ([10] if serves else [])
     if serves:
         told = "worker 10 (w10:1) is lost: it was asked to end (SIGTERM). Training goes on "
         assert sentence(said) == told + "without it."
@@ -215,10 +214,10 @@ def test_one_that_is_gone_while_gathering_or_at_the_end_is_dropped(phase, task):
 
 def test_training_goes_on_without_a_worker():
     run = Run().gather()
-    end, drop, note, lost = run.gone(TENTH)
+    end, drop, note = run.gone(TENTH)
     given_up = f"the chief has given worker 10 (w10:1) up: {GONE}."
     assert ends([end]) == {TENTH: (1, given_up)}
-    assert (drop, lost) == (Drop(TENTH), Lost(10))
+    assert drop == Drop(TENTH) and run.state.lost == [10]
     wanted = f"worker 10 (w10:1) is lost: {GONE}. Training goes on without it."
     assert note.sentence == wanted
     assert run.state.failure is None and run.state.phase == "training"
@@ -311,7 +310,7 @@ def test_a_run_without_a_worker_ends_unless_it_ends_with_a_checkpoint(asked):
         run.state.leaves(SERVER, "SIGTERM")
     else:
         run.state.asked_to_end = "the chief was asked to end."
-    assert run.gone(TENTH)[2:] == [Lost(10)]  # it is not noted
+    assert len(run.gone(TENTH)) == 2 and run.state.lost[-1] == 10  # it is not noted
     assert run.tick(5 * TIMEOUT) == []
     run.state.restart_code = None
     said = run.tick(1)
@@ -364,7 +363,9 @@ def test_a_chief_that_was_suspended_blames_nobody():
     assert [each for each in run.state.tick(run.now, {}) if each != Send(each[0], {})] == []
     assert len(run.state.serving) == WORKERS + PS
     assert run.tick(TIMEOUT, TENTH) == []
-    assert Lost(10) in run.tick(1, TENTH)
+    assert run.state.lost == []
+    run.tick(1, TENTH)
+    assert run.state.lost == [10]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -386,7 +387,7 @@ def test_any_order_of_events_keeps_to_the_tables(seed):
             if event == "serves":
                 said = run.state.serves(task)
                 back = phase == "training" and task[0] == "worker" and not there[task]
-                assert (Joined(task[1]) in said) is back
+                assert bool(said) is back
                 there[task] = True
             elif event == "leaves" and task[0] == "worker":
                 assert run.state.leaves(task, "SIGTERM") == [Send(task, {"leave": None})]
@@ -396,11 +397,13 @@ def test_any_order_of_events_keeps_to_the_tables(seed):
                 said = run.gone(task)
                 served = there.pop(task)
                 lost = served and phase == "training"
-                assert (Lost(task[1]) in said) is (lost and task[0] == "worker")
+                assert run.state.lost == ([task[1]] if lost and task[0] == "worker" else [])
+                run.state.lost.clear()
                 if lost and task[0] == "ps":
                     assert run.state.failure and run.state.phase == "ended"
             elif event == "tick":
-                assert not any(isinstance(each, Lost) for each in run.tick(1))
+                run.tick(1)
+                assert run.state.lost == []
             elif event == "hello":
                 assert run.hello(task)[0].task is None
             elif event == "reached":

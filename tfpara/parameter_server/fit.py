@@ -49,7 +49,7 @@ class Fit:
     ) -> None:
         """Makes the graphs of the workers; `data` are further arguments of `as_chunks`."""
         x, workers = data["x"], models.workers
-        self.order = [models.seed, models.count_fit()]
+        self.order = [models.seed, next(models.fits)]
         if chunks is None and not isinstance(x, Chunks):
             chunks = workers.num_workers * (1 if isinstance(x, tf.data.Dataset) else 4)
             chunks = min(chunks, _minibatches(x, data["batch_size"]) or chunks)

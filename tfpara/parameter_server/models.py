@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,11 +27,12 @@ class Trained(NamedTuple):
     copy: ChiefModel  # the model in the chief
 
 
-class Models:
+class Models(dict[keras.Model, Trained]):
     """The models, and the settings with which they are trained; arguments as for `AsyncStrategy`.
 
     Attributes:
         workers: the workers of the run.
+        fits: the numbers of coming calls of `fit`, on which the order of the data depends.
     """
 
     def __init__(
@@ -43,20 +45,11 @@ class Models:
         seed: int,
         record: bool,
     ) -> None:
+        super().__init__()
         self.workers = workers
         self.rule, self.averages = rule, averages
         self.sync_period, self.seed, self._record = sync_period, seed, record
-        self._trained: dict[keras.Model, Trained] = {}
-        self._fits = 0
-
-    def count_fit(self) -> int:
-        """Counts a `fit`; returns the number of earlier ones, on which the data's order depends."""
-        self._fits += 1
-        return self._fits - 1
-
-    def get(self, model: keras.Model) -> Trained | None:
-        """Returns a model's parts; None if it was not trained."""
-        return self._trained.get(model)
+        self.fits = itertools.count()
 
     def of(self, model: keras.Model | None) -> Trained:
         """Returns a model's parts; for None those of the model whose first `fit` was last.
@@ -64,15 +57,11 @@ class Models:
         Raises:
             ValueError: it was not trained.
         """
-        if model is None and self._trained:
-            return list(self._trained.values())[-1]
-        if model not in self._trained:
+        if model is None and self:
+            return list(self.values())[-1]
+        if model not in self:
             raise ValueError("the model has not been trained yet: call strategy.fit before.")
-        return self._trained[model]
-
-    def forget(self, model: keras.Model) -> None:
-        """Gives up a model's parts."""
-        self._trained.pop(model, None)
+        return self[model]
 
     def check(self) -> None:
         """Raises an error if the run cannot go on; frees the others from waiting for lost workers.
@@ -82,7 +71,7 @@ class Models:
         """
         self.workers.check()
         for worker in self.workers.lost():
-            for trained in self._trained.values():
+            for trained in self.values():
                 trained.server.forget(worker)
 
     def for_fit(self, model: keras.Model, spec: Nest) -> Trained:
@@ -96,17 +85,17 @@ class Models:
             model: built and compiled.
             spec: the element spec of the minibatches.
         """
-        trained = self._trained.get(model)
+        trained = self.get(model)
         if trained is None or not trained.work.has_these_weights:
-            self._trained[model] = self._created(model, spec)
+            self[model] = self._created(model, spec)
         else:
             server, work, copy = trained
             copy.write(within_epoch=False, within_fit=False)
             if not work.has_these_metrics:
                 work = WorkerStep(model, server.rule, spec, self.sync_period)
                 server.measure(model)
-                self._trained[model] = Trained(server, work, ChiefModel(model, server, work))
-        return self._trained[model]
+                self[model] = Trained(server, work, ChiefModel(model, server, work))
+        return self[model]
 
     def _created(self, model: keras.Model, spec: Nest) -> Trained:
         rule, optimizer = self.rule, model.optimizer

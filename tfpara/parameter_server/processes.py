@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import collections
-import contextlib
 import os
 import sys
 from types import TracebackType
@@ -55,12 +53,9 @@ class Processes(Workers):
     def __init__(
         self, found: cluster.AsyncCluster, timeout_seconds: float, startup_timeout_seconds: float
     ) -> None:
-        self._lost: collections.deque[int] = collections.deque()
         self._exit_code = 0
         self._failure = ""
-        self._lobby = Lobby(
-            found, startup_timeout_seconds, timeout_seconds, on_worker_lost=self._lost.append
-        )
+        self._lobby = Lobby(found, startup_timeout_seconds, timeout_seconds)
         self._lobby.gather()
         with quiet.starting():
             self._connect(found.spec(self._lobby.tensorflow_address))
@@ -80,11 +75,6 @@ class Processes(Workers):
         return ChunkRunner(self._coordinator, training)
 
     def check(self) -> None:
-        """Raises an error if the run cannot go on.
-
-        Raises:
-            tfpara.ParameterServerError: a parameter server is gone, or all workers are.
-        """
         self._lobby.check()
 
     @property
@@ -99,11 +89,7 @@ class Processes(Workers):
         self._lobby.state.restart_code = exit_code
 
     def lost(self) -> list[int]:
-        found = []
-        with contextlib.suppress(IndexError):
-            while True:
-                found.append(self._lost.popleft())
-        return found
+        return self._lobby.lost()
 
     def end_with(self, exit_code: int, sentence: str) -> None:
         self._exit_code = exit_code

@@ -111,11 +111,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         quiet.install()
         checked_rule(rule)
         sync_period = checked_period(sync_period)
-        self._averages = checked_averages(averages, asynchronous=True)
+        kept = checked_averages(averages, asynchronous=True)
         if isinstance(rule, AveragedASGD):
-            if "average" in self._averages:
+            if "average" in kept:
                 raise ValueError("averages has 'average', which is the name of AveragedASGD's own.")
-            self._averages["average"] = rule.average
+            kept["average"] = rule.average
         self.seed = checked_whole("seed", seed, at_least=0)
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
@@ -124,36 +124,37 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         if isinstance(rule, AsyncEASGD | AsyncBMUF):
             rule = rule.resolve(self._processes.num_workers)
         super().__init__(self._processes.chief_device)
-        self._rule, self._period = rule, sync_period
         self.timeout_seconds = timeout_seconds
         self._states: dict[str, StateHolder] = {}
         self._models = Models(
             self._processes,
             rule,
-            self._averages,
+            kept,
             sync_period=sync_period,
             seed=self.seed,
             record=record,
         )
         self.running: Fit | None = None
 
-    rule = property(lambda self: self._rule, doc="The rule, with defaults filled in.")
+    rule = property(lambda self: self._models.rule, doc="The rule, with defaults filled in.")
 
     @property
     def rule_of_a_run(self) -> AsyncRule:
         """The rule without the number of workers, unless it was given: a run may change that."""
-        asked, rule = self._asked_rule, self._rule
+        asked, rule = self._asked_rule, self._models.rule
         if not isinstance(asked, AsyncBMUF) or not isinstance(rule, AsyncBMUF):
             return rule
         return dataclasses.replace(rule, workers=asked.workers)
 
-    sync_period = property(lambda self: self._period, doc="τ, minibatches of a push.")
-    averages = property(lambda self: dict(self._averages), doc="Averages, by name.")
+    sync_period = property(lambda self: self._models.sync_period, doc="τ, minibatches of a push.")
+    averages = property(lambda self: dict(self._models.averages), doc="Averages, by name.")
     num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
     is_simulated = property(
         lambda self: self._processes.is_simulated, doc="Whether this process has all workers."
     )
-    weight_names = property(lambda self: ["global", *self._averages], doc="What `weights` takes.")
+    weight_names = property(
+        lambda self: ["global", *self._models.averages], doc="What `weights` takes."
+    )
 
     def __repr__(self) -> str:
         workers = f"{self.num_workers} worker{'s' if self.num_workers != 1 else ''}"
@@ -278,7 +279,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     def has_fitted(self, model: keras.Model) -> bool:
         """Returns whether `fit` was called with this model."""
-        return self._models.get(model) is not None
+        return model in self._models
 
     @contextlib.contextmanager
     def at_one_moment(
@@ -349,7 +350,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         if self.running is not None or shown:
             where = "inside strategy.weights(...)" if shown else "in a callback of fit"
             raise ValueError(f"strategy.forget() {where}: a model is in use. Call it afterwards.")
-        self._models.forget(model)
+        self._models.pop(model, None)
 
     def snapshot(self, model: keras.Model) -> Callable[[], None]:
         """Keeps the state of the global model, and returns a function that restores it.

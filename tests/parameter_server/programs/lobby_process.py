@@ -30,13 +30,7 @@ if not found.is_chief:
     member.serve(found, start_server, STARTUP_SECONDS)
 
 try:
-    lobby = Lobby(
-        found,
-        STARTUP_SECONDS,
-        TIMEOUT_SECONDS,
-        on_worker_lost=lambda index: say("lost", index),
-        on_worker_joined=lambda index: say("joined", index),
-    )
+    lobby = Lobby(found, STARTUP_SECONDS, TIMEOUT_SECONDS)
     lobby.gather()
 except StartupError as error:
     sys.exit(f"StartupError: {error}")
@@ -47,6 +41,8 @@ told = False
 try:
     while True:
         lobby.check()
+        for index in lobby.lost():
+            say("lost", index)
         if lobby.state.asked_to_end and not told:
             say(lobby.state.asked_to_end)
             told = True
@@ -67,7 +63,7 @@ try:
                 lobby.fail(rest, 75)
                 sys.exit(75)
             if word == "workers":
-                say("workers", *lobby.workers)
+                say("workers", *sorted(k for job, k in lobby.state.serving if job == "worker"))
         time.sleep(0.01)
 except ParameterServerError as error:
     lobby.fail(str(error))

@@ -57,7 +57,8 @@ def go_on() -> None:
         while not lobby.state.asked_to_end:
             lobby.check()
             run(1, 1)
-            print("alive", *lobby.workers, flush=True)
+            there = sorted(index for job, index in lobby.state.serving if job == "worker")
+            print("alive", *there, flush=True)
             time.sleep(0.05)
 
 

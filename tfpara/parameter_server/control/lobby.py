@@ -17,14 +17,12 @@ both sides, are signs of life.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tfpara.cluster import reach, secret, startup
@@ -48,16 +46,13 @@ class ParameterServerError(RuntimeError):
 class Lobby:
     """Gathers the workers and parameter servers, and watches them until the run is over.
 
-    It listens on the chief's address as soon as it is made. The callbacks are called in the lobby's
-    own thread, after `gather` has returned; they must not block.
+    It listens on the chief's address as soon as it is made.
 
     Args:
         cluster: the chief's view of the cluster.
         startup_timeout_seconds: longest wait for all processes to come.
         timeout_seconds: silence after which a process is taken for lost; also how long the run
             goes on waiting when there is no worker.
-        on_worker_lost: called with the index of a worker that is gone or silent.
-        on_worker_joined: called with the index of a worker that has come back.
         shared: the secret of the run; that of the environment if None.
 
     Attributes:
@@ -76,12 +71,9 @@ class Lobby:
         startup_timeout_seconds: float,
         timeout_seconds: float,
         *,
-        on_worker_lost: Callable[[int], None] = lambda index: None,
-        on_worker_joined: Callable[[int], None] = lambda index: None,
         shared: bytes | None = None,
     ) -> None:
         self._cluster = cluster
-        self._on_lost, self._on_joined = on_worker_lost, on_worker_joined
         shared = secret.read() if shared is None else shared
         secret.warn_without(shared, itertools.chain(*cluster.spec().values()))
         listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
@@ -127,11 +119,11 @@ class Lobby:
         if self.state.failure:
             raise ParameterServerError(self.state.failure)
 
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """Indices of the workers that are there now."""
+    def lost(self) -> list[int]:
+        """Returns the indices of workers that were lost since the last call."""
         with self._changed:
-            return tuple(sorted(index for job, index in self.state.serving if job == "worker"))
+            found, self.state.lost = self.state.lost, []
+        return found
 
     def finish(self) -> None:
         """Tells all processes that the run is over, waits until they end, and stops listening."""
@@ -165,59 +157,55 @@ class Lobby:
     def _run(self) -> None:
         while not self._closing:
             self._door.wait(_TICK_SECONDS)
-            told: list[Callable[[], None]] = []
             with self._changed:
                 now, arrived = time.monotonic(), self._door.poll()
                 heard = {task: guest.heard for task, guest in self._guests.items()}
-                told += self._do(self.state.tick(now, heard, self._door.turned_away))
+                self._do(self.state.tick(now, heard, self._door.turned_away))
                 for channel, messages in arrived:
-                    told += itertools.chain(*self._door.heed(channel, messages, self._hear))
+                    self._door.heed(channel, messages, self._hear)
                     if channel.closed:
-                        told += self._lose(channel)
+                        self._lose(channel)
                 self._changed.notify_all()
-            for tell in told:
-                tell()
 
-    def _hear(self, channel: Channel, message: dict[str, Json]) -> list[Callable[[], None]]:
-        """Takes in a message; returns calls of callbacks."""
+    def _hear(self, channel: Channel, message: dict[str, Json]) -> None:
+        """Takes in a message."""
         task = self._task(channel)
         match message:
             case {"problem": sentence} if task:
-                return self._do(self.state.fails_to_serve(str(sentence)))
+                self._do(self.state.fails_to_serve(str(sentence)))
             case {"leaving": signal} if task:
-                return self._do(self.state.leaves(task, str(signal)))
+                self._do(self.state.leaves(task, str(signal)))
             case {"serving": _} if task and not channel.closed:
-                return self._do(self.state.serves(task))
-            case _ if task or channel.closed:
-                return []
+                self._do(self.state.serves(task))
+            case _ if not task and not channel.closed:
+                self._greet(channel, message)
+
+    def _greet(self, channel: Channel, message: dict[str, Json]) -> None:
+        """Takes in the first message of a connection.
+
+        That of a process that is refused stays open: the process closes it, or `Door` does.
+        """
         try:
             task = (str(message["job"]), int(message["index"]))
             view, version = message["hello"], message["version"]
         except (KeyError, TypeError, ValueError, OverflowError):  # not a process of tfpara
             self._door.drop(channel)
-            return []
-        # The channel of a process that is refused stays open: the process closes it, or `Door`.
-        return self._do(self.state.hello(task, view, version, time.monotonic()), channel)
+            return
+        self._do(self.state.hello(task, view, version, time.monotonic()), channel)
 
-    def _lose(self, channel: Channel) -> list[Callable[[], None]]:
+    def _lose(self, channel: Channel) -> None:
         """Takes in the end of a connection."""
         task = self._task(channel)
-        if task is not None:
-            return self._do(self.state.gone(task, "its connection ended", time.monotonic()))
-        self._door.drop(channel)
-        return []
+        if task is None:
+            self._door.drop(channel)
+        else:
+            self._do(self.state.gone(task, "its connection ended", time.monotonic()))
 
     def _task(self, channel: Channel) -> membership.Task | None:
         return next((task for task, guest in self._guests.items() if guest is channel), None)
 
-    def _do(
-        self, actions: list[membership.Action], stranger: Any = None
-    ) -> list[Callable[[], None]]:
-        """Does what the state machine says; returns calls of callbacks.
-
-        The `stranger` is the connection that has said hello, if that was the event.
-        """
-        calls: list[Callable[[], None]] = []
+    def _do(self, actions: list[membership.Action], stranger: Any = None) -> None:
+        """Does what the state machine says; the `stranger` is the connection that says hello."""
         for action in actions:
             match action:
                 case membership.Send(task, message):
@@ -229,13 +217,8 @@ class Lobby:
                     self._door.drop(self._guests.pop(task))
                 case membership.Note(sentence):
                     _log.warning("%s", sentence)
-                case membership.Lost(worker):
-                    calls.append(functools.partial(self._on_lost, worker))
-                case membership.Joined(worker):
-                    calls.append(functools.partial(self._on_joined, worker))
                 case membership.Exit(sentence):
                     _leave(sentence)
-        return calls
 
 
 def _leave(sentence: str) -> NoReturn:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from tfpara import version
 from tfpara.cluster import messages, quiet, secret, startup
@@ -32,15 +32,8 @@ def beat_seconds(timeout_seconds: float) -> float:
     return min(2.0, timeout_seconds / 5.0)
 
 
-class Ending(NamedTuple):
-    """The end of a worker's or parameter server's part in a run."""
-
-    code: int  # the exit code of the process
-    sentence: str  # the cause; empty if the run was finished
-
-
 class _Over(Exception):
-    """This process has to end; the arguments are those of `Ending`."""
+    """This process has to end: with an exit code, and the cause, empty if the run was finished."""
 
 
 def serve(
@@ -95,7 +88,7 @@ def attend(
     startup_timeout_seconds: float,
     received: list[int],
     shared: bytes | None = None,
-) -> Ending:
+) -> tuple[int, str]:
     """Takes part in a run as `serve` does, but returns the exit code and cause.
 
     Args:
@@ -115,7 +108,8 @@ def attend(
         finally:
             channel.close()
     except _Over as over:
-        return Ending(*over.args)
+        code, sentence = over.args
+        return code, sentence
 
 
 def _enter(

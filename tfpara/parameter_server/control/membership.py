@@ -12,13 +12,13 @@ come together; the chief's program then ends the run.
 | starting, serving | hello, heard lately: there are two | `end`; in gathering a problem | |
 | starting, serving | hello, silent for three beats | Drop, Admit, `welcome` | starting |
 | starting | serves, in gathering or at the end | | serving |
-| starting | serves, in training | Note, Joined | serving |
+| starting | serves, in training | Note | serving |
 | starting, serving | fails to serve | in training Note; in gathering a problem | |
 | starting, serving | leaves: a worker | `leave` with the restart code, if set | |
 | starting, serving | leaves: a ps | `asked_to_end` is set | |
 | starting | gone | `end`, Drop | absent |
 | serving | gone, in gathering or at the end | `end`, Drop | absent |
-| serving | gone, in training: a worker | `end`, Drop, Note, Lost | absent |
+| serving | gone, in training: a worker | `end`, Drop, Note; it is in `lost` | absent |
 | serving | gone, in training: a ps | `end`, Drop; the run fails | absent |
 | serving | silent for `timeout_seconds` | as gone | absent |
 
@@ -80,25 +80,13 @@ class Note(NamedTuple):
     sentence: str
 
 
-class Lost(NamedTuple):
-    """A worker is lost, and training goes on without it."""
-
-    worker: int
-
-
-class Joined(NamedTuple):
-    """A lost worker is there again."""
-
-    worker: int
-
-
 class Exit(NamedTuple):
     """This process ends at once, with a sentence."""
 
     sentence: str
 
 
-Action: TypeAlias = Send | Admit | Drop | Note | Lost | Joined | Exit
+Action: TypeAlias = Send | Admit | Drop | Note | Exit
 
 
 @dataclasses.dataclass
@@ -124,6 +112,7 @@ class Membership:
         phase: that of the run.
         problem: why the tasks cannot come together; None if they can.
         failure: why training cannot go on; None if it can.
+        lost: indices of workers without which training goes on; a reader takes them out.
         asked_to_end: a sentence on the process that got a signal and waits for the end of the run;
             None if none did. The chief's program sets it for the chief.
         restart_code: the exit code of a process that is asked to end and is to be started again,
@@ -142,6 +131,7 @@ class Membership:
         self.phase: Literal["gathering", "training", "ended"] = "gathering"
         self.problem: str | None = None
         self.failure: str | None = None
+        self.lost: list[int] = []
         self.asked_to_end: str | None = None
         self.restart_code: int | None = None
         self._cluster = cluster
@@ -194,7 +184,7 @@ class Membership:
         came, its.serving = not its.serving, True
         if not came or self.phase != "training" or task[0] != "worker":
             return []
-        return [Note(f"{self._cluster.describe(*task)} is back."), Joined(task[1])]
+        return [Note(f"{self._cluster.describe(*task)} is back.")]
 
     def fails_to_serve(self, sentence: str) -> list[Action]:
         """TensorFlow's server cannot start in a task."""
@@ -225,9 +215,10 @@ class Membership:
                 "from the last checkpoint.",
                 now,
             )
+        self.lost.append(task[1])
         if not self._saves:
             actions.append(Note(f"{name} is lost: {how}. Training goes on without it."))
-        return [*actions, Lost(task[1])]
+        return actions
 
     # -- events of the run ------------------------------------------------------------------------
 
