@@ -26,7 +26,7 @@ from tfpara.checkpoint.base import Checkpoints, facts_of_model
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.sync.data.reading import random_states, set_random_states
-from tfpara.sync.keras.hooks import build_optimizers
+from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.one_sync.state_vars import Kind, slots_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.typing import Array, Json
