@@ -109,26 +109,30 @@ class Fit:
         callbacks.on_train_begin()
         self._write()
         while not self.is_over:
-            self.server.open_epoch(self.epoch, anew=self._resumed_epoch != self.epoch)
-            self._seen = self.server.trained()
-            model.reset_metrics()
-            callbacks.on_epoch_begin(self.epoch)
-            self._write()
-            self.within_epoch = True
-            self._train_epoch(callbacks)
-            if not model.stop_training:
-                self._chunks.check(self.epoch, self.server.first.progress.done.numpy().tolist())
-            self._write()  # raises if weights were set in the middle of the epoch
-            self.within_epoch = False
-            self._copy.read()
-            logs = self._logs()
-            logs.update(self._validated(*validation))
-            self.epoch += 1
-            callbacks.on_epoch_end(self.epoch - 1, logs)
-            self._write()
+            logs = self._run_epoch(callbacks, *validation)
         callbacks.on_train_end(logs)
         self._write()
         return model.history
+
+    def _run_epoch(self, callbacks: keras.callbacks.CallbackList, *validation: Any) -> Logs:
+        model = self.model
+        self.server.open_epoch(self.epoch, anew=self._resumed_epoch != self.epoch)
+        self._seen = self.server.trained()
+        model.reset_metrics()
+        callbacks.on_epoch_begin(self.epoch)
+        self._write()
+        self.within_epoch = True
+        self._train_epoch(callbacks)
+        if not model.stop_training:
+            self._chunks.check(self.epoch, self.server.first.progress.done.numpy().tolist())
+        self._write()  # raises if weights were set in the middle of the epoch
+        self.within_epoch = False
+        self._copy.read()
+        logs = self._logs() | self._validated(*validation)
+        self.epoch += 1
+        callbacks.on_epoch_end(self.epoch - 1, logs)
+        self._write()
+        return logs
 
     def resume(self, epoch: int, within: bool, finished: bool, order: Sequence[int]) -> None:
         """Continues from a restored checkpoint; called in `on_train_begin`.
