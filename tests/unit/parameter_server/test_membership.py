@@ -343,6 +343,15 @@ def test_a_process_whose_program_does_not_end_after_a_failure_ends():
     assert exits[0] == Exit(f"tfpara: {run.state.failure}")
 
 
+def test_so_does_one_whose_program_is_long_at_its_end_after_all_workers():
+    run = Run().gather()
+    run.state.end(0, "", "finishing")
+    for index in range(WORKERS):
+        run.gone(("worker", index))
+    assert run.tick(TIMEOUT + 60) == []
+    assert {type(each) for each in run.tick(3)} == {Exit}
+
+
 # -- time, and odd orders -------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ come together; the chief's program then ends the run.
 | gathering | all serve, and one was not reached | a problem | |
 | gathering | not all serve in `startup_seconds` | a problem | |
 | training | fails: a ps is gone | `end` to all | ended |
-| training | fails: no worker serves for `timeout_seconds` | `end` to all | ended |
+| training, ended | fails: no worker serves for `timeout_seconds` | `end` to all, once | ended |
 | gathering, training | end, by the chief's program | `end` or `finishing` to all | ended |
 | ended | hello | the same `end` | |
 | ended | 60 s after it failed | Exit | |
@@ -163,7 +163,7 @@ class Membership:
     # -- events of a task -------------------------------------------------------------------------
 
     def hello(self, task: Task, view: object, number: object, now: float) -> list[Action]:
-        """A connection is a task's: with its view of the cluster, and its number of the version."""
+        """A connection says that it is a task's, with the cluster and the version as it has them."""
         former = self._present.get(task)
         problem = self._objection(task, view, number)
         if former and now - former.heard < 3 * self._beat:
@@ -228,7 +228,7 @@ class Membership:
         Args:
             now: the time.
             heard: when each present task was last heard.
-            turned_away: what is known of processes that were not let in, as a sentence.
+            turned_away: a sentence on processes that were not let in; empty if there were none.
         """
         suspended = now - self._looked_at > self._timeout / 2  # this process itself was
         self._looked_at = now
