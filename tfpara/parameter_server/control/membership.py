@@ -163,7 +163,7 @@ class Membership:
     # -- events of a task -------------------------------------------------------------------------
 
     def hello(self, task: Task, view: object, number: object, now: float) -> list[Action]:
-        """A connection says that it is a task's, with the cluster and the version as it has them."""
+        """A connection says that it is a task's, and which cluster and version it has."""
         former = self._present.get(task)
         problem = self._objection(task, view, number)
         if former and now - former.heard < 3 * self._beat:
