@@ -53,7 +53,6 @@ class Lobby:
         startup_timeout_seconds: longest wait for all processes to come.
         timeout_seconds: silence after which a process is taken for lost; also how long the run
             goes on waiting when there is no worker.
-        shared: the secret of the run; that of the environment if None.
 
     Attributes:
         tensorflow_address: "host:port" on which TensorFlow's server of the chief is to listen.
@@ -66,15 +65,10 @@ class Lobby:
     """
 
     def __init__(
-        self,
-        cluster: AsyncCluster,
-        startup_timeout_seconds: float,
-        timeout_seconds: float,
-        *,
-        shared: bytes | None = None,
+        self, cluster: AsyncCluster, startup_timeout_seconds: float, timeout_seconds: float
     ) -> None:
         self._cluster = cluster
-        shared = secret.read() if shared is None else shared
+        shared = secret.read()
         secret.warn_without(shared, itertools.chain(*cluster.spec().values()))
         listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
         self._door = Door(listener, shared, PURPOSE, len(cluster.members))
