@@ -50,8 +50,8 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.parameter_server.errors import ChunkError as ChunkError
     from tfpara.parameter_server.errors import DivergedError as DivergedError
     from tfpara.parameter_server.search import ChunkRateSearch as ChunkRateSearch
-    from tfpara.parameter_server.simulated import simulate_async as simulate_async
     from tfpara.parameter_server.simulation import Speed as Speed
+    from tfpara.parameter_server.simulation import simulate_async as simulate_async
     from tfpara.parameter_server.strategy import AsyncStatistics as AsyncStatistics
     from tfpara.parameter_server.strategy import AsyncStrategy as AsyncStrategy
     from tfpara.program import run as run
@@ -78,8 +78,7 @@ _NAMES = {
     "tfpara.parameter_server.counters": "Pushed",
     "tfpara.parameter_server.errors": "ChunkError DivergedError",
     "tfpara.parameter_server.search": "ChunkRateSearch",
-    "tfpara.parameter_server.simulated": "simulate_async",
-    "tfpara.parameter_server.simulation": "Speed",
+    "tfpara.parameter_server.simulation": "Speed simulate_async",
     "tfpara.parameter_server.strategy": "AsyncStatistics AsyncStrategy",
     "tfpara.program": "run",
     "tfpara.saved_model": "export",
