@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import socket
 import sys
@@ -18,7 +17,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -145,14 +144,12 @@ class Whereabouts:
         port: int = 0,
     ) -> None:
         self._cluster, self._here = found, here
-        self._lock = threading.Lock()
-        self._asked = False  # whether this process wants a table
+        self._asked = threading.Event()  # whether this process wants a table
         self._table: list[Row] | None = None
         self._has_table = threading.Event()
         self._stop = threading.Event()
-        host = found.addresses[0].rpartition(":")[0]
-        self._chief_at = f"{host}:{port}"
-        self._door: Door | None = None
+        self._chief_at = f"{found.addresses[0].rpartition(':')[0]}:{port}"
+        self._door: Door[int] | None = None
         if listener is not None:
             self._door = Door(listener, secret.read(), _PURPOSE, found.num_workers)
         run = self._serve if self._door else self._answer
@@ -168,8 +165,8 @@ class Whereabouts:
         if not self._thread.is_alive():
             return None
         self._has_table.clear()
-        with self._lock:
-            self._table, self._asked = None, True
+        self._table = None
+        self._asked.set()
         if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
             return self._table
         # The chief does not answer, and no other worker knows the places of all. In this table only
@@ -185,11 +182,12 @@ class Whereabouts:
         self._thread.join(_BYE_SECONDS + _TICK_SECONDS)
 
     def _take_asked(self) -> bool:
-        with self._lock:
-            asked, self._asked = self._asked, False
-        return asked
+        if not self._asked.is_set():
+            return False
+        self._asked.clear()
+        return True
 
-    def _tell_table(self, table: Sequence[Row]) -> None:
+    def _set_table(self, table: Sequence[Row]) -> None:
         self._table = list(table)
         self._has_table.set()
 
@@ -210,7 +208,7 @@ class Whereabouts:
                     case {"table": list() as told}:
                         rows = [row for row in map(_row, told) if row is not None]
                         if len(rows) == len(told) == self._cluster.num_workers:
-                            self._tell_table(rows)
+                            self._set_table(rows)
                     case {"ended": ended}:
                         self._note(ended)
             if self._take_asked():
@@ -222,64 +220,46 @@ class Whereabouts:
     # -- on the chief -------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        assert self._door is not None
         door = self._door
-        guests: dict[int, Channel] = {}
+        assert door is not None
         rows: dict[int, Row] = {}
-        askers: list[Channel | None] = []  # None: this process
+        askers: list[Channel | None] = []  # those that wait for a table; None: this process
         until = 0.0
+
+        def hear(channel: Channel, rank: int | None, message: dict[str, Json]) -> None:
+            match message:
+                case {"rank": int() as own} if rank is None and 0 < own < self._cluster.num_workers:
+                    door.let_in(channel, own)
+                case {"here": told} if rank is not None and (row := _row(told)) is not None:
+                    rows[rank] = row
+                case {"ended": ended} if rank is not None and self._note(ended):
+                    door.tell_guests(ended=ended)
+                case {"ask": _} if rank is not None:
+                    new.append(channel)
+
         while not self._stop.is_set():
             door.wait(_TICK_SECONDS)
             new: list[Channel | None] = [None] if self._take_asked() else []
-            for channel, said in door.poll():
-                hear = functools.partial(self._hear, guests=guests, rows=rows, askers=new)
-                door.heed(channel, said, hear)
-                if channel.closed:
-                    door.drop(channel)
-                    guests = {r: guest for r, guest in guests.items() if guest is not channel}
+            door.serve(hear)
             if new and not askers:
                 rows.clear()
                 until = time.monotonic() + _ANSWER_SECONDS
                 door.tell_guests(where=True)
             askers += new
-            if askers and (len(rows) == len(guests) or time.monotonic() > until):
+            if askers and (len(rows) == len(door.guests) or time.monotonic() > until):
                 others = range(1, self._cluster.num_workers)
                 table = [self._here(), *(rows.get(rank, _SILENT) for rank in others)]
                 for asker in askers:
                     if asker is None:
-                        self._tell_table(table)
+                        self._set_table(table)
                     else:
                         asker.send(table=table)
                 askers.clear()
         door.tell_guests(ended=[0, failures.last_words()])
         door.close(_BYE_SECONDS)
 
-    def _hear(
-        self,
-        channel: Channel,
-        message: Mapping[str, Json],
-        guests: dict[int, Channel],
-        rows: dict[int, Row],
-        askers: list[Channel | None],
-    ) -> None:
-        assert self._door is not None
-        match message:
-            case {"rank": int() as rank} if 0 < rank < self._cluster.num_workers:
-                guests[rank] = channel
-                self._door.let_in(channel)
-        mine = [rank for rank, guest in guests.items() if guest is channel]
-        if not mine:
-            return
-        match message:
-            case {"here": told} if (row := _row(told)) is not None:
-                rows[mine[0]] = row
-            case {"ended": ended} if self._note(ended):
-                self._door.tell_guests(ended=ended)
-            case {"ask": _}:
-                askers.append(channel)
-
     def _note(self, ended: Json) -> bool:
-        """Notes the end of a worker that it has told of; returns whether that is what it told."""
+        """Notes the end of a worker; returns whether the message was one on that."""
         match ended:
             case [int() as rank, str() | None as words] if 0 <= rank < self._cluster.num_workers:
                 if words is not None:

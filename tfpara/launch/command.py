@@ -22,11 +22,13 @@ from pathlib import Path
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster import engines, rendezvous, secret
-from tfpara.elastic.meeting import ADDRESS, NAME, Meeting
+from tfpara.elastic.meeting import ADDRESS, NAME
+from tfpara.elastic.meeting_point import Meeting
 from tfpara.launch import cards
-from tfpara.launch import output as launch_output
-from tfpara.launch import supervisor as launch_workers
 from tfpara.launch.clusters import LaunchError, local_async_clusters, local_clusters, ports
+from tfpara.launch.launcher import Launcher
+from tfpara.launch.output import Console
+from tfpara.launch.supervisor import SAVING_SECONDS, SETTLE_SECONDS, Policy, Process
 from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
@@ -38,10 +40,10 @@ The first worker is the chief. TF_CONFIG and variables by which others tell rank
 stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
 COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
 
-When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to report errors of their
+When a worker fails, the others have {SETTLE_SECONDS:g} s to report errors of their
 own. Then they get SIGTERM, and SIGKILL after --grace. SIGINT, SIGTERM and SIGHUP are passed on;
 SIGKILL follows after --grace, or at once on a second signal. A worker that was asked to end and
-writes a checkpoint (tfpara.callbacks.Checkpoint) has {launch_workers.SAVING_SECONDS:g} s, unless
+writes a checkpoint (tfpara.callbacks.Checkpoint) has {SAVING_SECONDS:g} s, unless
 --grace is given.
 
 Each start has a fresh secret, by which its processes know each other, in TFPARA_SECRET, unless that
@@ -84,62 +86,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         command = _command(options.command)
+        _check(options)
         if options.workers is None:
             options.workers = 1
             hint = _misplaced(options.command)
             if hint:
                 print(f"tfpara-launch: {hint}", file=sys.stderr, flush=True)
-        if options.restart_workers is not None and not (options.ps or options.elastic):
-            raise LaunchError(
-                f"--restart_workers={options.restart_workers} is for --ps and --elastic: other "
-                "workers are started again all together, by --max_restarts."
-            )
-        default = _ELASTIC_RESTARTS if options.elastic else 0
-        restarts = default if options.restart_workers is None else options.restart_workers
-        if options.spares and not options.elastic:
-            raise LaunchError(f"--spares={options.spares} is for --elastic.")
-        if options.elastic and (options.ps or options.max_restarts):
-            other = "--ps" if options.ps else "--max_restarts"
-            raise LaunchError(
-                f"--elastic and {other} contradict each other: an elastic run goes on while "
-                "workers are started again one at a time. Leave one of them out."
-            )
-        if options.elastic and options.collectives != "tensorflow":
-            raise LaunchError(
-                f"--elastic with --collectives={options.collectives}: Horovod's groups cannot "
-                "change. Leave --collectives out."
-            )
-        if options.ps and options.collectives != "tensorflow":
-            raise LaunchError(
-                f"--ps={options.ps} with --collectives={options.collectives}: asynchronous "
-                "training has no collectives. Leave one of them out."
-            )
         if options.log_dir is not None:
             options.log_dir.mkdir(parents=True, exist_ok=True)
-        console = launch_output.Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
-        launch = functools.partial(
-            launch_workers.Launcher,
-            console,
-            options.log_dir,
-            options.grace,
-            options.max_restarts,
-            restarts,
-        )
+        console = Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
         with contextlib.ExitStack() as stores:
-            if not options.elastic:
-                return launch().run(command, lambda: _processes(options, stores))
-            worker, meeting = _elastic(options, stores)
-
-            def takes_in(killed: bool) -> bool:
-                # A mistake in the script, for example, fails before training has begun, and again.
-                return not meeting.is_over and (meeting.has_begun or killed)
-
-            launcher = launch(takes_in, worker, meeting.follow)
-            count = options.workers + options.spares
-            return launcher.run(command, lambda: [worker(number) for number in range(count)])
+            if options.elastic:
+                policy, processes = _elastic(options, stores)
+            else:
+                policy = Policy(options.grace, options.restart_workers or 0)
+                processes = functools.partial(_processes, options, stores)
+            launcher = Launcher(console, options.log_dir, policy, options.max_restarts)
+            return launcher.run(command, processes)
     except (LaunchError, secret.SecretError, OSError) as error:
         print(f"tfpara-launch: {error}", file=sys.stderr)
         return 2
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises LaunchError for flags that contradict each other."""
+    if options.restart_workers is not None and not (options.ps or options.elastic):
+        raise LaunchError(
+            f"--restart_workers={options.restart_workers} is for --ps and --elastic: other workers "
+            "are started again all together, by --max_restarts."
+        )
+    if options.spares and not options.elastic:
+        raise LaunchError(f"--spares={options.spares} is for --elastic.")
+    if options.elastic and (options.ps or options.max_restarts):
+        other = "--ps" if options.ps else "--max_restarts"
+        raise LaunchError(
+            f"--elastic and {other} contradict each other: an elastic run goes on while workers "
+            "are started again one at a time. Leave one of them out."
+        )
+    if options.elastic and options.collectives != "tensorflow":
+        raise LaunchError(
+            f"--elastic with --collectives={options.collectives}: Horovod's groups cannot change. "
+            "Leave --collectives out."
+        )
+    if options.ps and options.collectives != "tensorflow":
+        raise LaunchError(
+            f"--ps={options.ps} with --collectives={options.collectives}: asynchronous training "
+            "has no collectives. Leave one of them out."
+        )
 
 
 def _command(words: Sequence[str]) -> list[str]:
@@ -164,9 +157,7 @@ def _command(words: Sequence[str]) -> list[str]:
     return words
 
 
-def _processes(
-    options: argparse.Namespace, stores: contextlib.ExitStack
-) -> list[launch_workers.Process]:
+def _processes(options: argparse.Namespace, stores: contextlib.ExitStack) -> list[Process]:
     """Returns the processes to start, the chief first.
 
     Args:
@@ -177,32 +168,30 @@ def _processes(
     if not options.ps:
         environments = _environments(options, stores)
         return [
-            launch_workers.Process(cluster.label(rank), {**environment, **gpus[rank]})
+            Process(cluster.label(rank), {**environment, **gpus[rank]})
             for rank, environment in enumerate(environments)
         ]
     views = local_async_clusters(options.workers, options.ps, options.host, options.port)
     common = _common(options, len(views))
-    return [
-        launch_workers.Process(
-            async_cluster.label(view.task_type, view.task_index),
-            {
-                **common,
-                "TF_CONFIG": view.tf_config(),
-                **(gpus[view.task_index] if view.task_type == "worker" else cards.NONE),
-            },
-            expendable=view.task_type == "worker",
-        )
-        for view in views
-    ]
+    processes = []
+    for view in views:
+        is_worker = view.task_type == "worker"
+        own = {
+            "TF_CONFIG": view.tf_config(),
+            **(gpus[view.task_index] if is_worker else cards.NONE),
+        }
+        name = async_cluster.label(view.task_type, view.task_index)
+        processes.append(Process(name, {**common, **own}, expendable=is_worker))
+    return processes
 
 
 def _elastic(
     options: argparse.Namespace, stores: contextlib.ExitStack
-) -> tuple[Callable[[int], launch_workers.Process], Meeting]:
+) -> tuple[Policy, Callable[[], list[Process]]]:
     """Serves the meeting point of an elastic run until `stores` ends.
 
     Returns:
-        A function that gives the worker with a number, and the meeting point.
+        The answers to failures, and a function that returns the workers.
     """
     common = _common(options, options.workers)
     [port] = ports(options.host, options.port, 1)
@@ -212,12 +201,19 @@ def _elastic(
     environment = {**common, ADDRESS: f"{host}:{port}"}
     gpus = _gpus(options, options.workers + options.spares)
 
-    def worker(number: int) -> launch_workers.Process:
+    def worker(number: int) -> Process:
         name = f"worker {number}"
         own = {NAME: name, **gpus[number % len(gpus)]}
-        return launch_workers.Process(name, {**environment, **own}, expendable=True)
+        return Process(name, {**environment, **own}, expendable=True)
 
-    return worker, meeting
+    def takes_in(killed: bool) -> bool:
+        # A mistake in the script, for example, fails before training has begun, and again.
+        return not meeting.state.is_over and (meeting.state.has_begun or killed)
+
+    restarts = options.restart_workers
+    restarts = _ELASTIC_RESTARTS if restarts is None else restarts
+    policy = Policy(options.grace, restarts, takes_in, worker, meeting.follow)
+    return policy, lambda: [worker(number) for number in range(options.workers + options.spares)]
 
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
@@ -378,7 +374,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_number(float, 0, 86400, "a number of seconds"),
         metavar="SECONDS",
         help="time between asking workers to end and SIGKILL (default: 10, and up to "
-        f"{launch_workers.SAVING_SECONDS:g} while one writes a checkpoint)",
+        f"{SAVING_SECONDS:g} while one writes a checkpoint)",
     )
     add(
         "--max_restarts",

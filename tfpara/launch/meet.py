@@ -11,7 +11,8 @@ import threading
 from collections.abc import Sequence
 
 from tfpara.cluster import exit_codes, secret
-from tfpara.elastic.meeting import ADDRESS, Meeting
+from tfpara.elastic.meeting import ADDRESS
+from tfpara.elastic.meeting_point import Meeting
 
 _EPILOG = f"""
 Workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) enrol here, are watched,
@@ -83,19 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     _say(f"{ADDRESS}={host}:{meeting.port}")
     told = 0
     while not over.wait(0.5):
-        for generation in meeting.history[told:]:
+        for generation in meeting.state.history[told:]:
             members = ", ".join(map(str, generation.members))
             _say(f"generation {generation.number}: workers {members}: {generation.why}")
-        told = len(meeting.history)
-        if meeting.phase == "ended":
-            _say(meeting.why_ended)
+        told = len(meeting.state.history)
+        if meeting.state.phase == "ended":
+            _say(str(meeting.state.where()["ended"]))
             break
         if meeting.is_deaf:  # its thread has printed the error
             return 2
     meeting.close()
-    if meeting.is_complete:
+    if meeting.state.is_complete:
         return 0
-    return exit_codes.restart() if meeting.has_begun else 1
+    return exit_codes.restart() if meeting.state.has_begun else 1
 
 
 def _say(text: str) -> None:

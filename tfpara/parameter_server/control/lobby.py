@@ -98,7 +98,7 @@ class Lobby:
         shared = secret.read() if shared is None else shared
         secret.warn_without(shared, itertools.chain(*cluster.spec().values()))
         listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
-        self._door = Door(listener, shared, PURPOSE, len(cluster.members))
+        self._door = Door[str](listener, shared, PURPOSE, len(cluster.members))
         self.tensorflow_address = admission.free_address(cluster)
         self._guests: dict[tuple[str, int], Channel] = {}
         self._serving: set[tuple[str, int]] = set()
