@@ -249,7 +249,7 @@ class Supervisor:
         elif end.code and self._failure is None:
             self._fail(end, now)
         else:
-            of_chief = rank == 0 and self._is_asynchronous
+            of_chief = rank == 0 and self._is_asynchronous and not worker.process.expendable
             if of_chief:  # without the chief the others have nothing to do
                 self._settle(now + self._grace)
             if end.code and not forced and self._failure and not self._failure.by_signal:
