@@ -271,13 +271,7 @@ def connect(address: str, secret: bytes, purpose: str, timeout_seconds: float) -
     Raises:
         OSError, UnicodeError: no process accepts connections there.
     """
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), timeout_seconds)
-    # A loopback connection to a free port can, by chance, be made with itself.
-    if connection.getsockname() == connection.getpeername():
-        connection.close()
-        raise ConnectionRefusedError("nobody listens")
-    return Channel(connection, secret, purpose, caller=True)
+    return Channel(ports.connect(address, timeout_seconds), secret, purpose, caller=True)
 
 
 def other_secret(chief: str) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tfpara import cluster
-from tfpara.cluster import messages, secret
+from tfpara.cluster import messages, ports, secret
 from tfpara.cluster.startup import StartupError
 from tfpara.cluster.waiting import tried, until
 
@@ -183,7 +183,7 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
         shared: the secret of the run.
     """
     token = _token(shared, port)
-    hosts = [address.rpartition(":")[0].strip("[]") for address in found.addresses]
+    hosts = [ports.split(address)[0] for address in found.addresses]
     own = hosts[found.rank]
     beside = [rank for rank, other in enumerate(hosts) if other == own]
     local_rank = beside.index(found.rank)

@@ -203,10 +203,9 @@ def find_each_other(
 
 
 def _listen_as_coordinator(told: engines.Told) -> socket.socket:
-    host, _, number = told.coordinator.rpartition(":")
+    host, number = ports.split(told.coordinator)
     try:
-        listener = ports.bind(ports.own_host(host), int(number))
-        listener.listen(max(128, told.size))
+        return ports.listen(ports.own_host(host), int(number), told.size)
     except OSError as error:
         raise StartupError(
             f"rank 0 cannot listen at {told.coordinator} ({told.coordinator_from}): "
@@ -214,7 +213,6 @@ def _listen_as_coordinator(told: engines.Told) -> socket.socket:
             f"or set {engines.COORDINATOR}=host:port to a free port of this machine for all "
             "processes."
         ) from None
-    return listener
 
 
 def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
@@ -231,7 +229,7 @@ def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
         host, number = at[rank]
         here = bool(outside) and rank not in outside
         places.append((own if here else host, number))
-    return [f"[{host}]:{number}" if ":" in host else f"{host}:{number}" for host, number in places]
+    return [ports.joined(*place) for place in places]
 
 
 class _Guest(NamedTuple):
@@ -490,12 +488,11 @@ def listen(address: str, name: str, guests: int = 0) -> socket.socket:
     Raises:
         StartupError: the port is in use.
     """
-    given, _, port = address.rpartition(":")
+    given, port = ports.split(address)
     try:
         # TensorFlow's server binds the port on all interfaces, so it must be free on all.
         ports.bind("", int(port)).close()
-        listener = ports.bind(ports.own_host(given), int(port))
-        listener.listen(max(128, guests))
+        return ports.listen(ports.own_host(given), int(port), guests)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(
@@ -503,4 +500,3 @@ def listen(address: str, name: str, guests: int = 0) -> socket.socket:
                 "earlier run. End that, or change the port in TF_CONFIG."
             ) from None
         raise StartupError(f"cannot listen on port {port} of TF_CONFIG: {error}.") from None
-    return listener

@@ -303,8 +303,8 @@ def begin(
     listener = None
     if found.is_chief and found.addresses:
         with contextlib.suppress(OSError):
-            listener = ports.bind(ports.own_host(found.addresses[0].rpartition(":")[0]), 0)
-            listener.listen(max(128, found.num_workers))
+            host, _ = ports.split(found.addresses[0])
+            listener = ports.listen(ports.own_host(host), 0, found.num_workers)
     port = exchange(int(listener.getsockname()[1]) if listener else 0)[0]
     if not port or not found.addresses:
         return None

@@ -64,8 +64,7 @@ class Meeting:
     def __init__(
         self, host: str, port: int, founders: int, start_seconds: float, secret: bytes
     ) -> None:
-        listener = ports.bind(host, port)
-        listener.listen(128)
+        listener = ports.listen(host, port)
         self.port = int(listener.getsockname()[1])
         self._founders, self._start_seconds = founders, start_seconds
         # Limits come with the first worker, and another state with them.
@@ -148,8 +147,7 @@ class Meeting:
                 case {"enrol": [str() as host, int() as port], "settings": dict() as settings} if (
                     ports.is_place(host, port)
                 ):
-                    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                    self._enrol(channel, address, settings, message, now)
+                    self._enrol(channel, ports.joined(host, port), settings, message, now)
                 case _:
                     self._door.drop(channel)  # not one of us
             return

@@ -22,6 +22,7 @@ from pathlib import Path
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster import engines, rendezvous, secret
+from tfpara.cluster.ports import joined
 from tfpara.elastic.meeting import ADDRESS, NAME
 from tfpara.elastic.meeting_point import Meeting
 from tfpara.launch import cards
@@ -197,8 +198,7 @@ def _elastic(
     [port] = ports(options.host, options.port, 1)
     meeting = Meeting(options.host, port, options.workers, _START_SECONDS, secret.read(common))
     stores.callback(meeting.close)
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    environment = {**common, ADDRESS: f"{host}:{port}"}
+    environment = {**common, ADDRESS: joined(options.host, port)}
     gpus = _gpus(options, options.workers + options.spares)
 
     def worker(number: int) -> Process:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from tfpara.cluster import exit_codes, secret
+from tfpara.cluster import exit_codes, ports, secret
 from tfpara.elastic.meeting import ADDRESS
 from tfpara.elastic.meeting_point import Meeting
 
@@ -80,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    _say(f"{ADDRESS}={host}:{meeting.port}")
+    _say(f"{ADDRESS}={ports.joined(options.host, meeting.port)}")
     told = 0
     while not over.wait(0.5):
         for generation in meeting.state.history[told:]:
