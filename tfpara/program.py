@@ -59,8 +59,8 @@ def run(
     parameter servers the other processes end when the chief's does, with the same code.
 
     Args:
-        main: the program; called without arguments. What it returns is not used.
-        name: what the sentence on stderr begins with.
+        main: the program; called without arguments. Its result is not used.
+        name: the first words of the sentence on stderr.
         explain: called with an error that tfpara cannot explain; returns the sentence, or None.
         lost_worker_exit_code: from 1 to 255: the exit code where a sync has failed because another
             worker was lost. None: TFPARA_LOST_WORKER_EXIT_CODE, or 1.
@@ -269,7 +269,7 @@ def _shows_frames(error: BaseException) -> bool:
     """Returns whether an error has its traceback beside its sentence.
 
     It has where that is asked for, and where the script was handling another error, perhaps the
-    cause, of which the sentence says nothing.
+    cause, which the sentence does not mention.
     """
     if os.environ.get(FRAMES_VARIABLE, "") not in ("", "0"):
         return True
@@ -285,7 +285,7 @@ def _is_elastic() -> bool:
 
 
 def _has_others() -> bool:
-    """Returns whether this process is one of several workers, as far as it can tell."""
+    """Returns whether this process is one of several workers, as far as it knows."""
     if _strategy is not None:
         return _is_elastic() or _strategy.num_workers > 1
     with contextlib.suppress(ValueError):
@@ -307,7 +307,7 @@ def _part(process: int) -> None:
     Args:
         process: that the strategy was made in, and not a fork of it.
     """
-    # Python sets this for an error that ends the program. Nothing tells of sys.exit.
+    # Python sets this for an error that ends the program, but nothing for sys.exit.
     if process != os.getpid() or not _is_elastic() or hasattr(sys, "last_value"):
         return
     if _strategy.extended.elastic.has_trained:  # type: ignore[union-attr]
@@ -318,7 +318,7 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     """Ends the process, which is one of several, at once.
 
     Args:
-        code: its exit code, or what to print, as `sys.exit` takes it.
+        code: its exit code, or an object to print, as for `sys.exit`.
         orderly: whether the other workers come here, too, rather than to an error.
     """
     if not isinstance(code, int | None):

@@ -107,7 +107,7 @@ class Door(Generic[Key]):
         return results
 
     def let_in(self, channel: Channel, key: Key | None = None) -> None:
-        """Makes a stranger, which has said who it is, a guest, which may stay."""
+        """Makes a stranger that has proved to be of this run a guest, which may stay."""
         self._strangers.pop(channel, None)
         self._keys[channel] = key
         if key is not None:

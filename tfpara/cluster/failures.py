@@ -24,7 +24,7 @@ _advice: Callable[[], str] = str  # returns the fix for the exchange that failed
 # The sentence on which worker is where, once this process has ended an exchange because workers
 # were in different ones.
 _apart = ""
-_ended: dict[int, str] = {}  # for each worker that said it ends, the error; "" if there was none
+_ended: dict[int, str] = {}  # the errors of workers that have reported their end; "" for none
 # The error that ends this process, for the others; "" if none, None if they know it already.
 _last_words: str | None = ""
 _APART = re.compile(r"apart: (.*?) \(apart\)")
@@ -110,7 +110,7 @@ def note_silence(who: str) -> str:
         who: the silent workers; "" if they are not known.
 
     Returns:
-        The reason to give to TensorFlow, from which the others know who was silent.
+        The reason to give to TensorFlow, from which the other workers learn the names.
     """
     global _silence
     _silence = who
@@ -132,7 +132,7 @@ def note_apart(sentence: str) -> str:
 
 
 def note_end(rank: int, why: str) -> None:
-    """Notes that a worker has said that it ends, and the error; "" if there was none."""
+    """Notes that a worker has reported its end, and the error; "" if there was none."""
     _ended.setdefault(rank, why)
 
 

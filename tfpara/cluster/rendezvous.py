@@ -133,7 +133,7 @@ class Server(http.server.ThreadingHTTPServer):
         return held + len(key) + length <= _MOST_BYTES
 
     def process_request(self, request: Any, client_address: tuple[str, int]) -> None:
-        """Answers a client in a thread of its own; if there are too many, drops the oldest."""
+        """Answers a client in a new thread; if there are too many clients, drops the oldest."""
         with self._lock:
             self._clients[request] = time.monotonic()
             crowd = list(self._clients)[: max(0, len(self._clients) - _CLIENTS)]

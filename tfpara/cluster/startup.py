@@ -251,7 +251,7 @@ class _Terms(NamedTuple):
         size: number of workers.
         chief: "host:port" at which the chief listens.
         describe: returns the name of a worker in messages, from its rank.
-        check: returns what is wrong with a hello, or None, from the worker's rank and the hello.
+        check: returns the problem of a hello, or None, from the worker's rank and the hello.
         known: returns whether a hello has the form of this kind of meeting.
         twice: returns the sentence that two workers have the same rank, from the rank.
         absent: the fix if workers do not come, in words.
@@ -473,7 +473,7 @@ def _ask_chief(terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]) ->
 
 
 def _view(cluster: Cluster) -> list[Json]:
-    """Returns what all workers must have alike, in the form in which JSON returns it."""
+    """Returns the values that all workers must have alike, in the form in which JSON has them."""
     return [list(cluster.addresses), cluster.has_chief_job]
 
 

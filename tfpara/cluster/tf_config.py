@@ -265,7 +265,7 @@ def _check_job(job: Json, what: str, kind: Kind) -> None:
 
 
 def address_problem(address: Json) -> str | None:
-    """Returns what is wrong with an address, or None."""
+    """Returns the problem of an address, or None."""
     if not isinstance(address, str):
         return "is not a string"
     if "://" in address:

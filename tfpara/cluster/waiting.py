@@ -20,7 +20,7 @@ def until(
 
     Args:
         deadline: in seconds of `time.monotonic()`.
-        say: returns what is awaited, for a warning every 30 s; "" for none.
+        say: returns the names of those awaited, for a warning every 30 s; "" for none.
         pause: waits so many seconds, or less.
     """
     log_at = time.monotonic() + _LOG_SECONDS
@@ -46,7 +46,7 @@ def tried(
     Args:
         act: the function; called at least once.
         deadline: in seconds of `time.monotonic()`.
-        awaited: what it waits for, for a warning every 30 s; "" for none.
+        awaited: the name of the process awaited, for a warning every 30 s; "" for none.
         errors: the errors after which it is called again.
     """
     failures: list[Exception] = []

@@ -2,8 +2,8 @@
 
 A worker that waits in a collective cannot send messages. So every process has a thread with a
 connection to the chief's. If a worker waits for long, the chief asks all workers where they are. A
-worker that ends says so; one that is stopped or killed does not answer. If the connection cannot be
-made, for example because of a firewall, only these messages are missing.
+worker that ends sends a message; one that is stopped or killed does not answer. If the connection
+cannot be made, for example because of a firewall, only these messages are missing.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _SILENT = Row("")
 
 
 def awaited(table: Sequence[Row], own_rank: int) -> list[int]:
-    """Returns the ranks of the workers for whom the others wait; none if all wait."""
+    """Returns the ranks of the workers that the others wait for; none if all wait."""
     return [rank for rank, row in enumerate(table) if rank != own_rank and not row.waits]
 
 
 def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
-    """Returns the line on the workers for whom this one waits in an exchange, and their places."""
+    """Returns the line on the workers that this one waits for in an exchange, and their places."""
     ranks = awaited(table, own_rank)
     lasting = f"for {seconds:.0f} s"
     if not ranks:
@@ -74,10 +74,7 @@ def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
 
 
 def apart(table: Sequence[Row]) -> str:
-    """Returns which worker is where, if all wait but no exchange has all of them; else "".
-
-    Such a wait would never end.
-    """
+    """Returns the places of all workers if they wait in different exchanges, for ever; else ""."""
     if all(row.waits for row in table) and not set.intersection(*(set(r.waits) for r in table)):
         others = ", ".join(f"worker {rank} {row.text}" for rank, row in enumerate(table))
         return f"{others.replace('worker 0', 'worker 0 is', 1)}; {Purpose('').advice}"
@@ -174,7 +171,7 @@ class Whereabouts:
         return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
 
     def end(self) -> None:
-        """Lets the thread tell the others that this process ends, and then end itself."""
+        """Lets the thread report the end of this process to the others, and end."""
         self._stop.set()
 
     def join(self) -> None:

@@ -82,7 +82,7 @@ class Meeting:
         self._thread.start()
 
     def follow(self, name: str) -> Callable[[], bool]:
-        """Returns a function that tells whether the run has continued without a worker.
+        """Returns a function that returns whether the run has continued without a worker.
 
         Args:
             name: its name in messages; the last one that has come under this name is meant.
@@ -241,7 +241,7 @@ class Meeting:
 
 
 def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:
-    """Returns the generation and members that a worker was one of, as it says; None if none."""
+    """Returns a worker's own generation and its members; None if it has none."""
     match told:
         case {"form": int() as generation, "members": [_, *_] as members}:
             if all(map(is_member, members)):
@@ -258,7 +258,7 @@ def _fits_of(told: Json) -> tuple[int, list[Json]]:
 
 
 def _name_of(told: Json) -> str:
-    """Returns the name of a worker, for messages: printable and short, whoever has sent it."""
+    """Returns the name of a worker for messages: printable and short, since anyone may send it."""
     name = told if isinstance(told, str) else ""
     return "".join(filter(str.isprintable, name[:_LONGEST_NAME]))
 

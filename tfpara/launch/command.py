@@ -37,7 +37,7 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ELASTIC_RESTARTS = 100  # of each worker, unless --restart_workers says otherwise
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
 _EPILOG = f"""
-The first worker is the chief. TF_CONFIG and variables by which others tell ranks are replaced.
+The first worker is the chief. TF_CONFIG and the rank variables of engines are replaced.
 stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
 COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
 
@@ -275,7 +275,7 @@ def _workers(text: str) -> float:
 
 
 def _misplaced(words: Sequence[str]) -> str:
-    """Returns a hint if what follows the program looks like the launcher's number of workers."""
+    """Returns a hint if the launcher's number of workers seems to stand behind the program."""
     text = " ".join(words)
     found = re.search(r" (-n|-np|--workers)[ =]?(\d+)(?= |$)", text)
     if found is None or words[:1] == ["--"]:

@@ -29,7 +29,7 @@ from tfpara.launch.supervisor import (
 
 
 class _Child(NamedTuple):
-    """A process that was started, what it tells, and the threads that read its output."""
+    """A process that was started, its reports, and the threads that read its output."""
 
     popen: subprocess.Popen[bytes]
     reports: parent.Reports
@@ -111,7 +111,7 @@ class Launcher:
                 supervisor.signalled(event, time.monotonic())
 
     def _next_actions(self, supervisor: Supervisor) -> list[Action]:
-        """Waits for an event; returns what follows from it."""
+        """Waits for an event; returns the actions that follow."""
         event: tuple[int, int] | int | None = None
         due = supervisor.due
         with contextlib.suppress(queue.Empty):

@@ -33,8 +33,8 @@ from tfpara.typing import Json
 SETTLE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0  # before a process is started again while others run
 _STEADY_SECONDS = 60.0  # after this time a failure counts as a first one: the pause is short again
-# Between asking processes to end and SIGKILL, unless the launcher's user says otherwise; and if a
-# process has said that it writes a checkpoint, which on a busy machine takes longer.
+# Between asking processes to end and SIGKILL, unless --grace is given; and if a process reports that
+# it writes a checkpoint, which on a busy machine takes longer.
 _GRACE_SECONDS, SAVING_SECONDS = 10.0, 300.0
 _LOOK_SECONDS = 1.0  # between two looks whether a checkpoint is written
 _NEVER = float("inf")
@@ -65,8 +65,8 @@ class Policy:
         grace: seconds between asking processes to end and SIGKILL. None: 10, and up to 300 for
             processes that write a checkpoint.
         restart_workers: number of restarts of each expendable process while the others run.
-        takes_in: whether a process that is started again now can take part in the run; its argument
-            says whether the former was killed, and so had made no mistake of its own.
+        takes_in: returns whether a process that is started again now can take part in the run, from
+            whether the former was killed, and so had made no mistake of its own.
         another: returns one more process, given its rank, for SIGUSR1; None: there can be no more.
         follow: called with the name of an expendable process that has failed. It returns a function
             that tells, at the end, whether the run went on without that process; otherwise its
@@ -185,7 +185,7 @@ class Supervisor:
         self._failure: Exit | None = None  # the first that ends the run
         self._signal: int | None = None  # the first that was received
         self._saving_until = 0.0  # end of the wait for checkpoints
-        # All failures that were spared, each with a function that tells whether that was right.
+        # The failures that were spared, each with a function: whether the run went on without it.
         self._spared: list[tuple[Exit, Callable[[], bool]]] = []
 
     @property
@@ -315,7 +315,7 @@ class Supervisor:
             failure = cause
         return Outcome(failure.code if failure else 0, self._signal, text)
 
-    # -- what follows -------------------------------------------------------------------------
+    # -- consequences -------------------------------------------------------------------------
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -425,7 +425,7 @@ class Supervisor:
     # -- the cause ----------------------------------------------------------------------------
 
     def _blamed_by(self, rank: int) -> int | None:
-        """Returns the process because of which another has failed, as that has said; else None."""
+        """Returns the process that another has reported as the cause of its failure; else None."""
         names = self._workers[rank].said.get("because")
         for other, worker in enumerate(self._workers):
             if isinstance(names, list) and worker.process.name in names and worker.end is not None:
@@ -433,10 +433,10 @@ class Supervisor:
         return None
 
     def _cause_of(self, failure: Exit) -> Exit:
-        """Returns the end of the process because of which others failed, as they have said.
+        """Returns the end that has caused a failure, by the processes' own reports.
 
-        Where they name each other, it is the one that the first of them has named: what that one
-        says is a consequence of the first one's end.
+        Where processes name each other, it is the one that the earliest report names: the other
+        reports are consequences of the end of the earliest reporter.
         """
         chain = [failure.rank]
         while (other := self._blamed_by(chain[-1])) is not None and other not in chain:
