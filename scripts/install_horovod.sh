@@ -42,8 +42,8 @@ kept=$cache/horovod-$version-tensorflow-$tensorflow-$tag-$transport
 # If TensorFlow is that of a stack, the stack's constraints are used.
 constraints=()
 for stack in full latest; do
-  if grep -qx "tensorflow==$tensorflow" "requirements/$stack.txt"; then
-    constraints=(-c "requirements/$stack.txt")
+  if grep -qx "tensorflow==$tensorflow" "constraints/$stack.txt"; then
+    constraints=(-c "constraints/$stack.txt")
   fi
 done
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }

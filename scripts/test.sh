@@ -80,16 +80,16 @@ else
   # meetings and what watches over them, which do not use TensorFlow; what calls and resets Keras'
   # callbacks and optimizers, which are those of the other stack; a newcomer's programs, whose parts
   # are tested one by one; what is marked "one_version" or "long".
-  for name in algorithms input models schedules scripts \
-      collectives/test_{choice,install_horovod,rendezvous}.py \
-      distributed/test_{checkpoint_faults,first_day,preemption,simulation,startup}.py \
-      distributed/test_{trace,warm}.py \
-      optimizers/test_{ng_sgd,ng_sgd_in_use,ng_sgd_on_cluster,online_natural_gradient}.py \
-      parameter_server/test_{async_cluster,choices,chunks,going_on,launch_ps,lobby,local_steps}.py \
-      parameter_server/test_{fit,random_events,simulation,steps,turns}.py \
-      test_{callbacks,cluster,docs,engines,files,house,kubernetes,launch,main,models}.py \
-      test_{failed_fits,local_state,own_rules,plan,planner,pretraining}.py \
-      test_{schedule_callbacks,schedules_resumed,security}.py; do
+  for name in nightly/test_simulation.py nightly/input \
+      processes/test_{checkpoint_faults,first_day,launch,preemption,startup,trace,warm}.py \
+      processes/optimizers processes/parameter_server/test_{launch_ps,lobby}.py programs/scripts \
+      training/test_{callbacks,docs,failed_fits,local_state,own_rules,schedule_callbacks,schedules_resumed}.py \
+      training/models training/optimizers \
+      training/parameter_server/test_{choices,fit,going_on,local_steps,random_events,simulation}.py \
+      training/scripts unit/test_{files,house,main,plan,planner}.py unit/algorithms \
+      unit/cluster/test_{cluster,engines,kubernetes,security}.py \
+      unit/collectives/test_{choice,rendezvous}.py unit/input unit/models unit/optimizers \
+      unit/parameter_server unit/pretraining unit/schedules unit/scripts; do
     pytest_arguments+=("--ignore=tests/$name")
   done
   pytest_arguments+=(-m "not long and not one_version${nightly:+ and $nightly}" --first-cases)

@@ -1,5 +1,5 @@
 # Sourced by demo.sh and test.sh: a virtual environment that is made once and then reused.
-# Needs only Python 3.11 or 3.12, with pip and venv.
+# Needs only a Python of a version that pyproject.toml lists, with pip and venv.
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
@@ -12,23 +12,24 @@ usage() {
 
 # The Python to make environments with: $PYTHON, or the first that fits.
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3.11 python3 python3.12 python}; do
-    if "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
-        2>/dev/null; then
+  local candidate versions
+  versions=$(sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml | xargs)
+  for candidate in ${PYTHON:-${versions//3./python3.} python3 python}; do
+    if "$candidate" -c 'import sys, venv; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv)' \
+        $versions 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  fail "no Python 3.11 or 3.12 with the venv module found. Install one (on Debian: python3 python3-venv), or name it: PYTHON=/path/to/python $0"
+  fail "no Python ${versions// / or } with the venv module found. Install one (on Debian: python3 python3-venv), or name it: PYTHON=/path/to/python $0"
 }
 
 # ensure_venv DIR STACK EXTRAS: makes DIR hold the dependencies of '.[EXTRAS]', as pinned in
-# requirements/STACK.txt. What they are is hashed into DIR/stamp, written last: with the same hash
+# constraints/STACK.txt. What they are is hashed into DIR/stamp, written last: with the same hash
 # there, nothing is installed. Run from the root of the checkout.
 ensure_venv() {
   local venv=$1 stack=$2 extras=$3 stamp python
-  stamp="$(cat setup.py "requirements/$stack.txt" scripts/venv.sh | sha256sum | cut -c1-16) $extras"
+  stamp="$(cat pyproject.toml "constraints/$stack.txt" scripts/venv.sh | sha256sum | cut -c1-16) $extras"
   if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/stamp" 2>/dev/null)" = "$stamp" ] \
       && "$venv/bin/python" -c pass; then
     say "Reusing $venv (stack $stack)"
@@ -42,10 +43,10 @@ ensure_venv() {
   "$python" -m venv --clear "$venv"
   say "Installing the dependencies: $extras"
   "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
-    -c "requirements/$stack.txt" setuptools wheel
+    -c "constraints/$stack.txt" setuptools wheel
   build_wheel "$venv"
   "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
-    -c "requirements/$stack.txt" "$WHEEL[$extras]"
+    -c "constraints/$stack.txt" "$WHEEL[$extras]"
   "$venv/bin/python" -m pip uninstall --quiet --yes tfpara
   printf '%s\n' "$stamp" > "$venv/stamp"
 }

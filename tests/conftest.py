@@ -14,14 +14,19 @@ import hypothesis
 import pytest
 
 import tfpara
+from tests.lib.fixtures import (  # noqa: F401
+    corpus_directory,
+    run,
+    run_well,
+    tiny,
+    tiny_directory,
+    tiny_options,
+    uninterrupted,
+)
 
 # No deadline, since the time of an example depends on what else the machine does.
 hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
-# Helpers that the tests of several directories share.
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-sys.path.append(str(Path(__file__).parent))
-
 
 _NIGHTLY = Path(__file__).resolve().with_name("nightly.txt")
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")

@@ -123,6 +123,11 @@ class Strategy:
             holder: `get_state()` returns what JSON can carry, `set_state(state)` restores it.
         """
 
+    @property
+    def states(self) -> Mapping[str, StateHolder]:
+        """The objects given to `keep_state`, by name."""
+        return {}
+
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
         """Returns the values of all processes that run callbacks, by rank. All must call it.
 

@@ -1,9 +1,11 @@
 """Keras callbacks of a run: checkpoints, scores on held-out data, schedules, telemetry."""
 
-from tfpara.callbacks.checkpointing import Checkpoint, Preempted, StopTogether
+from tfpara.callbacks.checkpoint_base import Preempted
+from tfpara.callbacks.checkpointing import Checkpoint
 from tfpara.callbacks.held_out import HeldOut
 from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod
+from tfpara.callbacks.stop_together import StopTogether
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.telemetry import Telemetry
 from tfpara.callbacks.trace import Trace

@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import keras
-
 from tfpara import fit_call
+from tfpara.callbacks.checkpoint_base import CheckpointBase, Preempted
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.termination import Termination
-from tfpara.checkpoint.run import IF_DAMAGED, Checkpoints, taken_up
-from tfpara.cluster import exit_codes
+from tfpara.checkpoint.run import SyncCheckpoints
 from tfpara.cluster.place import of_callback
 from tfpara.sync.data.position import Pass
 from tfpara.sync.one_sync.reports import Request
@@ -24,20 +22,11 @@ from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
-_WISHES = of_callback("StopTogether")
 _LEAVING = of_callback("Checkpoint")
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # by Checkpoint; StopTogether answers STOP
 
 
-class Preempted(SystemExit):
-    """Raised after a program was asked to end and has written a checkpoint; ends the program.
-
-    The exit code is 75, unless another one was set. Where the program must not end the process, as
-    in a train function of Ray, catch this exception around `fit` and return.
-    """
-
-
-class Checkpoint(keras.callbacks.Callback):
+class Checkpoint(CheckpointBase):
     """Writes checkpoints, goes on from the newest one, and leaves in good order on SIGTERM.
 
     A checkpoint is written where each epoch ends, and at syncs within epochs if asked. `fit` of a
@@ -79,11 +68,6 @@ class Checkpoint(keras.callbacks.Callback):
             before are intact).
     """
 
-    order = fit_call.Order.SAVES
-
-    # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
-    async_safe = False
-
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -96,25 +80,15 @@ class Checkpoint(keras.callbacks.Callback):
         restart_exit_code: int | None = None,
         termination_watcher: Callable[[], bool] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(directory, every_minutes, keep, if_damaged, restart_exit_code)
         if every_syncs is not None:
             every_syncs = checked_whole("every_syncs", every_syncs)
-        if every_minutes is not None and not every_minutes > 0:
-            raise ValueError(f"every_minutes={every_minutes!r} must be positive, or None.")
-        keep = checked_whole("keep", keep, of="checkpoints")
-        if if_damaged not in IF_DAMAGED:
-            raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
-        self._directory = directory
         self._every_syncs = every_syncs
-        self._every_minutes = every_minutes
-        self._keep = keep
-        self._if_damaged = if_damaged
         self._may_change = tuple(may_change)
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: SyncCheckpoints | None = None
         self._resumed: dict[str, Json] | None = None  # the position, until its epoch begins
         self._saved: tuple[int, int] | None = None  # epoch and steps of the last checkpoint
         self._saved_syncs = 0
-        self._saved_at = time.monotonic()
         self._watch = SyncWatch()
         self._in_epoch = False
         self._ended = False  # whether the former `fit` with this callback has come to its end
@@ -123,7 +97,6 @@ class Checkpoint(keras.callbacks.Callback):
         self._first = 0
         self._steps_before = 0
         self._steps = 0  # minibatches of this epoch that each replica has trained so far
-        self._exit_code = exit_codes.restart(restart_exit_code)
         self._watcher = termination_watcher
         self._termination = Termination(self._exit_code, termination_watcher)
         self._asked = Request.NOTHING
@@ -151,17 +124,12 @@ class Checkpoint(keras.callbacks.Callback):
                 former.lock()
                 self._listen()
             return
-        checkpoints = Checkpoints(self.model, self._directory, self._keep, self._may_change)
+        checkpoints = SyncCheckpoints(self.model, self._directory, self._keep, self._may_change)
         if elastic is not None and elastic.joining:
             # It takes the others' state, and not that of a checkpoint.
             self._checkpoints = checkpoints
             return
-        checkpoints.lock()
-        try:
-            position = checkpoints.restore(self._if_damaged)
-        except BaseException:
-            checkpoints.store.release()
-            raise
+        position = self._restore(checkpoints)
         self._checkpoints, self._saved = checkpoints, None
         self._listen()
         if elastic is not None:
@@ -170,12 +138,8 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._resumed = position
         self._saved = (position["epoch"], position["steps"])
-        self._saved_syncs = self._checkpoints.synchronizer.agreement().syncs
+        self._saved_syncs = checkpoints.synchronizer.agreement().syncs
         epochs = self.params.get("epochs", 1)
-        if strategy.is_chief:
-            where = f", step {position['steps']}" if position["steps"] else ""
-            number = position["number"]
-            print(taken_up(self._directory, number, position, where, epochs), flush=True)
         # `fit` begins at this epoch. Keras' BackupAndRestore sets it, too.
         self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
 
@@ -251,7 +215,7 @@ class Checkpoint(keras.callbacks.Callback):
     # -- saving ----------------------------------------------------------------------------------
 
     @property
-    def _at_sync(self) -> Checkpoints:
+    def _at_sync(self) -> SyncCheckpoints:
         if self._checkpoints is None:
             raise RuntimeError("fit has not begun")
         return self._checkpoints
@@ -290,8 +254,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _ask(self) -> None:
         """Tells all workers once what this one wants: a checkpoint, or to leave."""
         strategy = self.model.distribute_strategy
-        minutes = (time.monotonic() - self._saved_at) / 60.0
-        late = strategy.is_chief and minutes > (self._every_minutes or float("inf"))
+        late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING
         elastic = strategy.extended.elastic
         if elastic is None:
@@ -321,10 +284,7 @@ class Checkpoint(keras.callbacks.Callback):
             if self.model.distribute_strategy.is_chief:
                 ends = threading.current_thread() is threading.main_thread()
                 how = f"exit code {self._exit_code}" if ends else f"fit raises {Preempted.__name__}"
-                print(
-                    f"Asked to end: checkpoint written, {how}. Start the program again to go on.",
-                    flush=True,
-                )
+                self._say_end(how)
             self._stand_down()
             self._termination.asked = False  # since the program leaves now
             raise Preempted(self._exit_code)
@@ -347,55 +307,3 @@ class Checkpoint(keras.callbacks.Callback):
             return  # SIGTERM has a worker leave, with a Checkpoint or without
         settings = extended.settings
         self._termination.start(settings.timeout_seconds)
-
-
-class StopTogether(keras.callbacks.Callback):
-    """Stops all workers if one wants to stop, at the next sync or the end of the epoch.
-
-    It is for callbacks that set `model.stop_training` on one worker alone, for a reason that the
-    others do not see. Without it the others would wait for that worker. It runs after all other
-    callbacks.
-    """
-
-    order = fit_call.Order.STOPS
-
-    async_safe = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._watch = SyncWatch()
-        self._asked = False  # since the last answer
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
-            raise ValueError(
-                "StopTogether needs a model of a tfpara.PeriodicSyncStrategy. In the fit of a "
-                "tfpara.AsyncStrategy, whose callbacks all run in the chief, leave it out: to set "
-                "model.stop_training there stops all."
-            )
-        fit_call.at_end(self._withdraw)
-
-    def _withdraw(self) -> None:
-        """Takes back the wish to stop if `fit` has failed, so that the next `fit` does not stop."""
-        if self._asked:
-            self._asked = False
-            self.model.distribute_strategy.answered(Request.STOP)
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._watch.begin(self.model)
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        if self.model.stop_training:
-            self.model.stop_training = False
-            self.model.distribute_strategy.request(Request.STOP)
-            self._asked = True
-        if self._watch.after_batch(self.model, batch, lambda a: a.request == Request.STOP):
-            self.model.stop_training = True
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        strategy = self.model.distribute_strategy
-        asked = strategy.extended.synchronizer_of(self.model).agreement().request == Request.STOP
-        mine = bool(self.model.stop_training) or self._asked or asked
-        self.model.stop_training = any(strategy.everyones(mine, _WISHES))
-        strategy.answered(Request.STOP)
-        self._asked = False

@@ -13,9 +13,9 @@ from tfpara.cluster.workers import (
 
 __all__ = [
     "ALONE",
+    "RANK_VARIABLES",
     "Cluster",
     "ClusterError",
-    "RANK_VARIABLES",
     "label",
     "left_alone",
     "read",

@@ -24,6 +24,7 @@ def points(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main() -> None:
+    """Trains, and writes the averaged model."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--out", default="classify", help="folder of what is written")

@@ -15,6 +15,7 @@ import tfpara
 
 
 def main() -> None:
+    """Trains by a loop of its own."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", default="loop.keras", help="file of the trained model")

@@ -1,4 +1,4 @@
-"""The arguments of a strategy, checked before anything starts."""
+"""The settings of a strategy, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62
 
-# Where the default rule is more than some 3 % behind one replica: docs/study.md.
-_MANY = 4  # replicas
-_SYNCS_FOR_EACH = 6  # syncs of a run for each of them
+# With this many replicas, and fewer syncs of a run for each, the default rule falls some 3 % behind
+# one replica: docs/study.md.
+_MANY = 4
+_SYNCS_FOR_EACH = 6
 
 # Metadata of settings. "workers": the setting must be equal on all workers. "run": it must also be
 # equal to that of the checkpoint from which a run is resumed.
@@ -61,9 +62,9 @@ class Settings:
     device_sync_period: int | None = dataclasses.field(default=None, metadata=_RUN)
     compression: str = dataclasses.field(default="none", metadata=_RUN)
     asked_rule: Rule | None = None  # before `resolved` filled in its defaults
-    replicas: int = 0  # N, for which it did
-    # Where hyper-parameters follow the number of replicas: the rule as the user gave it, and as it
-    # is for the largest number that may come.
+    replicas: int = 0  # the N of `resolved`
+    # If hyper-parameters follow the number of replicas: the user's rule, and that rule for the
+    # largest number that may come.
     following_rule: Rule | None = None
     largest_rule: Rule | None = None
 
@@ -85,8 +86,7 @@ class Settings:
     def resolved(self, num_replicas: int) -> Settings:
         """Returns these settings with the rule resolved for N replicas.
 
-        A user's own rule or average is tried out, which may run TensorFlow. So call this only once
-        TensorFlow knows the cluster.
+        A user's own rule or average is tried out, maybe by TensorFlow, which must know the cluster.
         """
         rule = self.rule.resolve(num_replicas)
         if _is_of_a_user(rule):
@@ -104,7 +104,7 @@ class Settings:
         apart = "belongs to workers of a fixed group: what one holds alone is lost with it."
         for name, refused, why in (
             ("aggregation", self.aggregation == "sharded", f"a part of the state {apart}"),
-            ("compression", self.compression != "none", f"what it has yet to send {apart}"),
+            ("compression", self.compression != "none", f"what is still to be sent {apart}"),
             ("overlap", bool(self.overlap), f"a sync in the air {apart}"),
             ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
             ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
@@ -139,7 +139,7 @@ class Settings:
         return {f"data_plan.{key}": value for key, value in self.data_plan.items()}
 
     def _take_whole(self, name: str, of: str = "") -> int:
-        """Converts a setting, maybe one of NumPy's, to a Python int; raises if it is not whole."""
+        """Makes a setting, maybe a number of NumPy's, a Python int; raises if it is not whole."""
         number = checked_whole(name, getattr(self, name), of=of)
         object.__setattr__(self, name, number)  # the class is frozen
         return number
@@ -162,7 +162,7 @@ class Settings:
 
     @property
     def _trains_on(self) -> bool:
-        """Whether replicas train on, on part of the weights at least, while a sync is under way."""
+        """Whether replicas train some weights at least while a sync is under way."""
         return bool(self.overlap) or self.fragments > 1
 
     def _check_overlap(self) -> None:
@@ -236,9 +236,9 @@ class Settings:
     def for_optimizers(self, given: Sequence[keras.optimizers.Optimizer]) -> Settings:
         """Returns these settings for a model with these local optimizers.
 
-        Where all divide by the size of gradients, as Adam does, the default block momentum is
-        reached more slowly; and it is that of "sqrt" where an average of gradients outlasts a
-        block, since that is not shortened.
+        If all divide by the size of gradients, as Adam does, the default block momentum is reached
+        more slowly. If an average of gradients outlasts a block, it is that of "sqrt", since such
+        an average is not shortened.
         """
         rule = self.asked_rule
         if not isinstance(rule, algorithms.BMUF) or not given:
@@ -256,15 +256,15 @@ class Settings:
 
     @property
     def slots_at_sync(self) -> str:
-        """What a sync makes of the optimizers' slots: "keep", "reset" or "average"."""
+        """The effect of a sync on the optimizers' slots: "keep", "reset" or "average"."""
         return "keep" if self.local_state == "auto" else self.local_state
 
     def fits_momentum(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether an optimizer's momentum is fitted to the block: see `local_momentum`.
 
-        That is so with local_state="auto", where the rule has a momentum of its own, of SGD with
-        momentum, of Adam, of Muon, and of optimizers that take the step of one of them. A rule that
-        filters Adam's moments itself takes them as they are.
+        With local_state="auto" and a rule that has a momentum of its own it is, for SGD with
+        momentum, Adam, Muon, and optimizers that take the step of one of them. A rule that filters
+        Adam's moments itself takes them as they are.
         """
         if self.local_state != "auto" or not self.has_momentum or not memory_can_change(optimizer):
             return False
@@ -275,7 +275,7 @@ class Settings:
 def warn_of_outlasting_momentum(
     settings: Settings, optimizer: keras.optimizers.Optimizer, steps: float
 ) -> None:
-    """Warns where local momentum outlasts a block, and the rule's own momentum repeats it.
+    """Warns of a local momentum that outlasts a block, so that the rule's own repeats it.
 
     Args:
         settings: of the strategy.
@@ -318,7 +318,7 @@ def _is_of_a_user(given: object) -> bool:
 
 
 def checked_rule(rule: object) -> Rule:
-    """Returns the rule if it is a rule object, else raises TypeError that says what to write."""
+    """Returns the rule; raises TypeError, with what to write, if it is no rule object."""
     names = [f"tfpara.{kind.__name__}(...)" for kind in algorithms.RULES]
     names += ["tfpara.DiLoCo(...)", "tfpara.SlowMo(...)", "one of your own (tfpara.Rule)"]
     if isinstance(rule, algorithms.Rule):

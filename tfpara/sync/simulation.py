@@ -102,15 +102,18 @@ def _replayed(
     settings = strategy.extended.settings.elastic()
     following = rule if elastic.rule_follows else None
     largest = check_sizes(rule, elastic.max_workers, 1) if elastic.rule_follows else None
-    strategy.extended.settings = dataclasses.replace(
+    settings = dataclasses.replace(
         settings,
         rule=rule.resolve(founders),
         replicas=founders,
         following_rule=following,
         largest_rule=largest,
     )
-    replay.attach(strategy.extended)
-    strategy.extended.replay = replay
+    extended = strategy.extended
+    extended.settings = extended.models.settings = extended.momentum.settings = settings
+    replay.attach(extended)
+    extended.replay, extended.models.present = replay, replay.present
+    extended.worker.changes = True
     return strategy
 
 

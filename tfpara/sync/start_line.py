@@ -17,7 +17,7 @@ def start_line(
     way: str,
     divided: bool = True,
 ) -> str:
-    """Returns in words who trains, on which part of a batch, where, and by which rule.
+    """Returns a line on the workers, their part of a batch, the rule, and the devices.
 
     Args:
         workers: the number of processes.
@@ -33,11 +33,11 @@ def start_line(
         '1 worker, 1 replica; BSP every 20 steps; on GPU:0'
     """
     replicas = workers * len(devices)
-    who = f"{counted(workers, 'worker')}, {counted(replicas, 'replica')}"
+    size = f"{counted(workers, 'worker')}, {counted(replicas, 'replica')}"
     if replicas > 1 and divided:
         rows = max(1, 64 // replicas)
-        who += f": each batch of {rows * replicas} is {counted(rows, 'row')} for each"
-    parts = [who, f"{in_words(rule)}, no syncs" if period is None else ""]
+        size += f": each batch of {rows * replicas} is {counted(rows, 'row')} for each"
+    parts = [size, f"{in_words(rule)}, no syncs" if period is None else ""]
     if period is not None:
         parts[1] = f"{in_words(rule)} every {'step' if period == 1 else f'{period} steps'}"
     parts += [f"average {name!r}: {in_words(average)}" for name, average in averages.items()]
@@ -56,7 +56,7 @@ def in_words(given: Rule | Average) -> str:
         return repr(given)
     values = {each.name: getattr(given, each.name) for each in dataclasses.fields(given)}
     if not all(isinstance(value, (int, float, str, type(None))) for value in values.values()):
-        return repr(given)  # of an optimizer the rule says the settings
+        return repr(given)  # a setting is an optimizer, whose own settings the rule's repr has
     told = [
         f"{each.name}={values[each.name]!r}"
         for each in dataclasses.fields(given)

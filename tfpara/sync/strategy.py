@@ -4,79 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpara import cluster, program
+from tfpara import program
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import check_backend, checked_seconds
-from tfpara.cluster import quiet, startup
 from tfpara.cluster.place import Purpose, call
-from tfpara.collectives.choice import choose, of_horovod
-from tfpara.elastic.meeting import ADDRESS as MEETING
-from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
-from tfpara.steps import after, batch_size, skip_empty
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync.data.elastic_data import by_epoch
-from tfpara.sync.elastic.rejoin import Regrouping
-from tfpara.sync.keras import hooks, scope
+from tfpara.sync.keras import scope
 from tfpara.sync.one_sync.reports import Request
-from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.sync.settings import Settings
-from tfpara.sync.start_line import counted, start_line
-from tfpara.sync.tensorflow import average_loss
-from tfpara.sync.tensorflow.devices import default_devices
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended, in_replica
-from tfpara.sync.workers import horovod_group
+from tfpara.sync.start import start
+from tfpara.sync.start_line import counted
+from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.sync.workers.json_exchange import everyones
-from tfpara.threads import check_threads
 from tfpara.typing import Json, Nest, Scalar
-
-_log = logging.getLogger(__name__)
-_PS_LEFT_OUT = (
-    "TF_CONFIG lists 'ps', which a synchronous strategy leaves out: the chief and the workers "
-    "train without them. tfpara.AsyncStrategy uses them."
-)
-
-
-def _checked_elastic(settings: Settings, elastic: object) -> Settings:
-    """Returns the settings for an elastic run.
-
-    Raises:
-        TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting contradicts it; or TF_CONFIG, or an engine, has started several
-            workers without a meeting point.
-    """
-    if not isinstance(elastic, Elastic):
-        raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
-    try:
-        found = cluster.taking_part(cluster.read)
-    except cluster.ClusterError:
-        if not meeting_point():
-            raise
-        return settings.elastic()  # what they say is not needed
-    if found.num_workers > 1:
-        told = found.told.engine if found.told else "TF_CONFIG"
-        if not meeting_point():
-            raise ValueError(
-                f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
-                f"workers without one. Start tfpara-meet --workers={found.num_workers} "
-                f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
-                "name, for all workers: docs/elastic.md."
-            )
-        if found.is_chief:
-            text = (
-                f"tfpara: {MEETING} says where workers meet; ranks and addresses of {told} do not"
-            )
-            print(text, file=sys.stderr, flush=True)
-    return settings.elastic()
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
@@ -186,103 +135,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             device_sync_period=device_sync_period,
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
-        # Before the processes know of each other: then TensorFlow lists the devices of all.
-        devices = default_devices() if devices is None else devices
-        check_threads(len(devices))
-        if elastic is not None:
-            settings = _checked_elastic(settings, elastic)
-            if meeting_point():
-                self._start_elastic(settings, devices, elastic, startup_timeout_seconds)
-                return
-            text = f"tfpara: elastic=: {MEETING} is not set, so this process trains alone"
-            print(text, file=sys.stderr, flush=True)
-        found = cluster.taking_part(cluster.read)
-        if meeting_point() and found.num_workers == 1 and not self._is_simulated:
-            raise ValueError(
-                f"{MEETING}={meeting_point()!r} says where the workers of an elastic run meet, and "
-                "with elastic=None each of them would train by itself. Give this strategy "
-                f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
-            )
-        if found.has_ps and found.is_chief:
-            _log.warning("tfpara: %s", _PS_LEFT_OUT)
-        chosen, why = choose(collectives, found)
-        settings = dataclasses.replace(settings, collectives=chosen)
-        if found.num_workers > 1 and found.is_chief and collectives == "auto":
-            # A warning is shown by default. It is one only if another backend was possible.
-            chose = found.rank_variable and (of_horovod(found) or not found.told)
-            level = logging.WARNING if chose else logging.DEBUG
-            _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
-        if chosen == "tensorflow" or not of_horovod(found):
-            found = startup.find_each_other(found, startup_timeout_seconds, chosen)
-        if found.num_workers > 1 and chosen == "horovod":
-            horovod_group.join(found, startup_timeout_seconds, timeout_seconds)
-            starting: Any = contextlib.nullcontext()
-        else:
-            starting = startup.guard(found, startup_timeout_seconds)
-        # The grandparent's constructor is called, since the parent's builds its own extended class.
-        with starting:
-            with _starting_first():
-                extended = PeriodicSyncExtended(self, settings, devices, found)
-            tf.distribute.Strategy.__init__(self, extended)
-        if found.num_workers > 1:
-            found = horovod_group.with_addresses(found, extended.control)
-        program.watch(self, found, timeout_seconds)
-        extended.start()
-        if found.num_workers > 1:
-            extended.connect(found)
-        scope.watch(self)
-        hooks.install()
-        quiet.install()
-        average_loss.install()
-        if self.is_chief:
-            # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
-            self._print_start()
-            alone = found.num_workers == 1 and not self._is_simulated
-            text = cluster.left_alone() if alone else ""
-            if text:
-                print(f"tfpara: {text}", file=sys.stderr, flush=True)
-
-    def _start_elastic(
-        self,
-        settings: Settings,
-        devices: Sequence[str],
-        elastic: Elastic,
-        startup_timeout_seconds: float,
-    ) -> None:
-        if elastic.rule_follows:
-            largest = check_sizes(settings.rule, elastic.max_workers, len(devices))
-            settings = dataclasses.replace(
-                settings, following_rule=settings.rule, largest_rule=largest
-            )
-        with startup.elastic_run():
-            regrouping = Regrouping(elastic, startup_timeout_seconds)
-            with quiet.starting(), _starting_first():
-                extended = PeriodicSyncExtended(self, settings, devices, cluster.ALONE, regrouping)
-        tf.distribute.Strategy.__init__(self, extended)
-        program.watch(self, cluster.ALONE, settings.timeout_seconds)
-        extended.start()
-        scope.watch(self)
-        hooks.install()
-        quiet.install()
-        average_loss.install()
-        if regrouping.joining:
-            print("tfpara: joins a run that is under way", file=sys.stderr, flush=True)
-        elif self.is_chief:
-            self._print_start()
-
-    def _print_start(self) -> None:
-        extended = self.extended
-        line = start_line(
-            self.num_workers,
-            extended.worker_devices,
-            self.rule,
-            self.sync_period,
-            self.averages,
-            extended.collectives.way,
-            divided=extended.elastic is None,
-        )
-        for text in filter(None, (line, extended.connected_by)):
-            print(f"tfpara: {text}", file=sys.stderr, flush=True)
+        start(self, settings, devices, elastic, startup_timeout_seconds, self._is_simulated)
 
     def __repr__(self) -> str:
         count = f"{counted(self.num_workers, 'worker')}, {counted(self.num_replicas, 'replica')}"
@@ -293,7 +146,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def has_trained(self) -> bool:
         """Whether a model was trained under this strategy."""
-        return self.extended.has_trained
+        return self.extended.models.has_trained
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -339,7 +192,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def sync_period(self) -> int | None:
         """τ, minibatches of each replica between two syncs; None while there are none."""
-        return self.extended.sync_period
+        return self.extended.momentum.sync_period
 
     def set_sync_period(self, sync_period: int | None) -> None:
         """Sets τ from here on. Every worker must call it between blocks: where an epoch begins.
@@ -358,7 +211,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             # Raises if the period does not go with the other settings.
             settings = dataclasses.replace(extended.settings, sync_period=sync_period)
             sync_period = settings.sync_period
-        if any(s.agreement().block_open or s.in_flight for s in extended.synchronizers):
+        if any(s.agreement().block_open or s.in_flight for s in extended.models.synchronizers):
             raise ValueError(
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
                 "sync. Call it where an epoch begins, or after strategy.synchronize()."
@@ -378,7 +231,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Raises:
             ValueError: there is no such replica.
         """
-        self.extended.broadcast_replica(model, replica)
+        self.extended.models.broadcast_replica(model, replica)
 
     @property
     def rule(self) -> Rule:
@@ -386,7 +239,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
         Once a model trains, they are also those for its local optimizer.
         """
-        return self.extended.rule
+        return self.extended.models.rule
 
     @property
     def averages(self) -> dict[str, Average]:
@@ -406,41 +259,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         A replica whose part of the batch is empty takes no step. If `fn` updates the weights of a
         model, every `sync_period`-th call includes a sync.
         """
-        extended = self.extended
         with self.scope():
-            if tf.executing_eagerly() and extended.synchronizer_for(fn) is None:
-                model = extended.model_of(fn)
-                if _is_train_step(fn) or (model is extended.tracked and _has_weights(model)):
-                    # Made before the step, so that it starts from the weights before the step.
-                    extended.make_synchronizer(model)
-            # A function that was traced in an earlier call does not show that it steps. Its
-            # optimizers' step counts do.
-            counts = extended.step_counts() if tf.executing_eagerly() else []
-            extended.optimizer_stepped = False
-            extended.written, extended.used = [], []
-            outputs = super().run(skip_empty(fn), args, kwargs, options)
-            locals_ = self.experimental_local_results((args, kwargs or {}))
-            samples = [batch_size(values) for values in locals_]
-            if _is_step_of_keras(fn):
-                outputs = extended.of_those_that_stepped(outputs, samples)
-            if tf.executing_eagerly() and extended.have_stepped(counts):
-                extended.optimizer_stepped = True
-            if not extended.optimizer_stepped and not _is_train_step(fn):
-                return outputs
-            extended.check_optimizers(extended.model_of(fn))
-            # Looked up again, since the step may have made slots of optimizers.
-            synchronizer = extended.synchronizer_for(fn)
-            if synchronizer is None:
-                with tf.init_scope():
-                    synchronizer = extended.make_synchronizer(extended.model_of(fn))
-                scope.check(extended.model_of(fn), self)
-            extended.check_written(synchronizer)
-            with after(locals_):
-                synchronizer.after_step(
-                    [1 if n is None else n for n in samples],
-                    [extended.weight_of(fn, *values) for values in locals_],
-                )
-            return outputs
+            return self.extended.steps.run(super().run, fn, args, kwargs, options, scope.check)
 
     def reduce(
         self, reduce_op: str | tf.distribute.ReduceOp, value: Nest, axis: int | None = None
@@ -480,7 +300,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             loop of your own every pass that follows training steps is the next epoch's. In a
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
-        position = self.extended.position
+        position = self.extended.data.position
         return self.extended.datasets_by_epoch(
             lambda context: dataset_fn(position.epoch, position.first)
         )
@@ -516,12 +336,17 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         """
         self.extended.states[name] = holder
 
+    @property
+    def states(self) -> dict[str, StateHolder]:
+        """The objects given to `keep_state`, and those of the strategy's own, by name."""
+        return self.extended.states
+
     def request(self, request: Request) -> None:
         """Requests a checkpoint or a stop of all workers, who agree on it at the next sync.
 
         `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
         """
-        for synchronizer in self.extended.synchronizers:
+        for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.request(request)
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
@@ -537,7 +362,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
     def steps_resumed(self, epoch: int) -> int:
         """Returns the minibatches of each replica that an earlier process trained of this epoch."""
-        position = self.extended.position
+        position = self.extended.data.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 
     def answered(self, *requests: Request) -> None:
@@ -545,7 +370,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
 
         Others stay until they are answered. Every worker calls it at the same sync.
         """
-        for synchronizer in self.extended.synchronizers:
+        for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.answered(*requests)
 
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
@@ -569,7 +394,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
                 "weigh_minibatches() after a model was trained: its compiled step counts "
                 "otherwise. Call it right after the strategy is made."
             )
-        self.extended.minibatch_weight = weight
+        self.extended.steps.minibatch_weight = weight
 
     def track(
         self,
@@ -590,7 +415,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             TypeError: an argument is no model, or no optimizer.
             ValueError: the list of models is empty.
         """
-        self.extended.track(as_list(model), as_list(optimizers))
+        self.extended.models.track(as_list(model), as_list(optimizers))
 
     def forget(self, model: keras.Model) -> None:
         """Gives up what the strategy keeps of a model that was trained; every worker must call it.
@@ -612,7 +437,17 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Raises:
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
         """
-        self.extended.forget(model)
+        extended = self.extended
+        if extended.elastic is not None:
+            raise ValueError(
+                "strategy.forget() does not go with elastic=, whose run trains one model."
+            )
+        if extended.place.fits or extended.shown is not None:
+            inside = (
+                "in a callback of fit" if extended.place.fits else "inside strategy.weights(...)"
+            )
+            raise ValueError(f"strategy.forget() {inside}: a model is in use. Call it afterwards.")
+        extended.models.forget(model)
 
     def synchronize(self) -> None:
         """Closes the open block: takes part in syncs until every worker has called it.
@@ -620,7 +455,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         Every worker must call it. `fit` does so at the end of each epoch; custom loops call it at
         the end of their data.
         """
-        self.extended.finish_blocks()
+        self.extended.models.finish_blocks()
 
     def barrier(self) -> None:
         """Waits until every worker has called this.
@@ -653,9 +488,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
-        self.extended.finish_blocks(call(f"strategy.weights(model, {which!r})"))
-        synchronizer = self.extended.trained(model)
-        if synchronizer is None and self.extended.is_stranger(model):
+        self.extended.models.finish_blocks(call(f"strategy.weights(model, {which!r})"))
+        synchronizer = self.extended.models.trained(model)
+        if synchronizer is None and self.extended.models.is_stranger(model):
             raise ValueError(
                 f"this model has no {which!r} weights of its own: it belongs to another strategy, "
                 "or shares some of its weights with a model that was trained. Give the model that "
@@ -678,44 +513,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             model: a model that is built and compiled in the scope.
         """
         with self.scope():
-            return self.extended.synchronizer_of(model).graph.global_state.nbytes
+            return self.extended.models.synchronizer_of(model).graph.global_state.nbytes
 
     def statistics(self) -> SyncStatistics:
         """Returns counts and times of this worker's syncs so far, over all models."""
-        total = self.extended.dropped
-        for synchronizer in self.extended.synchronizers:
-            total = total.and_then(synchronizer.graph.statistics())
-        return total
-
-
-@contextlib.contextmanager
-def _starting_first() -> Iterator[None]:
-    """Replaces TensorFlow's error, if TensorFlow was used before the strategy was made."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "at program startup" not in str(error):
-            raise
-        raise RuntimeError(
-            "TensorFlow was used before the strategy was made, and cannot join a cluster any more. "
-            "Make the strategy before any tensor, variable, dataset, layer, metric, model or "
-            "optimizer; give tfpara.Outer a function, as in "
-            "Outer(lambda: keras.optimizers.Adam(0.1))."
-        ) from None
-
-
-def _is_step_of_keras(
-    fn: Callable[..., Nest], names: Sequence[str] = ("train_step", "test_step")
-) -> bool:
-    """Returns whether `fn` is the step that `fit` or `evaluate` runs on a minibatch."""
-    owner = getattr(fn, "__self__", None)
-    return isinstance(owner, keras.Model) and getattr(fn, "__name__", "") in names
-
-
-def _has_weights(model: keras.Model | None) -> bool:
-    return model is not None and bool(model.trainable_variables)
-
-
-def _is_train_step(fn: Any) -> bool:
-    """Returns whether `fn` is the `train_step` of a model that has trainable weights."""
-    return _is_step_of_keras(fn, ["train_step"]) and _has_weights(fn.__self__)
+        return self.extended.models.statistics()

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpara.keras_model import optimizers
 from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
-from tfpara.sync.keras.hooks import build_optimizers
+from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
 from tfpara.typing import Array, Json
 

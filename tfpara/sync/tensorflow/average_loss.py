@@ -16,7 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.sync.tensorflow.extended import PeriodicSyncExtended, in_replica
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.typing import Scalar
 
 _replaced: list[Any] = []

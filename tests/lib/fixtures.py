@@ -1,0 +1,124 @@
+"""Fixtures: runs that nothing interrupts, tiny corpora, and functions that run the programs."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from input import corpus, index
+from tests.lib import resumable_runs, warm
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass
+class Ended:
+    """A program that has ended."""
+
+    returncode: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def corpus_directory(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("corpus") / "tiny")
+    options = corpus.Options(
+        train_minutes=0.5,
+        validation_minutes=0.1,
+        test_minutes=0.1,
+        train_speakers=3,
+        validation_speakers=1,
+        test_speakers=1,
+        seed=5,
+    )
+    corpus.prepare(directory, options)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def run():
+    """A function: run("train", "--flag", ..., workers=2) runs scripts.train with the launcher.
+
+    With one worker it runs without the launcher. launcher: more flags of the launcher.
+    """
+
+    def call(program, *flags, workers=1, launcher=()):
+        command = ["-m", f"scripts.{program}", *map(str, flags)]
+        if workers > 1:
+            launch = ["-m", "tfpara.launch", "-n", str(workers), "--threads", "1"]
+            command = [*launch, *launcher, "--", sys.executable, *command]
+        environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+        environ |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
+        environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # as the programs set it themselves
+        options = {"cwd": ROOT, "env": environ, "text": True}
+        options |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        if workers > 1:  # the launcher imports no TensorFlow
+            process = subprocess.Popen([sys.executable, *command], **options)
+        else:
+            process = warm.Popen(command, **options)
+        with process:
+            try:
+                out, err = process.communicate(timeout=200)
+            finally:
+                process.kill()
+        return Ended(process.returncode, out, err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def run_well(run):
+    """A function like `run`, except that it fails unless the program succeeds."""
+
+    def call(*arguments, **more):
+        ended = run(*arguments, **more)
+        assert ended.returncode == 0, ended.out + ended.err
+        return ended
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory):
+    """A function of the number of workers: what each ends with in a run without interruption."""
+    ends = {}
+
+    def of(workers):
+        if workers not in ends:
+            run = resumable_runs.Run(tmp_path_factory.mktemp("whole") / "run", workers)
+            ends[workers] = run.to_the_end()
+        return ends[workers]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def tiny_options():
+    return corpus.Options(
+        train_minutes=0.6,
+        validation_minutes=0.15,
+        test_minutes=0.3,
+        train_speakers=5,
+        validation_speakers=2,
+        test_speakers=3,
+        shard_megabytes=0.7,
+        seed=3,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory, tiny_options):
+    """A corpus of 0.9 minutes in several shards. Tests must not change it."""
+    directory = str(tmp_path_factory.mktemp("corpus") / "tiny")
+    _, reused = corpus.prepare(directory, tiny_options)
+    assert not reused
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_directory):
+    return index.read(tiny_directory)

@@ -1,0 +1,154 @@
+"""Faults end in one clear message and a non-zero exit on every worker that is left."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.lib.cluster_of_processes import Workers, run
+
+
+def both(option, other):
+    return run("faults.py", [option, other])
+
+
+def test_without_a_fault_all_train():
+    """Neither a candidate rate that diverges on one worker alone nor a worse epoch is one, nor a
+    rate that each worker sets by the minibatches that it has taken."""
+    for result in run("faults.py", [{"schedules": True}] * 2, fresh=True):
+        assert result.returncode == 0, result.output
+        assert "trained [0.09" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "other", "words"),
+    [
+        (
+            {"data_plan": {"seed": 1}},
+            {
+                "sync_period": 4,
+                "rule": "tfpara.BMUF()",
+                "local_state": "reset",
+                "data_plan": {"seed": 2},
+            },
+            [
+                "sync_period: worker 0 has '3', worker 1 has '4'",
+                "rule: worker 0 has 'BSP()'",
+                "BMUF(block_momentum=0.5",
+                "local_state: worker 0 has 'auto'",
+                "data_plan.seed: worker 0 has 1, worker 1 has 2",
+            ],
+        ),
+        ({"data_plan": {"seed": 1}}, {}, ["data_plan.seed: worker 0 has", "worker 1 has None"]),
+        ({}, {"units": 8}, ["(6, 7)", "(6, 8)", "model, variable"]),
+        (
+            {"momentum": 0.9},
+            {"momentum": 0.5},
+            ["optimizer's momentum: worker 0 has 0.9, worker 1 has 0.5"],
+        ),
+    ],
+)
+def test_different_settings_are_named_before_the_first_step(option, other, words):
+    for result in both(option, other):
+        assert result.returncode != 0
+        assert "trained" not in result.output
+        for word in ["FingerprintError", *words]:
+            assert word in result.output
+
+
+def test_a_worker_that_never_starts_is_named():
+    with Workers("faults.py", [{"startup_timeout_seconds": 3}], absent=1) as workers:
+        (result,) = workers.results()
+    assert result.returncode != 0
+    assert f"have not started: worker 1 ({workers.addresses[1]})" in result.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("nan", "replica 2 (worker 1) has NaN or Inf in weight "),
+        ("load", "replica 2 (worker 1) starts from other weights than replica 0"),
+        ("frozen", "replica 2 (worker 1) has other frozen weights or statistics, "),
+        ("statistics", "replica 2 (worker 1) has other frozen weights or statistics, "),
+        ("rate", "replica 0 (worker 0) 0.1, replica 2 (worker 1) 0.05. Set the rate on every"),
+    ],
+)
+def test_bad_weights_on_one_worker_stop_all(fault, message):
+    options = {"local_devices": 2, "others": fault in ("frozen", "statistics")}
+    for result in both(options, {**options, "fault": fault}):
+        assert result.returncode != 0
+        assert message in result.output
+
+
+@pytest.mark.parametrize(("fault", "devices"), [("kill", 2), ("leave", 1)])
+def test_a_dead_peer_is_named(fault, devices):
+    options = {"local_devices": devices}
+    with Workers("faults.py", [options, {**options, "fault": fault}]) as workers:
+        survivor, gone = workers.results()
+    assert gone.returncode == (-signal.SIGKILL if fault == "kill" else 0)
+    assert survivor.returncode != 0
+    assert "trained" not in survivor.output
+    how = "is gone" if fault == "kill" else "has ended its program while others went on"
+    assert f"because worker 1 ({workers.addresses[1]}) {how}" in survivor.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (
+            "absent",
+            "has ended its program while others went on; call fit on every worker or on none.",
+        ),
+        (
+            "empty",
+            "has failed (ValueError: fit got data without a single batch on worker 2. Every worker "
+            "needs at least one: give it data, or start fewer workers.); start all workers again.",
+        ),
+    ],
+)
+def test_a_worker_without_fit_or_data_is_named(fault, why):
+    with Workers("faults.py", [{"fault": "own"}, {"fault": "own"}, {"fault": fault}]) as workers:
+        *others, odd = workers.results()
+    assert odd.returncode == (0 if fault == "absent" else 1)
+    for result in others:
+        assert result.returncode != 0
+        assert f"because worker 2 ({workers.addresses[2]}) {why}\n" in result.output
+
+
+@pytest.mark.one_version
+def test_a_long_wait_is_told_of():
+    """While it lasts: for whom, and where that is."""
+    options = {"timeout_seconds": 100}
+    waiting, late = run("faults.py", [options, {**options, "fault": "sleep"}])
+    assert waiting.returncode == late.returncode == 0
+    line = next(line for line in waiting.output.splitlines() if line.startswith("Waiting for"))
+    since, _, where = line.partition(" s: ")
+    assert since.startswith("Waiting for worker 1 in a sync for 1")
+    assert where.startswith("it is in callbacks of epoch 1 of fit, step 5 [faults.py, line ")
+    assert "Waiting" not in late.output
+
+
+def test_a_worker_that_stops_for_less_than_the_timeout_goes_on():
+    """TensorFlow's coordination service is as patient as timeout_seconds; the chief serves it."""
+    with Workers("faults.py", [{"fault": "stop"}, {}]) as workers:
+        chief = workers.processes[0].pid
+        for line in workers.processes[0].stdout:
+            if line == "fault stop\n":
+                break
+        time.sleep(13)
+        os.kill(chief, signal.SIGCONT)
+        assert [result.returncode for result in workers.results()] == [0, 0]
+
+
+def test_a_silent_peer_is_an_error_after_the_timeout():
+    options = {"local_devices": 2, "timeout_seconds": 5}
+    with Workers("faults.py", [options, {**options, "fault": "stop"}]) as workers:
+        try:
+            output = workers.processes[0].communicate(timeout=120)[0]
+        finally:
+            os.kill(workers.processes[1].pid, signal.SIGCONT)
+        assert workers.processes[0].returncode != 0
+        assert "trained" not in output
+        silent = f"worker 1 ({workers.addresses[1]}) was silent for longer than timeout_seconds=5"
+        assert f"a sync failed because {silent}" in output

@@ -1,0 +1,102 @@
+"""The code in the documentation runs, its links lead somewhere, and it names what there is."""
+
+import ast
+import pydoc
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpara
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def code_of(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def names():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 784)).astype("float32")
+    return {"dataset": tf.data.Dataset.from_tensor_slices((x, rng.integers(0, 10, 64))).batch(16)}
+
+
+README = ROOT / "README.md"  # whose block has a test of its own
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if code_of(p) and p != README], ids=lambda p: p.name
+)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = names()
+    for number, block in enumerate(code_of(page)):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def test_readme_exports_a_model_that_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = code_of(README)
+    exec(compile(block, "README.md", "exec"), names())
+    loaded = tf.saved_model.load("export")
+    assert loaded.serve(np.zeros((2, 784), "float32")).shape == (2, 10)
+
+
+def anchors(page):
+    """What a link to a section of a page may name: GitHub's forms of its headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for heading in re.findall(r"^#+ (.*)", text, re.M):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if not target.startswith("http"):
+            there = page.parent / target if target else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+def text_of(node):
+    """The words of a string in the sources, with "…" for what is filled in; None if it is none."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(value) or "…" for value in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts = text_of(node.left), text_of(node.right)
+        return "".join(part or "…" for part in parts) if any(parts) else None
+    return None
+
+
+def texts_of_the_library():
+    for path in (ROOT / "tfpara").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = text_of(node)
+            if text:
+                yield " ".join(text.split())
+
+
+def test_troubleshooting_page_quotes_messages_that_there_are():
+    ours = (ROOT / "docs" / "troubleshooting.md").read_text().split("## TensorFlow's own")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", ours, re.M)
+    assert len(quoted) > 50
+    texts = list(texts_of_the_library())
+    for message in quoted:
+        assert any(len(words) > 12 for words in message.split("…")), message
+        pattern = re.compile(".*".join(re.escape(words) for words in message.split("…")))
+        assert any(map(pattern.search, texts)), message
+
+
+@pytest.mark.parametrize("name", ["PeriodicSyncStrategy", "AsyncStrategy"])
+def test_help_of_a_strategy_tells_of_its_own_arguments(name):
+    strategy = getattr(tfpara, name)
+    shown = pydoc.plain(pydoc.render_doc(strategy.__init__))
+    assert "sync_period" in shown and "above" in shown
+    assert "cluster_resolver" not in shown and "communication_options" not in shown
+    assert "sync_period: τ ≥ 1" in pydoc.plain(pydoc.render_doc(strategy))

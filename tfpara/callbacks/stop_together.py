@@ -1,0 +1,66 @@
+"""A callback by which all workers stop if one wants to."""
+
+from __future__ import annotations
+
+import keras
+
+from tfpara import fit_call
+from tfpara.callbacks.sync_watch import SyncWatch
+from tfpara.cluster.place import of_callback
+from tfpara.sync.one_sync.reports import Request
+from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.typing import Logs
+
+_WISHES = of_callback("StopTogether")
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Stops all workers if one wants to stop, at the next sync or the end of the epoch.
+
+    It is for callbacks that set `model.stop_training` on one worker alone, for a reason that the
+    others do not see. Without it the others would wait for that worker. It runs after all other
+    callbacks.
+    """
+
+    order = fit_call.Order.STOPS
+
+    async_safe = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch = SyncWatch()
+        self._asked = False  # since the last answer
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
+            raise ValueError(
+                "StopTogether needs a model of a tfpara.PeriodicSyncStrategy. In the fit of a "
+                "tfpara.AsyncStrategy, whose callbacks all run in the chief, leave it out: to set "
+                "model.stop_training there stops all."
+            )
+        fit_call.at_end(self._withdraw)
+
+    def _withdraw(self) -> None:
+        """Takes back the wish to stop if `fit` has failed, so that the next `fit` does not stop."""
+        if self._asked:
+            self._asked = False
+            self.model.distribute_strategy.answered(Request.STOP)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._watch.begin(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        if self.model.stop_training:
+            self.model.stop_training = False
+            self.model.distribute_strategy.request(Request.STOP)
+            self._asked = True
+        if self._watch.after_batch(self.model, batch, lambda a: a.request == Request.STOP):
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        strategy = self.model.distribute_strategy
+        asked = strategy.extended.synchronizer_of(self.model).agreement().request == Request.STOP
+        mine = bool(self.model.stop_training) or self._asked or asked
+        self.model.stop_training = any(strategy.everyones(mine, _WISHES))
+        strategy.answered(Request.STOP)
+        self._asked = False

@@ -1,0 +1,296 @@
+"""The checkpoints of a run of either kind: how they are written, checked and chosen."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checks import versions
+from tfpara.cluster.place import Purpose
+from tfpara.strategy import StateHolder
+from tfpara.sync.workers.settings_check import differences
+from tfpara.typing import Array, Json
+
+IF_DAMAGED = ("refuse", "start")
+# Errors that come of reading a part, or of setting a state that it has.
+_UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
+_ADVICE = "give tfpara.callbacks.Checkpoint to fit on every worker"
+
+
+class Checkpoints(abc.ABC):
+    """The checkpoints of one model; every process that runs callbacks calls the same methods.
+
+    Args:
+        model: a built and compiled model of one of tfpara's strategies.
+        store: the directory.
+    """
+
+    def __init__(self, model: keras.Model, store: Store) -> None:
+        self._model = model
+        self._strategy = model.distribute_strategy
+        self.store = store
+        self._next = 0
+
+    # -- what a kind of run has ------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _settings(self) -> dict[str, Json]:
+        """Returns the settings that a resumed run must share, by name."""
+
+    @abc.abstractmethod
+    def _facts(self) -> dict[str, Json]:
+        """Returns further entries of the manifest."""
+
+    @abc.abstractmethod
+    def _tensors(self) -> dict[str, Array]:
+        """Returns the tensors of this process's part, by name."""
+
+    @abc.abstractmethod
+    def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
+        """Sets all state from a checkpoint; no collective may run in it."""
+
+    def _versions(self) -> dict[str, str]:
+        """Returns what the last digits of a run depend on beside its settings."""
+        return versions()
+
+    def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
+        """Refuses a checkpoint of another run."""
+        check_run(self.store.path(number), manifest, self._settings(), self._versions())
+
+    # -- for callbacks ---------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Locks the directory for this run.
+
+        Raises:
+            CheckpointError: on every worker, if the chief cannot, or they see other directories.
+        """
+        self._together(self.store.lock, "lock", chief_only=True)
+        # Each run has its own mark, since a worker of an earlier run may still write its part.
+        self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
+        seen = self._together(lambda: [socket.gethostname(), self.store.numbers()], "numbers")
+        (chief_host, numbers), *_ = seen
+        for worker, (host, theirs) in enumerate(seen):
+            if theirs != numbers:
+                self.store.release()
+                raise CheckpointError(
+                    f"{self.store.directory} must be one directory that all workers share: the "
+                    f"chief on {chief_host} and worker {worker} on {host} see different "
+                    f"checkpoints in it, {numbers} and {theirs}."
+                )
+        self._next = max(numbers, default=0) + 1
+
+    def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
+        """Writes a checkpoint where no state changes meanwhile, as at a sync.
+
+        Args:
+            position: returns where the run is.
+
+        Raises:
+            CheckpointError: on every worker, if one could not write; the message names it. Earlier
+                checkpoints are intact.
+        """
+        number, self._next = self._next, self._next + 1
+        manifest = {
+            "run": self._settings(),
+            **self._facts(),
+            "versions": self._versions(),
+            "position": dict(position()),
+            "states": _collected(self._strategy.states),
+        }
+        try:
+            begun = self._together(lambda: self.store.begin(number), "begin", chief_only=True)
+            tensors, rank = self._tensors(), self._strategy.worker_index
+            parts = self._together(
+                lambda: self.store.write_part(number, rank, tensors, begun[0]), "write"
+            )
+            manifest["workers"] = len(parts)
+            manifest["files"] = {name: mark for part in parts for name, mark in part.items()}
+            self._together(lambda: self.store.commit(number, manifest), "commit", chief_only=True)
+        except CheckpointError:
+            if self._strategy.is_chief:
+                self.store.abandon(number)
+            raise
+
+    def restore(self, if_damaged: str) -> tuple[int, dict[str, Json]] | None:
+        """Restores the newest undamaged checkpoint.
+
+        Returns its number and its manifest, or None without any checkpoint.
+
+        Args:
+            if_damaged: "refuse" or "start", what to do if there are checkpoints and all are
+                damaged.
+
+        Raises:
+            CheckpointError: on every worker, if all are damaged and `if_damaged` is "refuse", or
+                the newest undamaged one is of another run.
+        """
+        problems = []
+        for number in self.store.numbers():
+            problem = self._problem(number)
+            if problem is None:
+                read = self._together(lambda n=number: self.store.read_manifest(n), "manifest")
+                manifest = read[self._strategy.worker_index]
+                with self._reading(number):
+                    self._check_run(number, manifest)
+                self._together(lambda n=number, m=manifest: self._load(n, m), "load")
+                return number, manifest
+            warnings.warn(f"{problem}; trying the checkpoint before it.", stacklevel=2)
+            problems.append(problem)
+            self.store.damaged.add(number)
+        if problems and if_damaged == "refuse":
+            raise CheckpointError(
+                f"no checkpoint in {self.store.directory} can be used: {'; '.join(problems)}. To "
+                'train from the beginning, remove the directory or give if_damaged="start".'
+            )
+        return None
+
+    # -- helpers of the above --------------------------------------------------------------------
+
+    def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
+        with self._reading(number):
+            self._take_over(number, manifest)
+
+    @contextlib.contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        """A context in which content that the manifest does not say is a CheckpointError."""
+        try:
+            yield
+        except _UNREADABLE as error:
+            why = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"{self.store.path(number)} cannot be used ({type(error).__name__}: {why})"
+            ) from error
+
+    def _give_states(self, states: Mapping[str, Json]) -> None:
+        """Gives objects the states that a checkpoint has of them."""
+        for name, state in states.items():
+            holder = self._strategy.states.get(name)
+            if holder is None:
+                warnings.warn(
+                    f"the checkpoint has a state of {name!r}, which this run does not have; it is "
+                    "left out.",
+                    stacklevel=2,
+                )
+                continue
+            try:
+                holder.set_state(state)
+            except _UNREADABLE as error:
+                raise ValueError(
+                    f"set_state() of {name!r} does not take its state: {type(error).__name__}: "
+                    f"{error}"
+                ) from error
+
+    def _everyones(self, value: Json, name: str) -> list[Json]:
+        return self._strategy.everyones(value, Purpose(f"in Checkpoint ({name})", _ADVICE))
+
+    def _together(
+        self, action: Callable[..., Json], name: str, chief_only: bool = False
+    ) -> list[Json]:
+        """Runs an action on every worker, or on the chief alone; returns the results by rank.
+
+        Raises:
+            CheckpointError: on all workers, if the action fails on one; the message names it.
+        """
+        result = problem = None
+        if self._strategy.is_chief or not chief_only:
+            try:
+                result = action()
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+        everyone = self._everyones([result, problem], name)
+        for worker, (_, theirs) in enumerate(everyone):
+            if theirs is not None:
+                where = f"worker {worker}: " if len(everyone) > 1 else ""
+                raise CheckpointError(where + theirs)
+        return [value for value, _ in everyone]
+
+    def _problem(self, number: int) -> str | None:
+        """Returns why a checkpoint cannot be used, the same on all workers; None if it can."""
+        problem = None
+        if self._strategy.is_chief:
+            try:
+                self.store.check(number, self.store.read_manifest(number))
+            except CheckpointError as error:
+                problem = str(error)
+        return self._everyones(problem, "problem")[0]
+
+
+def facts_of_model(model: keras.Model) -> dict[str, Json]:
+    """Returns what a resumed run must share of its model."""
+    shapes = [f"{tuple(v.shape)} {v.dtype}" for v in model.trainable_variables]
+    optimizer: Any = getattr(model, "optimizer", None)
+    return {"model": "; ".join(shapes), "optimizer": type(optimizer).__name__}
+
+
+def check_run(
+    path: str | os.PathLike[str],
+    manifest: Mapping[str, Json],
+    mine: Mapping[str, Json],
+    versions: Mapping[str, str],
+) -> None:
+    """Compares a checkpoint's settings with those of this run; other versions are a warning.
+
+    Args:
+        path: path of the checkpoint.
+        manifest: manifest of the checkpoint.
+        mine: settings of this run, by name.
+        versions: what the last digits depend on in this run, by name.
+
+    Raises:
+        CheckpointError: the settings differ; the message names those that do.
+    """
+    mine = json.loads(json.dumps(mine, default=repr))
+    # Version 0.1 listed its version among the settings. The format's number decides instead.
+    theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
+    states = (theirs.get("local_state"), mine.get("local_state"))
+    if "tfpara version" in manifest["run"] and states == ("keep", "auto"):
+        theirs["local_state"] = "auto"  # what was the default before there was "auto"
+    rule = theirs.get("rule")
+    if isinstance(rule, str) and "warmup=" not in rule:
+        # A run of a version without a warm-up of η goes on with the η that it had.
+        warmup = "False" if "warmup=False" in mine.get("rule", "") else "None"
+        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", rule)
+    differing = differences({"the checkpoint": theirs, "this run": mine})
+    if differing:
+        raise CheckpointError(
+            f"{path} is of another run. {differing}. Resume with the same settings, or give this "
+            "run a directory of its own."
+        )
+    others = {k: v for k, v in manifest["versions"].items() if versions.get(k) != v}
+    if others:
+        warnings.warn(
+            f"{path} was written with {', '.join(f'{k} {v}' for k, v in others.items())}; numbers "
+            "may differ in the last digits.",
+            stacklevel=3,
+        )
+
+
+def _collected(states: Mapping[str, StateHolder]) -> dict[str, Json]:
+    """Returns the states of objects with `get_state`, by name, as JSON values.
+
+    Raises:
+        CheckpointError: JSON cannot carry a state.
+    """
+    collected_states = {}
+    for name, holder in states.items():
+        try:
+            collected_states[name] = json.loads(json.dumps(holder.get_state()))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state of {name!r} cannot be kept ({error}): get_state() must return "
+                "numbers, texts, lists and dicts of Python's own."
+            ) from error
+    return collected_states

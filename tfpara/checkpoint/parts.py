@@ -1,0 +1,111 @@
+"""The parts of a checkpoint, from which a run on any number of replicas takes its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from tfpara.checkpoint.store import CheckpointError
+from tfpara.sync.one_sync.state_vars import Kind, Slot
+from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.typing import Array
+
+
+class Parts:
+    """The parts of a checkpoint, from which each slot of a run takes its value.
+
+    Args:
+        readers: one for each worker's part.
+        replicas: number of replicas of the run that wrote it.
+        sizes: lengths of the buckets of the global state.
+    """
+
+    def __init__(self, readers: Sequence[Any], replicas: int, sizes: Sequence[int]) -> None:
+        self._readers = readers
+        self._replicas = replicas
+        self._sizes = sizes
+        self._reader_of = {name: r for r in readers for name in r.get_variable_to_shape_map()}
+        there = {name.split("/")[0] for name in self._reader_of if name.startswith("replica-")}
+        if len(there) != replicas:
+            raise ValueError(f"it has {len(there)} replicas, and its manifest says {replicas}")
+
+    def value(self, slot: Slot, strategy: PeriodicSyncStrategy) -> Array | None:
+        """Returns the value of a slot of this run; None if the slot stays as it is.
+
+        Raises:
+            CheckpointError: the checkpoint lacks the value.
+        """
+        if slot.kind is Kind.HOLDER:
+            return self._of_holder(slot)
+        get: Callable[[int, str], Any]
+        if slot.replica is None:
+            owner, owners = strategy.worker_index, strategy.num_workers
+            former, get = len(self._readers), self.of_worker
+        else:
+            owner, owners = strategy.local_replica_ids[slot.replica], strategy.num_replicas
+            former, get = self._replicas, self._of_replica
+        if slot.kind in (Kind.REPLICA, Kind.BLOCK) and strategy.num_replicas != self._replicas:
+            return None
+        if slot.kind is Kind.RANDOM and owner >= former:
+            return None
+        sources: Sequence[int] = [owner % former]
+        if slot.kind is Kind.SUM:
+            sources = range(owner, former, owners)
+        elif slot.kind is Kind.MEAN and owners != former:
+            sources = range(former)
+        values = [get(source, slot.name) for source in sources]
+        if any(value is None for value in values):
+            if slot.absent is None:
+                raise _lacks(slot.name)
+            return tf.fill(slot.variable.shape, tf.cast(slot.absent, slot.variable.dtype))
+        if slot.kind is Kind.SUM:
+            return sum(values, start=tf.zeros_like(slot.variable))
+        if len(values) > 1:
+            return tf.cast(np.mean(values, 0, np.float64), slot.variable.dtype)
+        return values[0]
+
+    def of_worker(self, rank: int, name: str) -> Any:
+        """Returns a tensor of a worker's part; None if the part lacks it."""
+        reader = self._readers[rank]
+        return reader.get_tensor(name) if reader.has_tensor(name) else None
+
+    def of_replicas(self, name: str) -> list[Any]:
+        """Returns a tensor of each replica of the former run; None for one that lacks it."""
+        return [self._of_replica(replica, name) for replica in range(self._replicas)]
+
+    def _of_replica(self, replica: int, name: str) -> Any:
+        key = f"replica-{replica}/{name}"
+        return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
+
+    def _of_holder(self, slot: Slot) -> NDArray[Any]:
+        """Returns a part of a field, cut from the parts in which the former run wrote it."""
+        field, start = slot.name.rsplit("/", 1)
+        parts = {
+            int(name.rsplit("/", 1)[1]): (name, reader)
+            for name, reader in self._reader_of.items()
+            if name.rsplit("/", 1)[0] == field
+        }
+        if not parts and slot.absent is None:
+            raise _lacks(slot.name)
+        if not parts:
+            return np.full(slot.variable.shape, slot.absent, slot.variable.dtype.as_numpy_dtype)
+        shape, begin, size = slot.variable.shape, int(start), self._sizes[int(field.split("/")[-1])]
+        if not shape.rank:  # a scalar, which is the same in all parts
+            name, reader = parts[min(parts)]
+            return reader.get_tensor(name)
+        value = np.zeros(shape, slot.variable.dtype.as_numpy_dtype)  # zeros past the bucket's end
+        for at, (name, reader) in parts.items():
+            (length,) = reader.get_variable_to_shape_map()[name]
+            first, last = max(at, begin), min(at + length, begin + shape[0], size)
+            if first < last:
+                piece = reader.get_tensor(name)[first - at : last - at]
+                value[first - begin : last - begin] = piece
+        return value
+
+
+def _lacks(name: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint lacks {name}, which this model has.")

@@ -1,0 +1,117 @@
+"""Checkpoints of what the parameter servers hold, which the chief alone writes and reads.
+
+A checkpoint holds weights, the optimizer's slots, averages, counters, how far each chunk of the
+epoch is, the frozen weights, and the states of callbacks. The workers' own state is not kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.checkpoint.base import Checkpoints, check_run, facts_of_model
+from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.typing import Array, Json
+
+# Variables that older checkpoints do not have. They lack frozen weights, too.
+_LATER = ("books/minibatches", "local_rate")
+_FROZEN = "frozen/"
+_FIELDS = {"position.within": bool}  # the manifest's further keys
+
+
+class ServerCheckpoints(Checkpoints):
+    """The checkpoints of a model of an `AsyncStrategy` in `fit`.
+
+    Args:
+        model: the model.
+        directory: the directory.
+        keep: number of the newest checkpoints that stay.
+        data_plan: facts and settings that a resumed run must share, by name.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        directory: str | os.PathLike[str],
+        keep: int,
+        data_plan: Mapping[str, Json],
+    ) -> None:
+        super().__init__(model, Store(directory, keep, _FIELDS))
+        self._running: Any = self._strategy.running
+        self._plan = data_plan
+
+    def _settings(self) -> dict[str, Json]:
+        strategy = self._strategy
+        return {
+            "rule": repr(strategy.rule_of_a_run),
+            "sync_period": strategy.sync_period,
+            "averages": {name: repr(a) for name, a in strategy.averages.items()},
+            "parameter servers": len(self._running.server.shards),
+            "chunks": self._running.num_chunks,
+            **facts_of_model(self._model),
+            **{f"data_plan.{key}": value for key, value in self._plan.items()},
+        }
+
+    def _facts(self) -> dict[str, Json]:
+        rate = self._model.optimizer.learning_rate
+        return {
+            "data": self._running.data_facts,
+            "learning_rate": float(rate) if isinstance(rate, keras.Variable) else None,
+        }
+
+    def _variables(self) -> dict[str, tf.Variable]:
+        """Returns the servers' variables, and the frozen weights."""
+        frozen = {f"{_FROZEN}{k}": v.value for k, v in enumerate(self._running.work.frozen)}
+        return {**self._running.server.variables(), **frozen}
+
+    def _tensors(self) -> dict[str, Array]:
+        return {name: tf.identity(held) for name, held in self._variables().items()}
+
+    def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
+        """Refuses a checkpoint of other settings or, within an epoch, of other minibatches."""
+        theirs, mine = dict(manifest["run"]), self._settings()
+        if manifest["position"]["within"] and "data" in manifest:  # older ones do not have it
+            theirs |= manifest["data"]
+            mine |= self._running.data_facts
+        check_run(self.store.path(number), {**manifest, "run": theirs}, mine, self._versions())
+
+    def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
+        (reader,) = self.store.readers(number, manifest)
+        held = self._variables()
+        there = reader.get_variable_to_shape_map()
+        self._check_shapes(number, there, {name: list(v.shape) for name, v in held.items()})
+        for name, variable in held.items():
+            if name in there:
+                variable.assign(reader.get_tensor(name))
+            elif name in _LATER:
+                variable.assign(self._missing(name, manifest))
+        self._give_states(manifest["states"])
+        if manifest["learning_rate"] is not None:
+            self._model.optimizer.learning_rate = manifest["learning_rate"]
+        # Older checkpoints do not have the order of the chunks, which was that of the seed alone.
+        self._running.resume(**{"order": [self._strategy.seed], **manifest["position"]})
+
+    def _check_shapes(
+        self, number: int, there: Mapping[str, Json], mine: Mapping[str, Json]
+    ) -> None:
+        """Refuses a checkpoint whose model, metrics or optimizer have other variables."""
+        later = {name for name in mine if name in _LATER or name.startswith(_FROZEN)}
+        for name in sorted({*there, *mine} - (later - {*there})):
+            theirs, own = there.get(name, "none"), mine.get(name, "none")
+            if theirs != own:
+                raise CheckpointError(
+                    f"{self.store.path(number)} is of another run: its variable {name!r} has the "
+                    f"shape {theirs}, and here {own}. Resume with the same model, metrics and "
+                    "optimizer, or give this run a directory of its own."
+                )
+
+    def _missing(self, name: str, manifest: Mapping[str, Json]) -> Any:
+        """Returns the value of a variable that older checkpoints do not have."""
+        if name == "local_rate":  # the workers' learning rate was that of the servers
+            return manifest["learning_rate"]
+        # Of minibatches. The true number is lower if some chunk's last push was of fewer.
+        return self._running.server.first.version * self._strategy.sync_period

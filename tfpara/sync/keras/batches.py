@@ -1,0 +1,261 @@
+"""Adapters of Python data and shuffled arrays, of which each worker has its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.sync.data import reading, same_data
+from tfpara.sync.data.elastic_data import slice_of
+from tfpara.sync.keras.replacing import adapter_utils, adapters
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.typing import Data, Json, Nest
+
+
+class ShuffledArrays(adapters.ArrayDataAdapter):
+    """Keras' adapter of arrays that `fit` shuffles, in an order that the run keeps by epoch."""
+
+    _extended: PeriodicSyncExtended
+    _order: tf.Variable  # the rows' numbers, as the present pass has them
+    _spec: Nest  # of a batch
+
+    @classmethod
+    def of(cls, adapter: Any, extended: PeriodicSyncExtended) -> ShuffledArrays:
+        """Makes an adapter of Keras' one of these."""
+        adapter.__class__, adapter._extended = cls, extended
+        numbers = np.arange(adapter._num_samples, dtype=np.int64)
+        adapter._order = extended.host_variable(numbers, "order of rows")
+        return adapter
+
+    def begin_pass(self) -> None:
+        """Draws the order of the next pass over the data."""
+        within = self._batch_size if self._shuffle == "batch" else None
+        self._order.assign(self._extended.next_order_of_rows(self._num_samples, within))
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        # Keras draws by this function an order of all rows, or (shuffle="batch") of each batch.
+        draw, calls = tf.random.shuffle, []
+
+        def ordered(numbers: tf.Tensor) -> tf.Tensor:
+            calls.append(numbers)
+            return tf.gather(self._order, numbers)
+
+        tf.random.shuffle = ordered
+        try:
+            dataset = super().get_tf_dataset()
+        finally:
+            tf.random.shuffle = draw
+        if not calls:
+            raise RuntimeError(
+                f"Keras {keras.__version__} shuffles arrays in a way that tfpara does not know, so "
+                "that a resumed run would train other rows. Take an earlier version of Keras."
+            )
+        self._spec = dataset.element_spec
+        return dataset
+
+    def first_minibatch(self) -> Nest:
+        """Returns the shapes and dtypes of a minibatch of one replica."""
+        replicas = self._extended._num_replicas_in_sync
+        rows = -(-min(self._batch_size, self._num_samples) // replicas)
+
+        def minibatch(spec: tf.TypeSpec) -> tf.TensorSpec:
+            return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
+
+        return keras.tree.map_structure(minibatch, self._spec)
+
+
+class Steps(adapters.data_adapter.DataAdapter):
+    """An adapter of Python data: this worker's steps, which its own devices share.
+
+    Subclasses yield batches, each with the parts of it that are steps and the number of its parts.
+    """
+
+    def __init__(self, batches: list[Data], extended: PeriodicSyncExtended) -> None:
+        if not batches:
+            raise ValueError("the data have no batch: their length is 0.")
+        self._first = [without_none(batch) for batch in batches]
+        self._extended = extended
+        self._worker, self._workers = extended.share
+        self._signature = adapter_utils.get_tensor_spec(self._first)
+
+    def begin_pass(self) -> None:
+        """Begins the next pass over the data."""
+
+    def _batches(self) -> Iterator[tuple[Data, range, int]]:
+        raise NotImplementedError
+
+    def _steps(self) -> Iterator[Nest]:
+        for batch, parts, of in self._batches():
+            batch = without_none(batch)
+            for part in parts:
+                yield part_of(batch, part, of)
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.from_generator(self._steps, output_signature=self._signature)
+        return self._extended.distribute_steps(dataset.prefetch(1))
+
+    def first_minibatch(self) -> Nest:
+        """Returns a minibatch of one replica, of which Keras uses the shapes."""
+        replicas = self._workers * len(self._extended.worker_devices)
+        return part_of(self._first[0], 0, replicas, at_least=1)
+
+    def facts(self) -> dict[str, Json]:
+        """Returns facts by which these data are compared with other workers'."""
+        return {"elements": repr(self._signature), "values": shown_values(self._first)}
+
+    @property
+    def num_batches(self) -> int | None:
+        return None
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+
+class PyDatasetSteps(Steps):
+    """A `keras.utils.PyDataset`, whose batches are divided among the workers."""
+
+    def __init__(
+        self, dataset: keras.utils.PyDataset, adapter: Any, extended: PeriodicSyncExtended
+    ) -> None:
+        self._dataset, self._adapter = dataset, adapter
+        adapter.enqueuer = None  # its queue would mix the batches of two passes
+        self._processes = bool(dataset.use_multiprocessing) and dataset.workers > 0
+        if self._processes and extended._num_workers > 1:
+            self._refuse_fork()
+        count = adapter.num_batches
+        numbers = range(2 if count is None else min(2, count))
+        super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
+        self._order: Sequence[int] = ()
+        self._hooks_called = 0
+
+    def _refuse_fork(self) -> None:
+        if multiprocessing.get_start_method() == "fork":
+            raise ValueError(
+                "PyDataset(use_multiprocessing=True) would fork a worker, beside threads that hold "
+                "locks, and never end. Write use_multiprocessing=False, for threads; or, below "
+                'if __name__ == "__main__":, multiprocessing.set_start_method("spawn").'
+            )
+
+    def facts(self) -> dict[str, Json]:
+        return {"kind": "PyDataset", "batches": self.num_batches, **super().facts()}
+
+    def begin_pass(self) -> None:
+        self._note_workers()
+        count = self.num_batches
+        if count is not None:
+            shuffle = self._adapter.shuffle
+            self._order = self._extended.next_order(count) if shuffle else range(count)
+
+    def _note_workers(self) -> None:
+        """Says so where a resumed run goes on within a pass that other workers have begun."""
+        order, former = self._extended.order, self._extended.order.workers
+        if self._extended.position.steps and former not in (None, self._workers):
+            self._extended.note(
+                f"the run goes on within an epoch, whose PyDataset was divided among {former} "
+                f"workers and now is among {self._workers}: rows of this epoch may be trained "
+                "twice or not at all. See docs/checkpoints.md, On another number of replicas"
+            )
+        order.workers = self._workers
+
+    def _batches(self) -> Iterator[tuple[Data, range, int]]:
+        if self.num_batches is None:
+            plan: Any = reading.endless_reads(self._worker, self._workers)
+        else:
+            plan = reading.reads(self._order, self._worker, self._workers)
+        plan, numbers = itertools.tee(plan)
+        data = self._dataset
+        batches = reading.ahead(
+            data,
+            (read.batch for read in numbers),
+            data.workers,
+            self._processes,
+            data.max_queue_size,
+        )
+        with contextlib.closing(batches):
+            for batch, read in zip(batches, plan, strict=True):
+                yield self._adapter._standardize_batch(batch), read.parts, read.of
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._adapter.num_batches
+
+    def on_epoch_begin(self) -> None:
+        with self._agreed():
+            self._adapter.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        with self._agreed():
+            self._adapter.on_epoch_end()
+
+    def _agreed(self) -> Any:
+        """Returns a context with the same random numbers on all workers, for the dataset's hooks.
+
+        A dataset may shuffle itself in such a hook.
+        """
+        self._hooks_called += 1
+        seed = self._extended.order.seed
+        if self._workers == 1 or seed is None:
+            return contextlib.nullcontext()
+        return reading.common_randomness(f"{seed}/{self._hooks_called}")
+
+
+class GeneratorSteps(Steps):
+    """A Python generator, which every worker reads whole, once; it uses a part of each batch."""
+
+    def __init__(self, adapter: Any, extended: PeriodicSyncExtended) -> None:
+        super().__init__(adapter._first_batches, extended)
+        self._rest = adapter.generator()
+
+    def facts(self) -> dict[str, Json]:
+        return {"kind": "generator", **super().facts()}
+
+    def _batches(self) -> Iterator[tuple[Data, range, int]]:
+        for batch in self._rest:
+            yield batch, range(self._worker, self._worker + 1), self._workers
+
+
+def shown_values(batches: list[Data]) -> list[Json]:
+    """Returns values by which batches are compared.
+
+    Inputs may differ between workers, for example by noise. So the labels are compared, if there
+    are any; they show the order too.
+    """
+    return same_data.values_of(
+        [b[1] if isinstance(b, tuple) and len(b) > 1 else b for b in batches]
+    )
+
+
+def without_none(batch: Nest) -> Nest:
+    """Returns a batch without trailing elements that are None, which cannot be divided."""
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
+        batch = batch[:-1]
+    return batch
+
+
+def part_of(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
+    """Returns the rows of part number `part` of a batch, which is cut into `of` parts."""
+
+    def rows_of(leaf: Nest) -> Nest:
+        if adapter_utils.is_scipy_sparse(leaf):
+            leaf = adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+        if leaf is None or of == 1:
+            return leaf
+        ragged = isinstance(leaf, tf.RaggedTensor)
+        rows = reading.bounds(int(leaf.nrows()) if ragged else leaf.shape[0], part, of)
+        if rows.stop - rows.start < at_least:
+            rows = slice(0, at_least)
+        if isinstance(leaf, tf.SparseTensor):
+            return slice_of(leaf, *(tf.constant(row, tf.int64) for row in (rows.start, rows.stop)))
+        return leaf[rows]
+
+    return keras.tree.map_structure(rows_of, batch, none_is_leaf=False)

@@ -1,0 +1,106 @@
+"""Arguments of `fit` that are refused, or replaced by data that an elastic run deals out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.sync.data.elastic_data import (
+    PARTS,
+    Batches,
+    Began,
+    are_arrays,
+    deal_out_arrays,
+    deal_out_dataset,
+    deal_out_py_dataset,
+)
+from tfpara.sync.keras.batches import part_of, shown_values, without_none
+from tfpara.sync.keras.replacing import adapter_utils, adapters, array_slicing
+from tfpara.typing import Data, Json
+
+
+def refuse_spent(given: dict[str, Json]) -> None:
+    """Raises ValueError for a generator that would have to be read again in a second epoch."""
+    if given.get("epochs", 1) - given.get("initial_epoch", 0) < 2:
+        return
+    validation = given.get("validation_data")
+    validation = validation[0] if isinstance(validation, tuple) and validation else validation
+    for data, name, steps in (
+        (given.get("x"), "x", "steps_per_epoch"),
+        (validation, "validation_data", "validation_steps"),
+    ):
+        if inspect.isgenerator(data) and given.get(steps) is None:
+            raise ValueError(
+                f"{name} is a generator, which can be read once, and epochs={given['epochs']}. "
+                f"Write {steps}=… if it has no end, or else give a keras.utils.PyDataset, or "
+                "tf.data.Dataset.from_generator(function, output_signature=…)."
+            )
+
+
+def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
+    """Replaces data among the arguments of `fit` by such as can be dealt out anew, in place."""
+    if given.get("steps_per_epoch") is not None and not are_arrays(given):
+        return  # which the run refuses
+    data, class_weight = given.get("x"), given.get("class_weight")
+    if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+        weighted = adapters.TFDatasetAdapter(data, class_weight=class_weight)
+        given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
+    if isinstance(data, tf.data.Dataset):
+        deal_out_dataset(strategy, began, given)
+    elif isinstance(data, keras.utils.PyDataset):
+        deal_out_py_dataset(strategy, began, given, _batches_of(data, given))
+    else:
+        divide_and_weight(given)
+        deal_out_arrays(strategy, began, given)
+
+
+def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
+    """Returns the batches of a dataset that `fit` was given."""
+    beside = {"y": given.get("y"), "sample_weight": given.get("sample_weight")}
+    beside["validation_split"] = given.get("validation_split") or None
+    for name, value in beside.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}= does not go with a PyDataset, whose batches have the labels and weights. "
+                "Leave it out."
+            )
+    adapter = adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
+    adapter.enqueuer = None  # whose threads would read for nobody
+    count = adapter.num_batches
+    if count is None:
+        raise ValueError("the PyDataset has no end, which elastic= needs: write its __len__.")
+    if count == 0:
+        raise ValueError("the data have no batch: their length is 0.")
+
+    def standard(batch: Data) -> Data:
+        return without_none(adapter._standardize_batch(batch))
+
+    first = [standard(data[number]) for number in sorted({0, min(1, count - 1), count - 1})]
+    return Batches(
+        count, adapter_utils.get_tensor_spec(first), shown_values(first), standard, part_of
+    )
+
+
+def divide_and_weight(given: dict[str, Any]) -> None:
+    """Does what `fit` would do to arrays for `validation_split` and `class_weight`, in place."""
+    if not are_arrays(given):
+        return
+    if given.get("validation_split") and given.get("validation_data") is None:
+        parts = tuple(given.get(name) for name in PARTS)
+        training, given["validation_data"] = array_slicing.train_validation_split(
+            parts, validation_split=given["validation_split"]
+        )
+        given.update(zip(PARTS, training, strict=True), validation_split=0.0)
+    if given.get("class_weight"):
+        if given.get("sample_weight") is not None or keras.tree.is_nested(given.get("y")):
+            raise ValueError(
+                "class_weight weighs the only labels of a model, and does not go with "
+                "sample_weight. Multiply the two before fit, and give sample_weight."
+            )
+        given["sample_weight"] = adapter_utils.class_weight_to_sample_weights(
+            given["y"], given["class_weight"]
+        )
+        given["class_weight"] = None

@@ -1,0 +1,93 @@
+"""The log of an epoch and of `evaluate`, which is the same on all workers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+
+from tfpara.sync.keras.replacing import Method, strategy_of_ours
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.typing import Json, Nest
+
+
+def of_all_workers(read: Method) -> Method:
+    """Replaces the method that makes the log of an epoch: it is the same on all workers.
+
+    Keras uses the metrics' values only if the last step returned exactly the metrics; otherwise its
+    log is what that step returned on this worker. The replacement always uses the metrics of all
+    replicas. Other values are averaged over the workers, from the last step of each.
+    """
+
+    @functools.wraps(read)
+    def reading(model: keras.Model, logs: dict[str, Nest]) -> dict[str, Nest]:
+        strategy = strategy_of_ours(model)
+        if strategy is None or not isinstance(logs, dict):
+            return read(model, logs)
+        with strategy.extended.reading_metrics(model):
+            metrics = model.get_metrics_result()
+        if not _has_own_steps(model):
+            return metrics  # `logs` may be empty: a worker may take no step of a resumed epoch
+        extended = strategy.extended
+        purpose = extended.place.of_metric()
+        # Others may still have data. A model without metrics has not waited for them yet.
+        extended.finish_blocks(purpose)
+        returned = everyones(_plain(logs), extended.control, purpose)
+        if not any(returned):
+            return metrics
+        log = {}
+        for name in {name: None for of_worker in returned for name in of_worker}:
+            values = [of_worker[name] for of_worker in returned if name in of_worker]
+            counted = name in metrics and not _counted_nothing(model, name, metrics)
+            log[name] = metrics[name] if counted else _mean(values)
+        return log
+
+    return reading
+
+
+def _has_own_steps(model: keras.Model) -> bool:
+    """Returns whether a model's own steps may return other values than its metrics.
+
+    The answer is the same on all workers.
+    """
+    return has_own(model, ("train_step", "test_step", "compute_metrics"))
+
+
+def has_own(model: keras.Model, names: Sequence[str]) -> bool:
+    """Returns whether a model has methods of its own among those of `keras.Model` named here."""
+    own = (getattr(getattr(model, name), "__func__", None) for name in names)
+    return any(one is not getattr(keras.Model, name) for one, name in zip(own, names, strict=True))
+
+
+def _plain(logs: dict[str, Json]) -> dict[str, Json]:
+    """Returns logs as numbers and lists, with nested dicts flattened."""
+    plain: dict[str, Json] = {}
+    for name, value in logs.items():
+        plain |= _plain(value) if isinstance(value, dict) else {name: np.asarray(value).tolist()}
+    return plain
+
+
+def _mean(values: list[Nest]) -> Nest:
+    """Returns the mean of numbers or arrays; the first value if they have no mean."""
+    try:
+        mean = np.mean(np.array(values, np.float64), 0)
+    except (TypeError, ValueError):
+        return values[0]
+    return mean if mean.ndim else float(mean)
+
+
+def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) -> bool:
+    """Returns whether no step has updated the metric of this name, among all metrics' values.
+
+    Keras makes a metric "loss" for each compiled model, which a custom step may leave out. Reading
+    a metric's variables is an exchange of all workers. So they are read only if the metric's value,
+    which is the same on all, is 0.
+    """
+    if np.any(metrics[name]):
+        return False
+    of_name = [metric for metric in model.metrics if metric.name == name]
+    # The metrics given to `compile` are parts of one, whose own name is not in the log.
+    of_name = of_name or [metric for metric in model.metrics if metric.name not in metrics]
+    return not any(np.any(v) for metric in of_name for v in metric.variables)

@@ -1,0 +1,162 @@
+"""Steps of Keras' optimizers in a replica, and slots that are made before the first step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfpara.keras_model import build_optimizer, check_optimizers_built, unbuilt_optimizers
+from tfpara.sync.keras.replacing import Method
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.variables import in_replica
+from tfpara.typing import Nest, Variable
+
+# Optimizers without slots, by id, while `build_optimizers` traces a step: the weights that each
+# trains, once its `apply` was called.
+_unbuilt: dict[int, keras.optimizers.Optimizer] = {}
+
+
+# During a step of an optimizer whose momentum is fitted to the block, by its id: that momentum (or
+# Adam's β₁) and the factor of SGD's learning rate.
+_fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+
+element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
+
+
+def step_noted(apply: Method) -> Method:
+    """Replaces an optimizer's step: the strategy notes a step that is taken in a replica."""
+
+    @functools.wraps(apply)
+    def applying(
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[tf.Tensor],
+        trainable_variables: Sequence[Variable] | None = None,
+    ) -> object:
+        if id(optimizer) in _unbuilt:
+            _unbuilt[id(optimizer)] = trainable_variables
+            return None
+        extended = tf.distribute.get_strategy().extended
+        if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
+            return apply(optimizer, grads, trainable_variables)
+        extended.note_step(optimizer)
+        fitted = extended.fit_momentum(optimizer)
+        if fitted is not None:
+            _fitted[id(optimizer)] = fitted
+        former, extended.applying = extended.applying, True
+        try:
+            return apply(optimizer, grads, trainable_variables)
+        finally:
+            extended.applying = former
+            _fitted.pop(id(optimizer), None)
+
+    return applying
+
+
+def _where_fitted(step: Callable[..., None]) -> Callable[[Method], Method]:
+    """Returns what replaces an optimizer's `update_step`, by `step` where momentum is fitted.
+
+    Args:
+        step: called as `step(update_step, optimizer, gradient, variable, rate, momentum, factor)`,
+            with the last two of `local_momentum` for a block.
+    """
+
+    def replacing(update_step: Method) -> Method:
+        @functools.wraps(update_step)
+        def updating(
+            optimizer: keras.optimizers.Optimizer,
+            gradient: tf.Tensor,
+            variable: Variable,
+            learning_rate: tf.Tensor,
+        ) -> None:
+            given = optimizer, gradient, variable, learning_rate
+            if id(optimizer) not in _fitted:
+                update_step(*given)
+                return
+            fitted = (keras.ops.cast(each, variable.dtype) for each in _fitted[id(optimizer)])
+            step(update_step, *given, *fitted)
+
+        return updating
+
+    return replacing
+
+
+@_where_fitted
+def with_fitted_momentum(
+    update_step: Method,
+    optimizer: keras.optimizers.SGD,
+    gradient: tf.Tensor,
+    variable: Variable,
+    learning_rate: tf.Tensor,
+    momentum: tf.Tensor,
+    factor: tf.Tensor,
+) -> None:
+    """Takes a step of SGD: m ← m'm − rate'·g."""
+    # Keras asks whether its momentum is 0, which no value of a graph can answer. Its operations
+    # take gradients of some rows, too.
+    ops = keras.ops
+    rate = ops.cast(learning_rate, variable.dtype) * factor
+    step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
+    velocity = optimizer.momentums[optimizer._get_variable_index(variable)]
+    optimizer.assign(velocity, ops.subtract(ops.multiply(velocity, momentum), step))
+    if optimizer.nesterov:
+        velocity = ops.subtract(ops.multiply(velocity, momentum), step)
+    optimizer.assign_add(variable, velocity)
+
+
+@_where_fitted
+def with_fitted_average(
+    update_step: Method,
+    optimizer: keras.optimizers.Optimizer,
+    gradient: tf.Tensor,
+    variable: Variable,
+    learning_rate: tf.Tensor,
+    momentum: tf.Tensor,
+    factor: tf.Tensor,
+) -> None:
+    """Takes a step of Adam with another β₁, or of Muon with that and another momentum."""
+    names = [name for name in ("beta_1", "adam_beta_1", "momentum") if hasattr(optimizer, name)]
+    given = {name: getattr(optimizer, name) for name in names}
+    try:
+        for name, own in given.items():
+            setattr(optimizer, name, keras.ops.minimum(own, momentum))
+        update_step(optimizer, gradient, variable, learning_rate)
+    finally:
+        for name, own in given.items():
+            setattr(optimizer, name, own)
+
+
+def build_optimizers(model: keras.Model) -> None:
+    """Makes the slots of all optimizers of a model, which its first step would make later.
+
+    If there are several optimizers, only the model's `train_step` knows which weights each trains.
+    So the step is traced for the data of the present `fit`, and not run.
+
+    Raises:
+        ValueError: an optimizer has no slots even so; the message has the line that makes them.
+    """
+    build_optimizer(model)
+    spec = element_specs.get(model)
+    unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
+    if unbuilt and spec is not None and not model.run_eagerly:
+        strategy = model.distribute_strategy
+        # TensorFlow's `run`: that of `strategy` would make a synchronizer, which needs the slots.
+        run = tf.distribute.MultiWorkerMirroredStrategy.run
+        step = tf.autograph.experimental.do_not_convert(
+            lambda minibatch: run(strategy, model.train_step, args=(minibatch,))
+        )
+        _unbuilt.update((id(optimizer), None) for optimizer in unbuilt)
+        try:
+            tf.function(step).get_concrete_function(spec)
+            weights = dict(_unbuilt)
+        finally:
+            _unbuilt.clear()
+        with strategy.scope():
+            for optimizer in unbuilt:
+                if weights[id(optimizer)] is not None:
+                    optimizer.build(weights[id(optimizer)])
+    check_optimizers_built(model)

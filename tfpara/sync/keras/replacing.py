@@ -1,0 +1,51 @@
+"""Replacement of Keras' functions, and Keras' private modules in which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import keras
+
+# In these modules `fit`, `evaluate` and `predict` make datasets of their arguments.
+from keras.src.backend.tensorflow import trainer
+
+# All public functions that save call functions of these modules: Model.save, Model.save_weights,
+# and those of keras.saving and keras.models, even if a script imported them by name.
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
+from keras.src.trainers import data_adapters as adapters
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters import data_adapter_utils as adapter_utils
+
+from tfpara.keras_model import strategy_of
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+
+__all__ = [
+    "Method",
+    "adapter_utils",
+    "adapters",
+    "array_slicing",
+    "legacy_h5_format",
+    "replace",
+    "saving_lib",
+    "strategy_of_ours",
+    "trainer",
+]
+
+# A function of Keras, or its replacement.
+Method: TypeAlias = Callable[..., Any]
+_replaced: set[tuple[int, str, Method]] = set()
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function or class by what `make` makes of it; a second call changes nothing."""
+    if (id(owner), name, make) not in _replaced:
+        _replaced.add((id(owner), name, make))
+        setattr(owner, name, make(getattr(owner, name)))
+
+
+def strategy_of_ours(model: keras.Model) -> Any:
+    """Returns the `PeriodicSyncStrategy` of a model; None if it has another or none."""
+    strategy = strategy_of(model)
+    return strategy if isinstance(strategy.extended, PeriodicSyncExtended) else None

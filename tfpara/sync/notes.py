@@ -1,0 +1,82 @@
+"""Notes for the user on what may not be expected; each is printed once."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from tfpara.sync.settings import Settings, few_syncs
+from tfpara.sync.start_line import counted
+from tfpara.sync.workers.worker import Worker
+
+
+@dataclasses.dataclass(eq=False)
+class Notes:
+    """The notes of a strategy, which its chief prints.
+
+    Args:
+        settings: of the strategy.
+        worker: this worker.
+    """
+
+    settings: Settings
+    worker: Worker
+    _told: set[str] = dataclasses.field(default_factory=set, init=False)
+    _few_told: bool = dataclasses.field(default=False, init=False)
+    _idle_told: bool = dataclasses.field(default=False, init=False)
+
+    def tell(self, text: str) -> None:
+        """Prints a note, unless it was printed before."""
+        joins = self.worker.elastic is not None and self.worker.elastic.joining
+        if self.worker.rank == 0 and not joins and text not in self._told:
+            self._told.add(text)
+            print(f"tfpara: {text}", file=sys.stderr, flush=True)
+
+    def few_syncs(self, period: int, steps: int, epochs: int) -> None:
+        """Prints a note where a call of `fit` has fewer syncs than its replicas need, one a run.
+
+        Args:
+            period: minibatches between two syncs.
+            steps: minibatches of each replica in an epoch.
+            epochs: of the run, those before a resume included.
+        """
+        replicas = self.worker.replicas
+        if self.settings.device_sync_period:
+            replicas = self.worker.num_workers  # a worker's devices meet more often
+        block = period * self.settings.fragments
+        text = few_syncs(epochs * -(-steps // block), replicas) if block > 1 else ""
+        if text and not self._few_told and not self.worker.changes:
+            self._few_told = True
+            self.tell(text)
+
+    def small_batches(self, rows: int | None) -> None:
+        """Prints a note where the batches of `fit` have fewer rows than there are replicas.
+
+        Args:
+            rows: of the largest batch; None: not known.
+        """
+        replicas = self.worker.replicas
+        if rows is not None and rows < replicas and not self.worker.changes:
+            self._idle_told = True
+            self.tell(
+                f"fit divides batches of {counted(rows, 'row')} among {replicas} "
+                f"replicas, which leaves {replicas - rows} of them without a row in the whole run. "
+                f"Give batch_size={replicas} at least, better a multiple of it: docs/data.md"
+            )
+
+    def idle_replicas(self, idle: Sequence[int]) -> None:
+        """Prints a note where replicas, but not all, have had no row in the first epoch of `fit`.
+
+        Args:
+            idle: the numbers of these replicas.
+        """
+        replicas = self.worker.replicas
+        if 0 < len(idle) < replicas and not self._idle_told and not self.worker.changes:
+            self._idle_told = True
+            self.tell(
+                f"replicas without a row in this epoch: {', '.join(map(str, idle))} (of 0 … "
+                f"{replicas - 1}). They do not train. Give batches of a multiple of {replicas} "
+                "rows, or, where each worker has its own minibatches, at least one for each of its "
+                "devices: docs/data.md"
+            )

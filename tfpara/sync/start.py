@@ -1,0 +1,216 @@
+"""The start of a strategy: its worker finds the others, and compares its settings with theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfpara import cluster, program
+from tfpara.cluster import quiet, startup
+from tfpara.collectives.choice import choose, of_horovod
+from tfpara.elastic.meeting import ADDRESS as MEETING
+from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.strategy import Strategy
+from tfpara.sync.elastic.rejoin import Regrouping
+from tfpara.sync.keras import hooks, scope
+from tfpara.sync.one_sync.sized_rule import check_sizes
+from tfpara.sync.settings import Settings
+from tfpara.sync.start_line import start_line
+from tfpara.sync.tensorflow import average_loss
+from tfpara.sync.tensorflow.devices import default_devices
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.workers import horovod_group
+from tfpara.threads import check_threads
+
+_log = logging.getLogger(__name__)
+_PS_LEFT_OUT = (
+    "TF_CONFIG lists 'ps', which a synchronous strategy leaves out: the chief and the workers "
+    "train without them. tfpara.AsyncStrategy uses them."
+)
+
+
+def start(
+    strategy: Strategy,
+    settings: Settings,
+    devices: Sequence[str] | None,
+    elastic: Elastic | None,
+    startup_timeout_seconds: float,
+    is_simulated: bool,
+) -> None:
+    """Joins the other workers, and initializes a strategy as one of theirs.
+
+    Args:
+        strategy: the strategy, of which only the class exists so far.
+        settings: its settings.
+        devices: of this worker; None: the default ones.
+        elastic: the settings of an elastic run; else None.
+        startup_timeout_seconds: longest wait for the others.
+        is_simulated: whether it is of one process, whatever the environment says.
+    """
+    # Before the processes know of each other: then TensorFlow lists the devices of all.
+    devices = default_devices() if devices is None else devices
+    check_threads(len(devices))
+    if elastic is not None:
+        settings = _checked_elastic(settings, elastic)
+        if meeting_point():
+            _start_elastic(strategy, settings, devices, elastic, startup_timeout_seconds)
+            return
+        _say(f"elastic=: {MEETING} is not set, so this process trains alone")
+    found = _found(settings, is_simulated)
+    chosen, why = choose(settings.collectives, found)
+    if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
+        # A warning is shown by default. It is one only if another backend was possible.
+        chose = found.rank_variable and (of_horovod(found) or not found.told)
+        level = logging.WARNING if chose else logging.DEBUG
+        _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
+    settings = dataclasses.replace(settings, collectives=chosen)
+    if chosen == "tensorflow" or not of_horovod(found):
+        found = startup.find_each_other(found, startup_timeout_seconds, chosen)
+    starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if found.num_workers > 1 and chosen == "horovod":
+        horovod_group.join(found, startup_timeout_seconds, settings.timeout_seconds)
+    else:
+        starting = startup.guard(found, startup_timeout_seconds)
+    with starting:
+        with _starting_first():
+            extended = PeriodicSyncExtended(strategy, settings, devices, found)
+        _initialize(strategy, extended)
+    if found.num_workers > 1:
+        found = horovod_group.with_addresses(found, extended.control)
+    program.watch(strategy, found, settings.timeout_seconds)
+    extended.links.compare()
+    if found.num_workers > 1:
+        extended.waits.connect(found)
+    _install(strategy)
+    if strategy.is_chief:
+        # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
+        _print_line(strategy, extended)
+        if found.num_workers == 1 and not is_simulated:
+            _say(cluster.left_alone())
+
+
+def _found(settings: Settings, is_simulated: bool) -> cluster.Cluster:
+    """Returns the cluster of TF_CONFIG, or of an engine's variables.
+
+    Raises:
+        ValueError: the environment names a meeting point, and the run is not elastic.
+    """
+    found = cluster.taking_part(cluster.read)
+    if meeting_point() and found.num_workers == 1 and not is_simulated:
+        raise ValueError(
+            f"{MEETING}={meeting_point()!r} is where the workers of an elastic run meet, and "
+            "with elastic=None each of them would train by itself. Give this strategy "
+            f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
+        )
+    if found.has_ps and found.is_chief:
+        _log.warning("tfpara: %s", _PS_LEFT_OUT)
+    return found
+
+
+def _checked_elastic(settings: Settings, elastic: object) -> Settings:
+    """Returns the settings for an elastic run.
+
+    Raises:
+        TypeError: `elastic` is no `Elastic`.
+        ValueError: a setting contradicts it; or TF_CONFIG, or an engine, has started several
+            workers without a meeting point.
+    """
+    if not isinstance(elastic, Elastic):
+        raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
+    try:
+        found = cluster.taking_part(cluster.read)
+    except cluster.ClusterError:
+        if not meeting_point():
+            raise
+        return settings.elastic()  # what they say is not needed
+    if found.num_workers > 1:
+        told = found.told.engine if found.told else "TF_CONFIG"
+        if not meeting_point():
+            raise ValueError(
+                f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
+                f"workers without one. Start tfpara-meet --workers={found.num_workers} "
+                f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
+                "name, for all workers: docs/elastic.md."
+            )
+        if found.is_chief:
+            text = f"tfpara: workers meet at {MEETING}; ranks and addresses of {told} are not used"
+            print(text, file=sys.stderr, flush=True)
+    return settings.elastic()
+
+
+def _start_elastic(
+    strategy: Strategy,
+    settings: Settings,
+    devices: Sequence[str],
+    elastic: Elastic,
+    startup_timeout_seconds: float,
+) -> None:
+    if elastic.rule_follows:
+        largest = check_sizes(settings.rule, elastic.max_workers, len(devices))
+        settings = dataclasses.replace(settings, following_rule=settings.rule, largest_rule=largest)
+    with startup.elastic_run():
+        regrouping = Regrouping(elastic, startup_timeout_seconds)
+        with quiet.starting(), _starting_first():
+            extended = PeriodicSyncExtended(strategy, settings, devices, cluster.ALONE, regrouping)
+    _initialize(strategy, extended)
+    program.watch(strategy, cluster.ALONE, settings.timeout_seconds)
+    extended.links.compare()
+    _install(strategy)
+    if regrouping.joining:
+        _say("joins a run that is under way")
+    elif strategy.is_chief:
+        _print_line(strategy, extended)
+
+
+def _initialize(strategy: Strategy, extended: PeriodicSyncExtended) -> None:
+    # The constructor of tf.distribute.MultiWorkerMirroredStrategy would build an extended class of
+    # its own, so its base's is called.
+    tf.distribute.Strategy.__init__(strategy, extended)
+
+
+def _install(strategy: Strategy) -> None:
+    """Replaces the functions of Keras and TensorFlow that models of the strategy call."""
+    scope.watch(strategy)
+    hooks.install()
+    quiet.install()
+    average_loss.install()
+
+
+def _print_line(strategy: Strategy, extended: PeriodicSyncExtended) -> None:
+    line = start_line(
+        strategy.num_workers,
+        extended.worker_devices,
+        extended.models.rule,
+        strategy.sync_period,
+        strategy.averages,
+        extended.links.collectives.way,
+        divided=extended.elastic is None,
+    )
+    for text in (line, extended.links.connected_by):
+        _say(text)
+
+
+def _say(text: str) -> None:
+    if text:
+        print(f"tfpara: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _starting_first() -> Iterator[None]:
+    """Replaces TensorFlow's error, if TensorFlow was used before the strategy was made."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "at program startup" not in str(error):
+            raise
+        raise RuntimeError(
+            "TensorFlow was used before the strategy was made, and cannot join a cluster any more. "
+            "Make the strategy before any tensor, variable, dataset, layer, metric, model or "
+            "optimizer; give tfpara.Outer a function, as in "
+            "Outer(lambda: keras.optimizers.Adam(0.1))."
+        ) from None

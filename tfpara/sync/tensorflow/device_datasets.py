@@ -1,0 +1,184 @@
+"""The datasets of single devices, which TensorFlow makes from one dataset for all of them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara import program
+from tfpara.steps import without_tuner
+from tfpara.sync.tensorflow.private import context as _context
+from tfpara.sync.tensorflow.private import multi_device as _multi_device
+from tfpara.typing import Nest
+
+
+@contextlib.contextmanager
+def own_iterators() -> Iterator[None]:
+    """Replaces iterators over devices by such as own their dataset and do not use tf.data's tuner.
+
+    TensorFlow makes a dataset for each device, and no public name reaches its options. When such an
+    iterator is deleted, every device in turn waits for its tuner's thread; see `without_tuner`.
+    For the functions of these datasets see `_Shared`.
+    """
+    replaced = {
+        "_create_device_dataset": lambda *args: without_tuner(_make_device_dataset(*args)),
+        "_PerDeviceGenerator": _shared,
+        "_ReincarnatedPerDeviceGenerator": _once_more,
+        "OwnedMultiDeviceIterator": _OwningIterator,
+    }
+    former = {name: getattr(_multi_device, name) for name in replaced}
+    vars(_multi_device).update(replaced)
+    try:
+        yield
+    finally:
+        vars(_multi_device).update(former)
+
+
+_make_device_dataset = _multi_device._create_device_dataset
+_Generator = _multi_device._PerDeviceGenerator
+_Reincarnated = _multi_device._ReincarnatedPerDeviceGenerator
+_PARTS = ("init", "next", "finalize")  # of what such a dataset does
+# The functions of a device's dataset, and for each the names of the tensors that it captures.
+_Traced = dict[str, tuple[Any, list[str | None]]]
+_traced: dict[tuple[object, ...], _Traced] = {}
+
+
+class _Shared(tf.data.Dataset):
+    """The dataset of one device, with functions that were traced for an earlier one.
+
+    TensorFlow traces seven functions for each device whenever a pass over data begins, which takes
+    longer than the steps of a small epoch. They differ in the tensors that they capture alone.
+    """
+
+    def __init__(self, traced: _Traced, spec: Nest, tensors: Mapping[str | None, tf.Tensor]):
+        self._spec = spec
+        given: dict[str, Any] = {}
+        for part, (function, names) in traced.items():
+            given[f"{part}_func"] = function
+            given[f"{part}_func_other_args"] = [tensors[name] for name in names]
+        super().__init__(tf.raw_ops.GeneratorDataset(**given, **self._flat_structure))
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return []
+
+    @property
+    def element_spec(self) -> Nest:
+        return self._spec
+
+
+def _shared(
+    shard_num: int,
+    resource: tf.Tensor,
+    incarnation_id: tf.Tensor,
+    source_device: tf.Tensor,
+    element_spec: Nest,
+    iterator_is_anonymous: bool,
+) -> tf.data.Dataset:
+    """Returns the dataset of one device; it stands for `_PerDeviceGenerator`."""
+
+    def make() -> Any:
+        _multi_device._PerDeviceGenerator = _Generator  # whose constructor looks for that name
+        try:
+            return _Generator(
+                shard_num,
+                resource,
+                incarnation_id,
+                source_device,
+                element_spec,
+                iterator_is_anonymous=iterator_is_anonymous,
+            )
+        finally:
+            _multi_device._PerDeviceGenerator = _shared
+
+    if not tf.executing_eagerly():
+        return make()
+    tensors: dict[str | None, tf.Tensor] = {
+        "resource": resource,
+        "incarnation": incarnation_id,
+        "source": source_device,
+    }
+    specs = tuple(tf.nest.flatten(element_spec))
+    host, device = tf.config.list_logical_devices("CPU")[0].name, _context.context().device_name
+    key = host, device, source_device.numpy(), shard_num, iterator_is_anonymous, specs
+    if key not in _traced:
+        made = make()
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        found: _Traced = {}
+        for part in _PARTS:
+            captured = getattr(made, f"_{part}_captured_args")
+            found[part] = getattr(made, f"_{part}_func"), [names.get(id(t)) for t in captured]
+        # The only other tensor is the resource's handle, which the first function captures.
+        if [found[part][1].count(None) for part in _PARTS] != [1, 0, 0]:
+            return made
+        _traced[key] = found
+    handle = tf.raw_ops.MultiDeviceIteratorToStringHandle(multi_device_iterator=resource)
+    return _Shared(_traced[key], element_spec, {**tensors, None: handle})
+
+
+def _once_more(dataset: tf.data.Dataset, incarnation_id: tf.Tensor) -> tf.data.Dataset:
+    """Returns a dataset that is read; it stands for `_ReincarnatedPerDeviceGenerator`."""
+    return dataset if isinstance(dataset, _Shared) else _Reincarnated(dataset, incarnation_id)
+
+
+class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
+    """An iterator over devices that keeps the dataset it reads alive.
+
+    TensorFlow's own class makes that dataset and drops it, but its thread that reads ahead has a
+    bare pointer to it. Since 2.21 the thread reads each element's types there, which may be freed
+    memory.
+    """
+
+    def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
+        made = None if dataset is None else _Remembering(dataset)
+        super().__init__(made, *args, **kwargs)
+        self._kept = made  # set last, so that it is deleted after the iterator
+        if made is not None and tf.executing_eagerly():
+            self._process = os.getpid()
+            _open_iterators.add(self)
+
+    def end(self) -> None:
+        """Ends the thread that reads ahead, by giving the iterator a dataset without elements."""
+        if self._kept is None or self._process != os.getpid():
+            return  # a fork has no such thread
+        with tf.device(self._source_device):
+            tf.raw_ops.MultiDeviceIteratorInit(
+                dataset=self._kept.with_its_options.take(0)._variant_tensor,
+                multi_device_iterator=self._multi_device_iterator_resource,
+                max_buffer_size=1,
+            )
+
+
+_open_iterators: weakref.WeakSet[_OwningIterator] = weakref.WeakSet()
+
+
+def _end_iterators() -> None:
+    """Ends the reading of data while Python can still run its part of it.
+
+    A failed `fit` leaves its error, and with it the iterator, to the end of the interpreter. There
+    the thread that reads ahead can call no generator any more, and the iterator waits for it.
+    """
+    for iterator in list(_open_iterators):
+        with contextlib.suppress(tf.errors.OpError):  # nothing can be done about it any more
+            iterator.end()
+
+
+atexit.register(_end_iterators)
+# A process that ends at once does not wait for a generator.
+program.on_leaving(lambda orderly: _open_iterators.clear())
+
+
+class _Remembering:
+    """A stand-in for a dataset that keeps the copy which an iterator makes by `with_options`."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+
+    def with_options(self, options: tf.data.Options) -> tf.data.Dataset:
+        self.with_its_options = self._dataset.with_options(options)
+        return self.with_its_options

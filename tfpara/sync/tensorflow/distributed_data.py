@@ -1,0 +1,325 @@
+"""Data that the strategy distributes over its replicas, and the passes over them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from tfpara.steps import with_open_batches, with_own_memory, without_tuner
+from tfpara.sync.data.position import Position
+from tfpara.sync.data.reading import Order, shuffled, shuffled_rows
+from tfpara.sync.data.same_data import (
+    batch_size,
+    check_batched,
+    check_files,
+    difference,
+    divided_between_workers,
+)
+from tfpara.sync.momentum_fit import MomentumFit
+from tfpara.sync.tensorflow.device_datasets import own_iterators
+from tfpara.sync.tensorflow.private import input_lib as _input_lib
+from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.sync.workers.worker import Worker
+from tfpara.typing import Json, Nest
+
+# TensorFlow's function that distributes a dataset.
+_Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
+# And its function that makes datasets by a user's.
+_DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+_FromFunction = Callable[[_DatasetFn], Any]
+
+
+@dataclasses.dataclass(eq=False)
+class DistributedData:
+    """The data of a run: the position in them, their order, and their division among the workers.
+
+    Args:
+        worker: this worker.
+        models: the trained models.
+        momentum: the momentum of the models' optimizers, which depends on the length of an epoch.
+
+    Attributes:
+        position: in the data of `fit`.
+        order: of data that are shuffled by the library.
+        passes: over the data of the `fit` that runs, with `steps_per_epoch`.
+    """
+
+    worker: Worker
+    models: TrainedModels
+    momentum: MomentumFit
+    position: Position = dataclasses.field(default_factory=Position, init=False)
+    order: Order = dataclasses.field(default_factory=Order, init=False)
+    passes: Any = dataclasses.field(default=None, init=False)
+    _undivided: bool = dataclasses.field(default=False, init=False)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The number of this worker's part of the data, from 0, and the number of parts."""
+        return (0, 1) if self._undivided else (self.worker.rank, self.worker.num_workers)
+
+    @contextlib.contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Gives datasets that are distributed inside whole to this worker's replicas."""
+        self._undivided = True
+        try:
+            yield
+        finally:
+            self._undivided = False
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_fit(self, initial_epoch: int) -> Iterator[None]:
+        """Notes that a call of `fit` runs inside, which begins with that epoch."""
+        passes, seed = self.passes, self.order.seed
+        self.passes = None
+        if not self.worker.changes:
+            self.order.seed = None  # each call draws one, or takes that of a checkpoint
+        within = self.worker.place.fits > 0  # this fit is called in a callback of another fit
+        aside = self.position.aside(lambda: self.models.steps_seen)
+        try:
+            with aside if within else contextlib.nullcontext():
+                self.enter_epoch(initial_epoch)
+                yield
+        finally:
+            self.passes = passes
+        if within:
+            self.order.seed = seed
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Notes that `fit` is at the begin of an epoch."""
+        self.position.enter(epoch, self.models.steps_seen)
+
+    def begin_pass(self) -> tuple[int, int]:
+        """Notes that a pass over data begins; returns its epoch and how much of it is done.
+
+        The latter is `Position.first`. An evaluation is no epoch, and reads its data whole.
+        """
+        if self.worker.place.calls:
+            return self.position.epoch, 0
+        return self.position.begin(self.models.steps_seen)
+
+    def resumed(self, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
+        """Begins a pass over a dataset; skips minibatches trained before the run was resumed."""
+        for synchronizer in self.models.synchronizers:
+            synchronizer.step_is_over()
+        with own_iterators():
+            iterator = begin()
+        if not self.worker.place.calls:  # an evaluation reads its data whole
+            for _ in range(self.position.take_steps()):
+                next(iterator)
+        return iterator
+
+    def note_length(self, steps: int) -> None:
+        """Notes with how many steps a pass over `datasets_by_epoch` begins.
+
+        It is the length of the epoch that begins, if Keras does not know that.
+        """
+        if self.worker.place.fits and not self.worker.place.calls:
+            done = self.position.first // self.worker.replicas  # before a resume
+            self.momentum.set_length(done + steps)
+
+    def next_order(self, count: int) -> list[int]:
+        """Returns 0 … count − 1 in the order of the epoch that begins, equal on all workers."""
+        return shuffled(count, *self._seed_and_epoch())
+
+    def next_order_of_rows(self, rows: int, batch_size: int | None) -> NDArray[np.int64]:
+        """Returns what `shuffled_rows` does for the epoch that begins, equal on all workers."""
+        return shuffled_rows(rows, *self._seed_and_epoch(), batch_size)
+
+    def _seed_and_epoch(self) -> tuple[int, int]:
+        epoch, _ = self.begin_pass()
+        assert self.order.seed is not None
+        return self.order.seed, epoch
+
+    def check(self, facts: dict[str, Json], drawn: bool) -> None:
+        """Compares the data that the workers gave to `fit` or `evaluate`; all must call it.
+
+        Args:
+            facts: facts about this worker's data; see `same_data.difference`.
+            drawn: whether the library draws the order of the data. The seed is the chief's, of
+                Python's generator, which `keras.utils.set_random_seed` seeds.
+
+        Raises:
+            ValueError: on every worker, if they have different data.
+        """
+        if self.worker.changes or self._undivided:
+            return
+        if drawn and self.order.seed is None:
+            self.order.seed = random.getrandbits(48)
+        if self.share == (0, 1):
+            return
+        mine = {"facts": facts, "seed": self.order.seed}
+        everyone = everyones(mine, self.worker.control, self.worker.place.of_data())
+        self.order.seed = everyone[0]["seed"]
+        problem = difference([one["facts"] for one in everyone])
+        if problem:
+            raise ValueError(problem)
+
+    # -- what is distributed ---------------------------------------------------------------------
+
+    def divided(self, dataset: tf.data.Dataset, distribute: _Distribute) -> Any:
+        """Returns a dataset divided among the replicas of all workers.
+
+        Args:
+            dataset: with batches of rows for all replicas.
+            distribute: TensorFlow's function that does so.
+        """
+        check_batched(dataset.element_spec, self.worker.replicas > 1)
+        dataset = without_tuner(_safe(dataset))
+        if self._undivided or self.worker.elastic is not None:
+            # A worker that comes or goes would change the others' parts: each evaluates all data.
+            with self.worker.alone():
+                whole = distribute(dataset)
+            if isinstance(whole, _input_lib.DistributedDataset):
+                whole.__class__ = _UndividedDataset
+            return whole
+        check_files(dataset, self.worker.num_workers)
+        distributed = distribute(dataset)
+        if isinstance(distributed, _input_lib.DistributedDataset):
+            distributed.__class__ = _Dataset
+            distributed.data, distributed.given = self, dataset
+            distributed.distribute = distribute
+            if not divided_between_workers(dataset) and distributed._cardinality > 0:
+                # Each worker gives its devices 1/W of a batch per step, so its own data take W
+                # times as many steps, for W workers.
+                distributed._cardinality *= self.worker.num_workers
+        return distributed
+
+    def from_function(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
+        """Returns the data of a user's function, which makes this worker's minibatches.
+
+        Args:
+            dataset_fn: the user's.
+            make: TensorFlow's function that distributes what another one makes.
+        """
+
+        def prepared(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            dataset = dataset_fn(context)
+            if len(self.worker.devices) > 1:
+                dataset = with_open_batches(dataset)
+            return without_tuner(dataset)
+
+        dataset = make(prepared)
+        dataset.__class__, dataset.data = _Datasets, self
+        return dataset
+
+    def by_epoch(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
+        """Returns data that `dataset_fn` makes anew for each epoch; for `make` see above."""
+        if not self.worker.place.fits:
+            self.position.move(0, self.models.steps_seen)
+        with self.position.at(0, 0):
+            dataset = self.from_function(dataset_fn, make)
+        dataset.__class__ = _EpochDatasets
+        dataset.dataset_fn = dataset_fn
+        dataset.built_for = (0, 0, self.share)
+        return dataset
+
+
+class _UndividedDataset(_input_lib.DistributedDataset):
+    """A dataset that this worker reads whole, as for `predict`; it is not trained on."""
+
+    def __iter__(self) -> Iterator[Nest]:
+        with own_iterators():
+            return super().__iter__()
+
+
+def _not_read_ahead(data: Any, buffer_size: int) -> Any:
+    """Stands for `prefetch` of distributed data, which are read ahead as they are."""
+    del buffer_size
+    return data
+
+
+class _Datasets(_input_lib.DistributedDatasetsFromFunction):
+    """The datasets that a user's function has made for this worker."""
+
+    data: DistributedData
+    _dataset_fn: _DatasetFn
+    # Keras calls `map` and `prefetch` of data that it weighs by `class_weight`.
+    prefetch = _not_read_ahead
+
+    @property
+    def cardinality(self) -> int:
+        """The steps of a pass: the minibatches are for this worker's devices in turn."""
+        minibatches = int(super().cardinality)  # negative if it is not known
+        devices = len(self.data.worker.devices)
+        return minibatches if minibatches < 0 else -(-minibatches // devices)
+
+    def map(self, function: Callable[..., Nest]) -> _Datasets:
+        """Returns these data with a function of each element."""
+        made = copy.copy(self)
+        made._dataset_fn = lambda context: self._dataset_fn(context).map(function)
+        made._built = False
+        made.build()
+        return made
+
+    def __iter__(self) -> Iterator[Nest]:
+        return self.data.resumed(super().__iter__)
+
+
+class _EpochDatasets(_Datasets):
+    """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
+
+    dataset_fn: _DatasetFn  # the user's
+    built_for: tuple[int, int, tuple[int, int]]  # epoch, `first`, and this worker's share
+
+    @property
+    def cardinality(self) -> int:
+        # Epochs may have different lengths.
+        return tf.data.UNKNOWN_CARDINALITY
+
+    def map(self, function: Callable[..., Nest]) -> _EpochDatasets:
+        with self.data.position.at(*self.built_for[:2]):
+            made = super().map(function)
+        made.dataset_fn = lambda context: self.dataset_fn(context).map(function)
+        return made
+
+    def __iter__(self) -> Iterator[Nest]:
+        epoch, first = self.data.begin_pass()
+        if not self.data.worker.place.calls:
+            # `dataset_fn` leaves out minibatches by `first`: they must not be skipped again.
+            self.data.position.take_steps()
+        wanted = epoch, first, self.data.share
+        if wanted != self.built_for:
+            self._built = False
+            with self.data.position.at(epoch, first):
+                self.build()
+            self.built_for = wanted
+        if (steps := super().cardinality) >= 0:
+            self.data.note_length(steps)
+        return super().__iter__()
+
+
+class _Dataset(_input_lib.DistributedDataset):
+    """A dataset that is divided among all workers."""
+
+    data: DistributedData
+    given: tf.data.Dataset  # undivided
+    distribute: _Distribute
+    prefetch = _not_read_ahead
+
+    def map(self, function: Callable[..., Nest]) -> Any:
+        """Returns these data with a function of each element."""
+        return self.data.divided(self.given.map(function), self.distribute)
+
+    def __iter__(self) -> Iterator[Nest]:
+        return self.data.resumed(super().__iter__)
+
+
+def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset with batches that own their memory, so that they may be divided.
+
+    Batches made by `batch` are copies already. There a further copy would hide the batch size from
+    TensorFlow, so the dataset stays as it is.
+    """
+    copies = with_own_memory(dataset)
+    return copies if batch_size(copies) == batch_size(dataset) else dataset

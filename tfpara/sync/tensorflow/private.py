@@ -1,0 +1,33 @@
+"""TensorFlow's private names; no other file of the strategy imports any.
+
+`data/same_data` reads private attributes of datasets; `keras/hooks` has Keras' private names.
+"""
+
+# The module whose functions make the datasets of single devices, which are replaced for a while.
+from tensorflow.python.data.ops import multi_device_iterator_ops as multi_device
+
+# The extended class that MultiWorkerMirroredStrategy builds.
+from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
+
+# The classes of distributed datasets. Keras accepts no others, and calls __iter__ for each pass.
+# The value types that reductions see, and the number of the replica that is being traced.
+from tensorflow.python.distribute import input_lib, values
+
+# The context, whose private methods start the server anew and end collectives.
+from tensorflow.python.eager import context
+
+# The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+# The initial value that tf.train.Checkpoint gives to a variable created after the restore.
+from tensorflow.python.trackable.base import CheckpointInitialValue
+
+__all__ = [
+    "CheckpointInitialValue",
+    "ResourceVariable",
+    "context",
+    "input_lib",
+    "multi_device",
+    "mwms",
+    "values",
+]

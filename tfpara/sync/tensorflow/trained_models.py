@@ -1,0 +1,443 @@
+"""The models that are trained under a strategy, and their synchronizers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.algorithms.rule import Rule
+from tfpara.cluster.place import COMPILED_ANEW, Purpose, call
+from tfpara.group import Group
+from tfpara.keras_model import build_optimizer, hyperparameters, optimizers
+from tfpara.steps import reductions
+from tfpara.sync.momentum_fit import MomentumFit
+from tfpara.sync.notes import Notes
+from tfpara.sync.one_sync.replicas import Site
+from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
+from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.settings import Settings
+from tfpara.sync.start_line import in_words
+from tfpara.sync.tensorflow.links import Links
+from tfpara.sync.tensorflow.model_variables import replica_variables
+from tfpara.sync.tensorflow.variables import Metric, not_aggregated, plain_variable
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.sync.workers.settings_check import agree
+from tfpara.sync.workers.worker import Worker
+from tfpara.typing import Nest
+
+_SYNCHRONIZE = call("strategy.synchronize()")
+_FORGET = call("strategy.forget()")
+_TRAIN = Purpose("beginning to train a model", "train the same models on every worker")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trained:
+    """A model that was trained.
+
+    Workers collect a model at different times. So what all of them do alike must not depend on
+    whether it is there still.
+
+    Attributes:
+        model: returns the model; None once Python has collected it.
+        identity: the `_identity` that it had then.
+        synchronizer: its synchronizer.
+        weights: by id, the components on the first device of all its weights, also of those that
+            are not trained.
+    """
+
+    model: Callable[[], keras.Model | None]
+    identity: Any
+    synchronizer: Synchronizer
+    weights: Mapping[int, tf.Variable]
+
+
+class TrainedModels:
+    """The models that were trained, in the order of their first steps, on all workers alike.
+
+    Args:
+        strategy: in whose scope the models are.
+        settings: of the strategy.
+        worker: this worker.
+        links: the collectives.
+        momentum: the momentum of the models' optimizers.
+        notes: for the user.
+
+    Attributes:
+        settings: of the strategy.
+        rule: of the model that was made last.
+        tracked: what a custom loop trains; None: not named.
+        blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
+        present: see `Site.present`.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        settings: Settings,
+        worker: Worker,
+        links: Links,
+        momentum: MomentumFit,
+        notes: Notes,
+    ) -> None:
+        self._strategy = strategy
+        self.settings = settings
+        self._worker = worker
+        self._place = worker.place
+        self._links = links
+        self._momentum = momentum
+        self._notes = notes
+        self._elastic = worker.elastic
+        self.rule: Rule = settings.rule
+        self.tracked: keras.Model | None = None
+        self.blocks_closed = 0
+        self.present: tf.Variable | None = None
+        self._trained: list[_Trained] = []
+        self._recent: _Trained | None = None  # of the model that was trained last
+        self._dropped = NO_SYNCS  # what syncs of models cost that are not in `_trained` any more
+        self._made = 0
+
+    # -- the models ----------------------------------------------------------------------------
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a model was trained."""
+        return self._made > 0
+
+    @property
+    def synchronizers(self) -> list[Synchronizer]:
+        """The synchronizers of all trained models, in the order in which they were made."""
+        return [trained.synchronizer for trained in list(self._trained)]
+
+    def in_turn(self) -> list[Synchronizer]:
+        """Returns all synchronizers, first that of `_recent`, which others may still train."""
+        trained = sorted(self._trained, key=lambda each: each is not self._recent)
+        return [each.synchronizer for each in trained]
+
+    def statistics(self) -> SyncStatistics:
+        """Returns counts and times of this worker's syncs so far, over all models."""
+        total = self._dropped
+        for synchronizer in self.synchronizers:
+            total = total.and_then(synchronizer.graph.statistics())
+        return total
+
+    @property
+    def steps_seen(self) -> int:
+        """The training steps of this process, over all models."""
+        return self.statistics().steps
+
+    def track(
+        self, models: Sequence[keras.Model], given: Sequence[keras.optimizers.Optimizer]
+    ) -> None:
+        """Notes that `run` trains these models, with these optimizers beside the compiled ones."""
+        if len(models) == 1 and not given and isinstance(models[0], keras.Model):
+            self.tracked = models[0]
+            return
+        former = next((g for g in self._groups() if g.is_of(models, given)), None)
+        with self._strategy.scope():
+            self.tracked = former or Group(models, given)
+
+    def model_of(self, fn: Callable[..., Nest]) -> keras.Model | None:
+        """Returns the model that a function given to `run` trains; None if it is not known."""
+        # Keras hands its bound train_step or test_step to run().
+        owner = getattr(fn, "__self__", None)
+        return owner if isinstance(owner, keras.Model) else self.tracked
+
+    def for_step(self, fn: Callable[..., Nest]) -> Synchronizer | None:
+        """Returns the synchronizer of the model whose step `fn` is.
+
+        None if there is none, or if the model was compiled anew or changed since.
+        """
+        model = self.model_of(fn)
+        trained = self._entry(model)
+        if model is None or trained is None or trained.identity != _identity(model):
+            return None
+        return trained.synchronizer
+
+    def synchronizer_of(self, model: keras.Model) -> Synchronizer:
+        """Returns the synchronizer of a built and compiled model; makes one if there is none."""
+        model = self._owner(model)
+        trained = self._entry(model)
+        if trained is None or trained.identity != _identity(model):
+            return self.make(model)
+        return trained.synchronizer
+
+    def trained(self, model: keras.Model) -> Synchronizer | None:
+        """Returns the synchronizer of a model, or of the whole it is part of; None if untrained."""
+        trained = self._entry_of(model)
+        return trained.synchronizer if trained else None
+
+    def is_stranger(self, model: keras.Model) -> bool:
+        """Returns whether a model is another strategy's, or shares weights with a trained model."""
+        if model.distribute_strategy is not self._strategy:
+            return True
+        own = list(self._components(model.trainable_variables).values())
+        return any(s.has_any_of(own) for s in self.synchronizers)
+
+    def _groups(self) -> list[Group]:
+        known = [self.tracked, *(trained.model() for trained in self._trained)]
+        return [model for model in known if isinstance(model, Group)]
+
+    def _owner(self, model: keras.Model) -> keras.Model:
+        """Returns the group of models that are synchronised with a model, else the model."""
+        if self._entry(model) is not None:
+            return model
+        groups = (g for g in self._groups() if any(member is model for member in g.members))
+        return next(groups, model)
+
+    def _entry(self, model: keras.Model | None) -> _Trained | None:
+        found = (trained for trained in self._trained if trained.model() is model)
+        return None if model is None else next(found, None)
+
+    def _entry_of(self, model: keras.Model) -> _Trained | None:
+        """Returns the entry of a model, or of the trained one that has all of its weights."""
+        own = self._entry(self._owner(model))
+        if own is not None:
+            return own
+        weights = self._components(model.weights)
+        if not weights:
+            return None
+        wholes = [each for each in self._trained if weights.keys() <= each.weights.keys()]
+        # One may have frozen what another trains.
+        return max(
+            wholes,
+            key=lambda each: sum(each.synchronizer.has_any_of([c]) for c in weights.values()),
+            default=None,
+        )
+
+    def _components(self, variables: Sequence[keras.Variable]) -> dict[int, tf.Variable]:
+        """Returns variables' components on the first device, by id."""
+        local_results = self._strategy.experimental_local_results
+        return {id(first): first for first in (local_results(v.value)[0] for v in variables)}
+
+    # -- a model is trained, or forgotten --------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_fit(self, model: keras.Model) -> Iterator[None]:
+        """Notes that a model's `fit` runs inside, maybe in a callback of another model's."""
+        former = self._recent
+        self._recent = self._entry_of(model) or former
+        yield
+        if self._place.fits:
+            self._recent = former
+
+    # A loop's tf.function would have AutoGraph convert this where it is traced, and with it the
+    # syncs from Python that end other models' blocks.
+    @tf.autograph.experimental.do_not_convert
+    def make(self, model: keras.Model | None) -> Synchronizer:
+        """Makes the sync state of a model from its present weights."""
+        if model is None:
+            raise ValueError(
+                "run() was given a function that updates weights, but not whose. Call "
+                "strategy.track(model) once before a custom training loop."
+            )
+        _refuse(model)
+        former = self._entry(model)
+        self._drop_collected(former)
+        if former is not None:
+            if self._elastic is not None:
+                self._elastic.together(former.synchronizer.finish_block)
+            else:
+                with self._place.meeting(COMPILED_ANEW):
+                    former.synchronizer.finish_block()
+        build_optimizer(model)
+        settings = self.settings.for_optimizers(optimizers(model))
+        variables = replica_variables(model, self._strategy.experimental_local_results, settings)
+        # Layers' names are left out: their numbers count every model that a process has made.
+        shapes = [
+            f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
+            for n, v in zip(variables.weight_names, variables.weights, strict=True)
+        ]
+        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self._worker.control, _TRAIN)
+        self._note_settings(model, settings)
+        dtypes = {v[0].dtype for v in (*variables.weights, *variables.state)}
+        if tf.float64 in dtypes:
+            self._notes.tell(
+                "the model has weights of float64, and every sync rounds them to float32, in which "
+                "the global model is kept: docs/training.md"
+            )
+        site = self._site()
+        if former is not None:
+            former.synchronizer.leave(variables.weights, self._chiefs_left)
+        synchronizer = Synchronizer(variables, settings, site)
+        if site.members is not None:
+            replicas = site.members.size * len(self._worker.devices)
+            synchronizer.graph.global_state.rule.change(replicas)
+        if former is not None:
+            synchronizer.adopt(former.synchronizer)
+        others = [each.synchronizer for each in self._trained if each is not former]
+        if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
+            raise ValueError(
+                f"model {model.name!r} shares weights with another that was trained under this "
+                "strategy; each would keep a global model of them. Call strategy.forget(other) on "
+                "every worker if the other one will not be trained any more; else train one model "
+                "that has both."
+            )
+        self.rule = settings.rule
+        self._recent = _Trained(
+            _reference(model), _identity(model), synchronizer, self._components(model.weights)
+        )
+        at = len(self._trained) if former is None else self._trained.index(former)
+        self._trained[at : at + 1] = [self._recent]
+        if self._elastic is not None:
+            self._elastic.check_step()
+        return synchronizer
+
+    def _note_settings(self, model: keras.Model, settings: Settings) -> None:
+        """Prints notes on what the settings do to a model that is about to be trained."""
+        for optimizer in optimizers(model):
+            self._momentum.check(optimizer, settings)
+        for optimizer in filter(settings.fits_momentum, optimizers(model)):
+            self._momentum.note(optimizer)
+        if self._worker.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
+            self._notes.tell(
+                'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
+                "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
+                "log. Multiply the learning rate by N, or let the loss be a mean: docs/moving.md"
+            )
+        if settings is not self.settings and settings.rule.has_momentum():
+            self._notes.tell(
+                "for this local optimizer, which divides by the size of gradients, the rule is "
+                f"{in_words(settings.rule)}"
+            )
+
+    def _site(self) -> Site:
+        """Returns this worker's place among all that train the next model."""
+        site = Site(
+            # A joiner of an elastic run has made fewer synchronizers than the others, so that
+            # numbers would differ; such a run has one model.
+            name="model" if self._elastic else f"model{self._made}",
+            num_replicas=self._worker.replicas,
+            first_replica=self._worker.first_replica,
+            members=self._worker.members,
+            present=self.present,
+            devices=self._worker.devices,
+            collectives=self._links.collectives,
+            reports=self._links.reports,
+            place=self._place,
+            make=plain_variable,
+            period=self._momentum.period,
+        )
+        self._made += 1
+        return site
+
+    def _chiefs_left(self, value: tf.Tensor) -> tf.Tensor:
+        return self._worker.control.broadcast(value, "left weights")
+
+    def _drop_collected(self, former: _Trained | None) -> None:
+        """Drops the synchronizers of models that no worker has any more; every worker must call it.
+
+        Args:
+            former: the entry of the model that is about to be trained, if it has one.
+        """
+        # An elastic run has one model.
+        if self._elastic is not None or all(each is former for each in self._trained):
+            return
+        gc.collect()  # Models refer to themselves, so that they stay until then.
+        gone = [k for k, each in enumerate(self._trained) if each.model() is None]
+        several = self._worker.num_workers > 1
+        everyone = everyones(gone, self._worker.control, _TRAIN) if several else [gone]
+        of_all = set(gone).intersection(*everyone)
+        for entry in [self._trained[k] for k in sorted(of_all)]:
+            self._drop(entry, _TRAIN)
+
+    def _drop(self, entry: _Trained, purpose: Purpose) -> None:
+        """Closes a model's block and gives up its synchronizer; every worker must call it."""
+        synchronizer = entry.synchronizer
+        with self._place.meeting(purpose):
+            synchronizer.finish_block()
+        synchronizer.leave([], self._chiefs_left)
+        self._dropped = self._dropped.and_then(synchronizer.graph.statistics())
+        self._trained.remove(entry)
+        if self._recent is entry:
+            self._recent = None
+
+    def forget(self, model: keras.Model) -> None:
+        """Gives up what is kept of a model; every worker must call it."""
+        # All blocks are closed, since others may still train another model.
+        self.finish_blocks(_FORGET)
+        entry = self._entry_of(model)
+        if entry is None:
+            return
+        self._drop(entry, _FORGET)
+        whole = entry.model()
+        if whole is not None:
+            whole.train_function = None  # in which the syncs are
+        if self.tracked is whole:
+            self.tracked = None
+
+    # -- what all models do ------------------------------------------------------------------------
+
+    def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
+        """Closes the open blocks of all models; every worker must call it for this purpose."""
+        self.blocks_closed += 1
+        synchronizers = self.in_turn()
+        if self._elastic is not None:
+            self._elastic.close()
+            return
+        if synchronizers:
+            with self._place.meeting(purpose):
+                for synchronizer in synchronizers:
+                    synchronizer.finish_block()
+
+    @contextlib.contextmanager
+    def writing(self, model: keras.Model) -> Iterator[None]:
+        """Has a model, or what has weights of trained ones, hold the global model for a file."""
+        weights = self._components(getattr(model, "weights", []))
+        with contextlib.ExitStack() as stack:
+            for trained in self._trained:
+                if weights.keys() & trained.weights.keys():
+                    stack.enter_context(trained.synchronizer.writing(self._notes.tell))
+            yield
+
+    def broadcast_replica(self, model: keras.Model, replica: int) -> None:
+        """Sets all replicas to the weights of one; every worker must call it."""
+        if not 0 <= replica < self._worker.replicas:
+            raise ValueError(f"replica={replica} is not one of 0 … {self._worker.replicas - 1}.")
+        synchronizer = self.synchronizer_of(model)
+        # The block is closed first, since the rule changes the weights then.
+        self.finish_blocks(call("strategy.broadcast_replica()"))
+        worker, device = divmod(replica, len(self._worker.devices))
+        weights, state = synchronizer.replica_values(device)
+
+        def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
+            mine = tensor if worker == self._worker.rank else tf.zeros_like(tensor)
+            flat = tf.reshape(mine, [-1])
+            total = self._worker.control.collectives.all_reduce([flat], f"replica/{k}")[0]
+            return tf.reshape(total, tensor.shape)
+
+        values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]
+        synchronizer.restart(values[: len(weights)], values[len(weights) :])
+
+
+def _refuse(model: keras.Model) -> None:
+    """Raises ValueError for options of a model that do not work with syncs."""
+    if any(getattr(optimizer, "use_ema", False) for optimizer in optimizers(model)):
+        raise ValueError(
+            "the optimizer has use_ema=True, with which Keras overwrites each replica's weights by "
+            'its own average. Use averages={"ema": tfpara.EMA(...)} of the strategy instead.'
+        )
+    for variable in model.metrics_variables:
+        if isinstance(variable.value, Metric) and variable.aggregation == "none":
+            raise ValueError(not_aggregated(variable.path))
+
+
+def _reference(model: keras.Model) -> Callable[[], keras.Model | None]:
+    """Returns a function that gives the model as long as the program has it.
+
+    A group stays, since nobody else has it.
+    """
+    return (lambda: model) if isinstance(model, Group) else weakref.ref(model)
+
+
+def _identity(model: keras.Model) -> Any:
+    """Returns what a synchronizer depends on; compiling anew or freezing layers changes it."""
+    # The number of slots is part of it, since an optimizer may get them in its first step.
+    slots = [(optimizer, len(optimizer.variables)) for optimizer in optimizers(model)]
+    return slots, [id(v) for v in model.trainable_variables]

@@ -1,0 +1,182 @@
+"""The variables that models and metrics get in the strategy's scope, and those of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara.cluster.place import VARIABLE
+from tfpara.keras_model import is_seed
+from tfpara.sync.tensorflow.private import CheckpointInitialValue, ResourceVariable
+from tfpara.sync.tensorflow.private import values as _values
+from tfpara.sync.workers.settings_check import agree
+from tfpara.sync.workers.worker import Worker
+from tfpara.typing import Nest, Variable
+
+
+class _AsNumber:
+    """Lets Python make a number of a distributed variable, as it does of a plain one.
+
+    So `float(optimizer.learning_rate)` works in callbacks, as in plain Keras.
+    """
+
+    def __float__(self) -> float:
+        return float(self.read_value())  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.read_value())  # type: ignore[attr-defined]
+
+
+class Mirrored(_AsNumber, _values.MirroredVariable):
+    """A variable of each replica; outside of replicas a read takes this worker's first one."""
+
+
+class Metric(_AsNumber, _values.SyncOnReadVariable):
+    """A metric's variable, of which each replica has a component; a read aggregates them."""
+
+    @property
+    def is_of_first(self) -> bool:
+        """Whether a read gives replica 0's component."""
+        return self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+    # The parent's two methods give each worker its own first replica's value, without an exchange.
+    def _get_cross_replica(self) -> tf.Tensor:
+        if self._aggregation == tf.VariableAggregation.NONE:
+            raise ValueError(not_aggregated(self.name))
+        if not self.is_of_first:
+            return super()._get_cross_replica()
+        return self.distribute_strategy.extended.metrics.over_all(self, False)
+
+    def value(self) -> tf.Tensor:
+        if not self.is_of_first or in_replica() or _values.values_util.in_replica_update_context():
+            return super().value()
+        return self._get_cross_replica()
+
+    def assign(
+        self,
+        value: Nest,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        # Called from Python, the parent's method reads the variable after it has written it, which
+        # is an exchange of all workers. Keras resets all metrics at the begin of an epoch, and does
+        # not use the value.
+        if not tf.executing_eagerly() or in_replica():
+            return super().assign(value, use_locking, name, read_value)
+        super().assign(value, use_locking, name, read_value=False)
+        return self
+
+
+def not_aggregated(name: str) -> str:
+    """Returns the error for a metric's variable of which a read has no meaning."""
+    return (
+        f'the metric\'s variable {name!r} has aggregation="none", which does not say what it is of '
+        'several replicas. Give add_variable aggregation="sum", "mean" or "only_first_replica".'
+    )
+
+
+def with_our_class(variable: Any) -> Any:
+    """Returns a variable that TensorFlow has made, as one of the classes of this file."""
+    for kind in (Metric, Mirrored):
+        if type(variable) is kind.__bases__[-1]:
+            variable.__class__ = kind
+    return variable
+
+
+def in_replica() -> bool:
+    """Returns whether the calling code is part of a replica's step."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+
+
+def local_replica() -> int:
+    """Returns the number, on this worker, of the replica whose step calls it."""
+    return _values.values_util.get_current_replica_id_as_int()
+
+
+def plain_variable(value: Nest, name: str) -> tf.Variable:
+    """Returns a variable of the present device alone, also in a strategy's scope."""
+    return ResourceVariable(value, name=f"tfpara/{name}", trainable=False)
+
+
+def host_variable(value: Nest, name: str) -> tf.Variable:
+    """Returns a variable of this worker's host alone, also in a strategy's scope."""
+    with tf.device("CPU:0"), tf.init_scope():
+        return plain_variable(value, name)
+
+
+class InitialValues:
+    """The initial values of variables: the chief's, once all have agreed on what is being made.
+
+    Args:
+        worker: this worker.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._created = 0
+        self._alone = False
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets this worker create variables inside that other workers do not create."""
+        former, self._alone = self._alone, True
+        try:
+            yield
+        finally:
+            self._alone = former
+
+    def of_component(
+        self, replica_id: int, primary: Variable | None, given: Mapping[str, Any]
+    ) -> Callable[[], tf.Tensor]:
+        """Returns a function that gives the initial value of a variable's component.
+
+        Args:
+            replica_id: the local replica that has the component.
+            primary: the component of the first local replica; None if it is this one.
+            given: the arguments with which the variable is created.
+        """
+        name, dtype = given.get("name") or "Variable", given.get("dtype")
+        shared = given.get("synchronization") != tf.VariableSynchronization.ON_READ
+
+        def value() -> tf.Tensor:
+            if primary is None:
+                initial = given["initial_value"]
+                first = initial() if callable(initial) else initial
+                if isinstance(first, CheckpointInitialValue):
+                    first = first.wrapped_value
+                first = tf.convert_to_tensor(first, dtype)
+                if shared and tf.executing_eagerly() and not self._alone:
+                    first = self._chiefs_value(first, name)
+            else:
+                first = tf.identity(primary.read_value())
+            if is_seed(given.get("name") or "") and (primary is None or replica_id > 0):
+                # Every replica gets a seed of its own, since dropout must be independent noise.
+                number = self._worker.first_replica if primary is None else 0
+                offset = tf.cast((number + replica_id) * 1_000_003, first.dtype)
+                first = first + tf.one_hot(
+                    0, first.shape[0], offset, tf.zeros_like(offset), dtype=first.dtype
+                )
+            return first
+
+        return value
+
+    def _chiefs_value(self, value: tf.Tensor, name: str) -> tf.Tensor:
+        self._created += 1
+        if self._worker.num_workers == 1:
+            return value
+        # Numbers in Keras' names are removed: they count everything that a process has made.
+        name = re.sub(r"_\d+(?=[/_]|$)", "", name)
+        description = f"{name} {tuple(value.shape)} {value.dtype.name}"
+        digest = hashlib.blake2b(description.encode(), digest_size=6).digest()
+        mine = int.from_bytes(digest, "little")
+        if any(theirs != mine for theirs in self._worker.control.together(VARIABLE, mine)):
+            agree({f"model, variable {self._created}": description}, self._worker.control, VARIABLE)
+        if not (value.dtype.is_floating or value.dtype.is_integer):
+            return value
+        return self._worker.control.broadcast(value, "variable/value")

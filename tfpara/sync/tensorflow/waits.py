@@ -1,0 +1,84 @@
+"""Waits of this process for other workers: since when, for whom, and their end."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+from tfpara.cluster import Cluster, failures, whereabouts
+from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.tensorflow.links import START
+from tfpara.sync.workers.watchdog import Watchdog
+from tfpara.sync.workers.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Waits:
+    """The waits of this process, in syncs and in exchanges that Python code calls.
+
+    Args:
+        found: the cluster.
+        worker: this worker.
+        synchronizers: returns those of all trained models.
+        overlap: whether syncs run beside the training.
+        abort: ends the collectives under way, with a message.
+    """
+
+    found: Cluster
+    worker: Worker
+    synchronizers: Callable[[], Sequence[Synchronizer]]
+    overlap: bool
+    abort: Callable[[str], None]
+    _whereabouts: whereabouts.Whereabouts | None = dataclasses.field(default=None, init=False)
+
+    def watch(self, timeout_seconds: float) -> None:
+        """Starts the thread that reports long waits and ends those that last too long."""
+        Watchdog(timeout_seconds, self.since, self._report, self._end)
+
+    def connect(self, found: Cluster) -> None:
+        """Connects the workers' whereabouts, for messages on waits; every worker must call it."""
+        self.found = found
+        self._whereabouts = whereabouts.begin(
+            found,
+            lambda port: self.worker.control.together(START, port),
+            lambda: whereabouts.Row(self._where(), self._exchanges()),
+        )
+        failures.ask(
+            lambda: whereabouts.mute(self._table(), found),
+            lambda: self.worker.place.failed.advice if self.worker.place.failed else "",
+        )
+
+    def since(self) -> float:
+        """Returns when the present wait began, on the monotonic clock; 0 if there is none."""
+        return max(
+            self.worker.place.began, *(s.graph.waiting_since() for s in self.synchronizers()), 0.0
+        )
+
+    def _where(self) -> str:
+        text, line = self.worker.place.text(False), whereabouts.line_of_script()
+        return f"{text} [{line}]" if line else text
+
+    def _exchanges(self) -> list[str]:
+        """Returns the names of the exchanges in which this process waits."""
+        names = [s.name for s in self.synchronizers() if s.graph.waiting_since()]
+        return [*names, "meeting"] if self.worker.place.began else names
+
+    def _table(self) -> list[whereabouts.Row] | None:
+        """Returns where all workers are in their scripts; None if it is not known."""
+        return self._whereabouts.table() if self._whereabouts else None
+
+    def _report(self, seconds: float) -> None:
+        table = self._table()
+        if table is None or not self.since():
+            return
+        _log.warning("%s", whereabouts.waiting_line(table, self.worker.rank, seconds))
+        # Workers with a sync in flight may be in different exchanges without being apart.
+        apart = "" if self.overlap else whereabouts.apart(table)
+        if apart:
+            self.abort(failures.note_apart(apart))
+
+    def _end(self) -> None:
+        self.abort(failures.note_silence(whereabouts.silent(self._table(), self.found)))
