@@ -176,11 +176,7 @@ def _token(shared: bytes, port: int) -> str:
 def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"") -> dict[str, str]:
     """Returns Horovod's environment variables for one process of a cluster with addresses.
 
-    Args:
-        found: this process's view of the cluster.
-        host: host of the store.
-        port: port of the store.
-        shared: the secret of the run.
+    `host` and `port` are the store's, `shared` is the secret of the run.
     """
     token = _token(shared, port)
     hosts = [ports.split(address)[0] for address in found.addresses]
@@ -213,11 +209,8 @@ def meet(
 ) -> None:
     """Waits until every process has come to the store that the environment names.
 
-    Args:
-        found: this process's view of the cluster.
-        environ: has HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT.
-        timeout_seconds: longest wait.
-        shared: the secret of the run. It signs all values, also in a store that horovodrun serves.
+    The environment has the store's address. The secret of the run, `shared`, signs all values, also
+    in a store that horovodrun serves.
 
     Raises:
         StartupError: the variables are missing or wrong, no store answers there, or a process does
@@ -261,15 +254,10 @@ def meet(
 
 
 class _Places(NamedTuple):
-    """Access to the values by which processes show in a store that they have come.
+    """The values by which processes show in a store that they have come.
 
-    The values are signed, since anyone may be able to write to the store.
-
-    Attributes:
-        address: address of the store, from Horovod's variable.
-        port: port of the store, from Horovod's variable.
-        shared: the secret of the run.
-        deadline: time by which the store must answer.
+    They are signed with the run's secret, `shared`, since anyone may be able to write to the store,
+    which has the address and port of Horovod's variables, and must answer by the deadline.
     """
 
     address: str
@@ -283,10 +271,7 @@ class _Places(NamedTuple):
         self._ask("PUT", rank, json.dumps(value).encode())
 
     def get(self, rank: int) -> int | None:
-        """Returns the number of processes of one that has come.
-
-        It is None if the process has not come, and `_FORGED` if the value is not signed rightly.
-        """
+        """Returns a process's number of processes, `_FORGED`, or None if it has not come."""
         value = self._ask("GET", rank)
         if value is None:
             return None

@@ -1,14 +1,13 @@
 """The meeting of a cluster's workers before TensorFlow starts.
 
 TensorFlow's own start waits for missing workers for ever, inside C++ and with Python's interpreter
-locked, so that no exception, no Ctrl-C and no Python thread can end it. So the workers meet first
-over plain TCP, at the addresses that TensorFlow will use. Every worker says hello to the chief, and
-the chief tells all of them whether to go on. This finds absent workers, workers whose TF_CONFIG
-differs, two workers with the same task, ports in use and wrong addresses, and all workers report
-the same cause. Messages are signed with the run's secret (`messages.py`).
+locked, so that no exception, Ctrl-C or Python thread can end it. So the workers meet first over
+plain TCP, at the addresses that TensorFlow will use. Every worker sends a hello to the chief, which
+answers all of them with a go-ahead or with one problem: absent workers, differing TF_CONFIGs, two
+workers with the same task, ports in use, wrong addresses. Messages are signed (`messages.py`).
 
 Workers that know only their ranks, from an engine (`engines.py`), first find each other in the same
-way. Rank 0 listens at the coordinator's address, every worker sends its host and the port on which
+way: rank 0 listens at the coordinator's address, every worker sends its host and the port on which
 TensorFlow may listen, and rank 0 sends the addresses to all.
 """
 
@@ -54,12 +53,8 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
 
     If the body takes over two minutes, the process prints a traceback and exits with code 1. That
     happens if a worker dies between the meeting and TensorFlow's connection. After the body SIGTERM
-    has its former handler.
-
-    Args:
-        cluster: this process's view of the cluster. Nothing is done for a single process, or if
-            this process has met the same cluster before.
-        timeout_seconds: longest wait for the other workers.
+    has its former handler. Nothing is done for a single process, or one that has met the same
+    cluster before.
 
     Raises:
         StartupError: as by `meet`; or this process has met another cluster before, as a Python
@@ -165,11 +160,7 @@ def find_each_other(
 ) -> Cluster:
     """Returns the cluster with addresses, for processes that know only their ranks.
 
-    Args:
-        cluster: this process's view. It is returned as it is if it has addresses, or is a single
-            process.
-        timeout_seconds: longest wait for the other workers.
-        collectives: the backend that the worker starts after this.
+    One that has addresses, or is a single process, is returned as it is. Arguments as for `meet`.
 
     Raises:
         ClusterError: the address of rank 0 is not known.
@@ -233,43 +224,24 @@ def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
 
 
 class _Guest(NamedTuple):
-    """A worker that has come to the chief.
+    """A worker that has come to the chief."""
 
-    Attributes:
-        reaches: the chief's IP address at which the worker has reached it.
-        hello: the worker's message.
-    """
-
-    reaches: str
+    reaches: str  # the chief's IP address at which the worker has reached it
     hello: Mapping[str, Json]
 
 
 class _Terms(NamedTuple):
-    """The terms of a meeting, which differ between workers of TF_CONFIG and those of an engine.
+    """The terms of a meeting, which differ between workers of TF_CONFIG and those of an engine."""
 
-    Attributes:
-        size: number of workers.
-        chief: "host:port" at which the chief listens.
-        describe: returns the name of a worker in messages, from its rank.
-        check: returns the problem of a hello, or None, from the worker's rank and the hello.
-        known: returns whether a hello has the form of this kind of meeting.
-        twice: returns the sentence that two workers have the same rank, from the rank.
-        absent: the fix if workers do not come, in words.
-        chief_where: where the chief must be started, in words.
-        shared: the secret of the run.
-        timeout_seconds: longest wait for the other workers.
-        deadline: its end.
-    """
-
-    size: int
-    chief: str
-    describe: Callable[[int], str]
-    check: Callable[[int, Mapping[str, Json]], str | None]
-    known: Callable[[Mapping[str, Json]], bool]
-    twice: Callable[[int], str]
-    absent: str
-    chief_where: str
-    shared: bytes
+    size: int  # number of workers
+    chief: str  # "host:port" at which the chief listens
+    describe: Callable[[int], str]  # returns the name in messages of the worker with a rank
+    check: Callable[[int, Mapping[str, Json]], str | None]  # returns the problem of a rank's hello
+    known: Callable[[Mapping[str, Json]], bool]  # returns whether a hello has the right form
+    twice: Callable[[int], str]  # returns the sentence that two workers have the same rank
+    absent: str  # the fix if workers do not come
+    chief_where: str  # the place where the chief must be started, in words
+    shared: bytes  # the secret of the run
     timeout_seconds: float
     deadline: float
 
@@ -435,11 +407,7 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
 def _report_to_chief(
     terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]
 ) -> dict[str, Json]:
-    """Says hello until the chief answers; returns its answer.
-
-    Raises:
-        StartupError: the chief does not answer in time, or its answer is a problem.
-    """
+    """Says hello until the chief answers; returns its answer, unless that is a problem."""
     chief = terms.describe(0)
     try:
         answer = tried(lambda: _ask_chief(terms, hello), terms.deadline, chief)
@@ -454,11 +422,7 @@ def _report_to_chief(
 
 
 def _ask_chief(terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]) -> dict[str, Json]:
-    """Says hello to the chief; returns its answer.
-
-    Raises:
-        OSError: the chief is not there, or did not answer.
-    """
+    """Says hello to the chief; returns its answer, or raises OSError."""
     wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, terms.deadline - time.monotonic()))
     # The chief may have started last, and waits up to timeout_seconds for the others.
     patience = terms.timeout_seconds + 2 * _ANSWER_SECONDS
@@ -478,15 +442,10 @@ def _view(cluster: Cluster) -> list[Json]:
 
 
 def listen(address: str, name: str, guests: int = 0) -> socket.socket:
-    """Returns a socket that listens on this process's address; see `ports.own_host`.
-
-    Args:
-        address: this process's "host:port".
-        name: name of this process in messages.
-        guests: number of processes that may connect at once.
+    """Returns a socket that listens on this process's "host:port" for so many others.
 
     Raises:
-        StartupError: the port is in use.
+        StartupError: the port is in use; the message has the process's name.
     """
     given, port = ports.split(address)
     try:

@@ -44,9 +44,7 @@ class Left(MeetingError):
 class Passed(MeetingError):
     """The members have begun a later call of `fit`, in which this worker may join them.
 
-    Attributes:
-        fit: its number, from 0.
-        histories: the results of the calls before it, as JSON.
+    `fit` is its number, from 0, and `histories` are the results of the calls before it, as JSON.
     """
 
     def __init__(self, fit: int, histories: list[Json]) -> None:
@@ -55,11 +53,7 @@ class Passed(MeetingError):
 
 
 class Ended(MeetingError):
-    """The run is over: all others have ended or left.
-
-    Attributes:
-        complete: whether they have done all that there was to do.
-    """
+    """The run is over: all others have ended or left; `complete`: nothing is left to do."""
 
     def __init__(self, why: str, complete: bool) -> None:
         super().__init__(why)
@@ -158,11 +152,11 @@ class Line:
         self._thread.start()
 
     def on_abort(self, act: Callable[[int, str], None]) -> None:
-        """Has `act(generation, why)` called, on the line's thread, where a member is lost."""
+        """Registers `act(generation, why)`, which the line's thread calls where a member is lost."""
         self._on_abort = act
 
     def on_silence(self, act: Callable[[], None]) -> None:
-        """Has `act()` called, on the line's thread, again and again while there is no answer."""
+        """Registers `act()`, which the line's thread calls repeatedly while there is no answer."""
         self._on_silence = act
 
     # -- requests -----------------------------------------------------------------------------

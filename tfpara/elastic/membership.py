@@ -69,29 +69,17 @@ class Limits:
 
 @dataclasses.dataclass
 class _Worker:
-    """A worker that is connected.
+    """A worker that is connected."""
 
-    Attributes:
-        address: "host:port" at which the others reach it.
-        terms: its terms, from `register`.
-        name: its name in messages.
-        fit: the call of `fit` in which it is or wants to be.
-        report: its report to the meeting.
-        came: whether it has come to the meeting.
-        admits: whether others may come in by this meeting.
-        leaves: whether it wants to leave.
-        ready: whether it is connected to the new generation.
-    """
-
-    address: str
-    terms: Mapping[str, Any]
-    name: str
-    fit: int = 0
-    report: Any = None
-    came: bool = False
-    admits: bool = True
-    leaves: bool = False
-    ready: bool = False
+    address: str  # "host:port" at which the others reach it
+    terms: Mapping[str, Any]  # from `register`
+    name: str  # in messages
+    fit: int = 0  # the call of `fit` in which it is or wants to be
+    report: Any = None  # to the meeting
+    came: bool = False  # to the meeting
+    admits: bool = True  # whether others may come in by this meeting
+    leaves: bool = False  # whether it wants to leave
+    ready: bool = False  # whether it is connected to the new generation
 
 
 @dataclasses.dataclass(frozen=True)

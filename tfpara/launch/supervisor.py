@@ -32,9 +32,9 @@ from tfpara.typing import Json
 # get SIGTERM. It is also the shortest pause before a restart.
 SETTLE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0  # before a process is started again while others run
-_STEADY_SECONDS = 60.0  # after this time a failure counts as a first one: the pause is short again
-# Between asking processes to end and SIGKILL, unless --grace is given; and if a process reports that
-# it writes a checkpoint, which on a busy machine takes longer.
+_STEADY_SECONDS = 60.0  # after this time a failure counts as a first one: its pause is short
+# Between asking processes to end and SIGKILL, unless --grace is given; and if a process reports
+# that it writes a checkpoint, which on a busy machine takes longer.
 _GRACE_SECONDS, SAVING_SECONDS = 10.0, 300.0
 _LOOK_SECONDS = 1.0  # between two looks whether a checkpoint is written
 _NEVER = float("inf")
@@ -138,30 +138,18 @@ class Exit(NamedTuple):
 
 @dataclasses.dataclass
 class _Worker:
-    """The state of a process.
-
-    Attributes:
-        process: its description.
-        running: whether it runs, or is about to.
-        starts: number of starts so far, failed restarts included.
-        started_at: time of the last start.
-        pause: seconds that the last restart was put off; 0 before the first.
-        again_at: time at which it is to be started again, or done without; None if not at all.
-        end: its last end.
-        ended_here: whether the supervisor's own signal has ended it.
-        removed: whether it was asked to leave the run for good.
-        said: its messages since the last start (`cluster/parent.py`), the latest value of each key.
-    """
+    """The state of a process."""
 
     process: Process
-    running: bool = True
-    starts: int = 0
+    running: bool = True  # or about to
+    starts: int = 0  # failed restarts included
     started_at: float = 0.0
-    pause: float = 0.0
-    again_at: float | None = None
-    end: Exit | None = None
-    ended_here: bool = False
-    removed: bool = False
+    pause: float = 0.0  # before the last restart
+    again_at: float | None = None  # the time at which it is to be started again, or done without
+    end: Exit | None = None  # the last one
+    ended_here: bool = False  # whether the supervisor's own signal has ended it
+    removed: bool = False  # whether it was asked to leave the run for good
+    # Its reports since the last start (`cluster/parent.py`), the latest value of each key.
     said: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
@@ -226,13 +214,7 @@ class Supervisor:
         self._workers[rank].said = said
 
     def ended(self, rank: int, status: int, now: float) -> list[Action]:
-        """A process has ended.
-
-        Args:
-            rank: its rank.
-            status: its exit code, or the negative number of the signal that ended it.
-            now: the time.
-        """
+        """A process has ended; `status` is its exit code, or the negative number of a signal."""
         worker = self._workers[rank]
         end = Exit(rank, 128 - status if status < 0 else status, status < 0)
         worker.running, worker.end = False, end
@@ -299,11 +281,7 @@ class Supervisor:
         return actions
 
     def outcome(self, seconds: float) -> Outcome:
-        """Returns the end of the run, once it is over.
-
-        Args:
-            seconds: duration of the run.
-        """
+        """Returns the end of the run, once it is over; it has lasted so many seconds."""
         failure = self._failure
         if failure is None:
             failure = next((end for end, went_on in self._spared if not went_on()), None)
