@@ -152,7 +152,7 @@ class Line:
         self._thread.start()
 
     def on_abort(self, act: Callable[[int, str], None]) -> None:
-        """Registers `act(generation, why)`, which the line's thread calls where a member is lost."""
+        """Registers `act(generation, why)`, which the line's thread calls if a member is lost."""
         self._on_abort = act
 
     def on_silence(self, act: Callable[[], None]) -> None:

@@ -83,10 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _say(f"{ADDRESS}={ports.joined(options.host, meeting.port)}")
     told = 0
     while not over.wait(0.5):
-        for generation in meeting.state.history[told:]:
+        history = list(meeting.state.history)
+        for generation in history[told:]:
             members = ", ".join(map(str, generation.members))
             _say(f"generation {generation.number}: workers {members}: {generation.why}")
-        told = len(meeting.state.history)
+        told = len(history)
         if meeting.state.phase == "ended":
             _say(str(meeting.state.where()["ended"]))
             break
