@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
@@ -80,6 +81,33 @@ Examples (the first is there to be run):
   tfpara-launch -n 4 --elastic script.py
   tfpara-launch --ps 1 -n 2 --restart_workers 3 script.py
 """
+
+_HELP = {
+    "workers": "number of workers, the chief included (default: 1); with --ps it is one more",
+    "ps": "number of parameter servers, for programs with tfpara.AsyncStrategy (default: 0)",
+    "restart_workers": "with --ps or --elastic: start each worker again after a failure, at most R "
+    f"times, while the others go on (default: 0; with --elastic {_ELASTIC_RESTARTS})",
+    "elastic": "for programs with PeriodicSyncStrategy(elastic=...): serve their meeting point, at "
+    "--port; training goes on while workers fail, and those started again join it",
+    "spares": "with --elastic: start K workers more, which wait, built and traced, until one is "
+    "lost; give Elastic(max_workers=N) (default: 0)",
+    "host": "address of this machine on which the workers listen (default: 127.0.0.1)",
+    "port": "port of the chief; workers use the next ones (default: 0, any free ports). With "
+    "--collectives=horovod: where its processes find each other",
+    "collectives": "what connects the workers: TensorFlow, by TF_CONFIG, or Horovod over Gloo, by "
+    "its HOROVOD_ variables (default: tensorflow)",
+    "threads": "CPU threads per worker, in OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS and "
+    "TF_NUM_INTEROP_THREADS (default: what these say, else cores / N, at least 1)",
+    "gpus_per_worker": "GPUs of each worker, in CUDA_VISIBLE_DEVICES; 0 for none (default: those "
+    "of this machine, divided by the workers; where there are fewer, workers share one, and take "
+    "its memory as they need it). With --ps the chief and the servers have none",
+    "grace": "time between asking workers to end and SIGKILL (default: 10, and up to "
+    f"{SAVING_SECONDS:g} while one writes a checkpoint)",
+    "max_restarts": "start all workers again after a failure, at most K times (default: 0)",
+    "prefix": "start each line of output with [chief], [worker 1], ... (default: yes)",
+    "log_dir": "also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...; restarts "
+    "append to them",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -296,105 +324,25 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--version", action="version", version=f"%(prog)s {__version__}")
-    whole = functools.partial(_number, int, unit="a whole number")
-    add(
-        "-n",
-        "--workers",
-        type=_workers,
-        metavar="N",
-        help="number of workers, the chief included (default: 1); with --ps it is one more",
-    )
-    add(
-        "--ps",
-        type=whole(0, 10000),
-        default=0,
-        metavar="P",
-        help="number of parameter servers, for programs with tfpara.AsyncStrategy (default: 0)",
-    )
-    add(
-        "--restart_workers",
-        type=whole(0, 10**9),
-        metavar="R",
-        help="with --ps or --elastic: start each worker again after a failure, at most R times, "
-        f"while the others go on (default: 0; with --elastic {_ELASTIC_RESTARTS})",
-    )
-    add(
-        "--elastic",
-        action="store_true",
-        help="for programs with PeriodicSyncStrategy(elastic=...): serve their meeting point, at "
-        "--port; training goes on while workers fail, and those started again join it",
-    )
-    add(
-        "--spares",
-        type=whole(0, 10**9),
-        default=0,
-        metavar="K",
-        help="with --elastic: start K workers more, which wait, built and traced, until one is "
-        "lost; give Elastic(max_workers=N) (default: 0)",
-    )
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="address of this machine on which the workers listen (default: 127.0.0.1)",
-    )
-    add(
-        "--port",
-        type=whole(0, 65535),
-        default=0,
-        help="port of the chief; workers use the next ones (default: 0, any free ports). With "
-        "--collectives=horovod: where its processes find each other",
-    )
-    add(
-        "--collectives",
-        choices=("tensorflow", "horovod"),
-        default="tensorflow",
-        help="what connects the workers: TensorFlow, by TF_CONFIG, or Horovod over Gloo, by its "
-        "HOROVOD_ variables (default: tensorflow)",
-    )
-    add(
-        "--threads",
-        type=whole(1, 10000),
-        default=0,
-        metavar="T",
-        help="CPU threads per worker, in OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS and "
-        "TF_NUM_INTEROP_THREADS (default: what these say, else cores / N, at least 1)",
-    )
-    add(
-        "--gpus_per_worker",
-        type=whole(0, 1000),
-        metavar="G",
-        help="GPUs of each worker, in CUDA_VISIBLE_DEVICES; 0 for none (default: those of this "
-        "machine, divided by the workers; where there are fewer, workers share one, and take its "
-        "memory as they need it). With --ps the chief and the servers have none",
-    )
-    add(
-        "--grace",
-        type=_number(float, 0, 86400, "a number of seconds"),
-        metavar="SECONDS",
-        help="time between asking workers to end and SIGKILL (default: 10, and up to "
-        f"{SAVING_SECONDS:g} while one writes a checkpoint)",
-    )
-    add(
-        "--max_restarts",
-        type=whole(0, 10**9),
-        default=0,
-        metavar="K",
-        help="start all workers again after a failure, at most K times (default: 0)",
-    )
-    add(
-        "--prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="start each line of output with [chief], [worker 1], ... (default: yes)",
-    )
-    add(
-        "--log_dir",
-        type=Path,
-        metavar="DIR",
-        help="also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...; restarts "
-        "append to them",
-    )
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    whole, many = functools.partial(_number, int, unit="a whole number"), 10**9
+
+    def add(*flags: str, **settings: Any) -> None:
+        parser.add_argument(*flags, help=_HELP[flags[-1].lstrip("-")], **settings)
+
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    add("-n", "--workers", type=_workers, metavar="N")
+    add("--ps", type=whole(0, 10000), default=0, metavar="P")
+    add("--restart_workers", type=whole(0, many), metavar="R")
+    add("--elastic", action="store_true")
+    add("--spares", type=whole(0, many), default=0, metavar="K")
+    add("--host", default="127.0.0.1")
+    add("--port", type=whole(0, 65535), default=0)
+    add("--collectives", choices=("tensorflow", "horovod"), default="tensorflow")
+    add("--threads", type=whole(1, 10000), default=0, metavar="T")
+    add("--gpus_per_worker", type=whole(0, 1000), metavar="G")
+    add("--grace", type=_number(float, 0, 86400, "a number of seconds"), metavar="SECONDS")
+    add("--max_restarts", type=whole(0, many), default=0, metavar="K")
+    add("--prefix", action=argparse.BooleanOptionalAction, default=True)
+    add("--log_dir", type=Path, metavar="DIR")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -31,36 +31,7 @@ begun; 2 if this program cannot listen.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves a meeting point until the run is over; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="tfpara-meet",
-        description="Serve the meeting point of an elastic run.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--workers", "-n", type=int, required=True, help="number of workers that begin the run")
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=0, help="port to listen on (default: 0, any free one)")
-    add(
-        "--start_seconds",
-        type=float,
-        default=300.0,
-        help="longest wait for the first workers, in seconds, once one of them has come "
-        "(default: 300)",
-    )
-    add(
-        "--without_secret",
-        action="store_true",
-        help="listen without a secret on a network, too, of which you trust everybody",
-    )
-    options = parser.parse_args(argv)
-    if options.workers < 1:
-        parser.error(f"--workers={options.workers} must be at least 1")
-    if not 0 <= options.port <= 65535:
-        parser.error(f"--port={options.port} must be from 0 to 65535")
-    if not 0 < options.start_seconds < math.inf:
-        parser.error(f"--start_seconds={options.start_seconds:g} must be a positive number")
+    options = _options(argv)
     options.host = options.host.strip("[]")
     try:
         shared = secret.read()
@@ -97,6 +68,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if meeting.state.is_complete:
         return 0
     return exit_codes.restart() if meeting.state.has_begun else 1
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tfpara-meet",
+        description="Serve the meeting point of an elastic run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workers", "-n", type=int, required=True, help="number of workers that begin the run")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=0, help="port to listen on (default: 0, any free one)")
+    add(
+        "--start_seconds",
+        type=float,
+        default=300.0,
+        help="longest wait for the first workers, in seconds, once one of them has come "
+        "(default: 300)",
+    )
+    add(
+        "--without_secret",
+        action="store_true",
+        help="listen without a secret on a network, too, of which you trust everybody",
+    )
+    options = parser.parse_args(argv)
+    if options.workers < 1:
+        parser.error(f"--workers={options.workers} must be at least 1")
+    if not 0 <= options.port <= 65535:
+        parser.error(f"--port={options.port} must be from 0 to 65535")
+    if not 0 < options.start_seconds < math.inf:
+        parser.error(f"--start_seconds={options.start_seconds:g} must be a positive number")
+    return options
 
 
 def _say(text: str) -> None:
