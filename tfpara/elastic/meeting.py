@@ -418,8 +418,6 @@ def _is_known(message: Mapping[str, Json]) -> bool:
             {"wanted": bool()}
             | {"lost": int()}
             | {"enrolled": int(), "founding": bool(), "founders": int()}
-            | {"welcome": int()}
-            | {"spare": bool()}
             | {"fit": int(), "histories": list()}
             | {"abort": int()}
             | {"go": int()}

@@ -102,7 +102,6 @@ class Membership:
 
     Messages to a worker:
 
-    * ``welcome``: its task number. ``spare``: it waits, since there are enough.
     * ``refused``: a sentence; the worker cannot take part.
     * ``wanted``: whether members are to meet after their next sync.
     * ``fit``: the number of the call of `fit` that the members are in, from 0, with the
@@ -257,12 +256,9 @@ class Membership:
         if not 0 <= task < self._next_task or task in self._workers:
             return None, [(-1, {"refused": f"the run has given the number {task} to another"})]
         self._workers[task] = _Worker(address, dict(terms), name or f"worker {task}", fit)
-        said: list[Say] = [(task, {"welcome": task})]
         if self.phase != "founding":
             self._why.append(f"{self._workers[task].name}{_HAS_COME}")
-            if self._room() == 0:
-                said.append((task, {"spare": True}))
-        return task, said + self._go_on(now)
+        return task, self._go_on(now)
 
     def agreed(self, task: int, terms: Mapping[str, Any], fit: int = 0) -> list[Say]:
         """The members of a call of `fit` have compared `terms`; joining workers must have them."""
@@ -297,7 +293,7 @@ class Membership:
         self._why = [why for why in self._why if not why.endswith(_HAS_COME)]
         if self._wanted and not any(self._workers[member].leaves for member in self.members):
             self._wanted = False
-            said += [(member, {"wanted": False}) for member in self.members]
+            said += self._to_members(wanted=False)
         return said
 
     @property
@@ -332,7 +328,7 @@ class Membership:
             self._absent.discard(task)
             if not worker.leaves:  # a reason was added when it wanted to leave
                 self._why.append(f"{worker.name} {why}")
-            said = [(member, {"lost": task}) for member in self.members]
+            said = self._to_members(lost=task)
             # Also if members have agreed to meet: some may still wait in a collective.
             said += self._begin_meeting(now)
         return said + self._go_on(now)
@@ -432,15 +428,14 @@ class Membership:
                 wish |= bool(self.waiting) and self._room() != 0
                 if wish and not self._wanted and self._admits:
                     self._wanted = True
-                    return [(task, {"wanted": True}) for task in self.members]
+                    return self._to_members(wanted=True)
             case "meeting":
                 if all(self._workers[task].came for task in self.members):
                     return self._conclude(now)
             case "enabling":
                 if all(self._workers[task].ready for task in self.members):
                     self._phase("training", now)
-                    go = [(task, {"go": self.generation}) for task in self.members]
-                    return go + self._go_on(now)
+                    return self._to_members(go=self.generation) + self._go_on(now)
         return []
 
     def _conclude(self, now: float) -> list[Say]:
@@ -519,6 +514,9 @@ class Membership:
     def _end(self, why: str, complete: bool = False) -> list[Say]:
         self.phase, self._ended, self.is_complete = "ended", why, complete
         return [(task, self.where()) for task in self._workers]
+
+    def _to_members(self, **message: Any) -> list[Say]:
+        return [(task, message) for task in self.members]
 
     def _phase(self, phase: Phase, now: float) -> None:
         if phase != self.phase:
