@@ -220,7 +220,7 @@ def _explained(error: BaseException) -> Explanation | None:
     if _is_ours(error):
         return Explanation(" ".join(str(error).split()))
     if failures.is_of_tensorflow(error):
-        # TF_CONFIG and engines do not describe the workers of an elastic run.
+        # What TF_CONFIG or an engine says of workers is not true of an elastic run.
         return failures.explain(error, cluster.ALONE if _is_elastic() else cluster.read())
     raised = _raised_here(error)
     if raised is None:
@@ -307,7 +307,7 @@ def _part(process: int) -> None:
     Args:
         process: that the strategy was made in, and not a fork of it.
     """
-    # Python sets this for an error that ends the program, but nothing for sys.exit.
+    # Python sets this for an error that ends the program. Nothing tells of sys.exit.
     if process != os.getpid() or not _is_elastic() or hasattr(sys, "last_value"):
         return
     if _strategy.extended.elastic.has_trained:  # type: ignore[union-attr]
