@@ -50,8 +50,8 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.parameter_server.errors import ChunkError as ChunkError
     from tfpara.parameter_server.errors import DivergedError as DivergedError
     from tfpara.parameter_server.search import ChunkRateSearch as ChunkRateSearch
-    from tfpara.parameter_server.simulated import simulate_async as simulate_async
     from tfpara.parameter_server.simulation import Speed as Speed
+    from tfpara.parameter_server.simulation import simulate_async as simulate_async
     from tfpara.parameter_server.strategy import AsyncStatistics as AsyncStatistics
     from tfpara.parameter_server.strategy import AsyncStrategy as AsyncStrategy
     from tfpara.program import run as run
@@ -101,7 +101,7 @@ _LOCATION = {
     "StartupError": "tfpara.cluster.startup",
     "SyncStatistics": "tfpara.sync.one_sync.statistics",
     "simulate": "tfpara.sync.simulation",
-    "simulate_async": "tfpara.parameter_server.simulated",
+    "simulate_async": "tfpara.parameter_server.simulation",
 }
 _MODULES = (
     "callbacks",

@@ -10,7 +10,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from tfpara.cluster import secret as run_secret
@@ -23,7 +23,6 @@ _STRANGERS = 64  # number of strangers at a time, beside one for each process of
 _SHARE = 4  # strangers have one of so many of the files that this process may have open
 _NAMED = 8  # number of hosts with another secret that are named in the log
 Key = TypeVar("Key", bound=Hashable)
-_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +50,7 @@ class Door(Generic[Key]):
         self.turned_away = ""
         self._listener, self._secret, self._purpose = listener, secret, purpose
         self._most = min(_STRANGERS + guests, _open_files() // _SHARE)
-        self._keys: dict[Channel, Key | None] = {}  # of guests
+        self._keys: dict[Channel, Key] = {}  # of guests
         self._strangers: dict[Channel, tuple[str, float]] = {}  # host and time of arrival; in order
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()
@@ -68,50 +67,38 @@ class Door(Generic[Key]):
     ) -> None:
         """Handles what has arrived, without waiting.
 
+        Only messages with a valid signature are handled. Connections that have ended come first,
+        since a process that has left may have come again. A message by which `hear` fails costs its
+        sender the connection, and not this process its listener.
+
         Args:
             hear: called with each message: the connection, its key (None for a stranger, which
                 `hear` may let in), and the message.
             lost: called with the key of each guest whose connection has ended.
         """
-        for channel, messages in self.poll():
-            self.heed(channel, messages, lambda who, said: hear(who, self._keys.get(who), said))
+        for channel, messages in self._arrived():
+            for message in messages:
+                try:
+                    hear(channel, self._keys.get(channel), message)
+                except Exception as error:
+                    _log.warning(
+                        "tfpara: a message that this process cannot read ends its sender's "
+                        "connection (%r). Install the same version of tfpara everywhere.",
+                        error,
+                    )
+                    channel.closed = True
+                    break
             if channel.closed:
                 key = self._keys.get(channel)
-                self.drop(channel)
                 if key is not None:
                     lost(key)
+                self.drop(channel)
 
-    def heed(
-        self,
-        channel: Channel,
-        messages: Sequence[dict[str, Json]],
-        act: Callable[[Channel, dict[str, Json]], _Result],
-    ) -> list[_Result]:
-        """Calls `act` with each message of a connection; returns the results.
-
-        A message by which `act` fails sets `closed`, so that it costs its sender the connection,
-        and not this process its listener.
-        """
-        results: list[_Result] = []
-        for message in messages:
-            try:
-                results.append(act(channel, message))
-            except Exception as error:
-                _log.warning(
-                    "tfpara: a message that this process cannot read ends its sender's connection "
-                    "(%r). Install the same version of tfpara everywhere.",
-                    error,
-                )
-                channel.closed = True
-                break
-        return results
-
-    def let_in(self, channel: Channel, key: Key | None = None) -> None:
+    def let_in(self, channel: Channel, key: Key) -> None:
         """Makes a stranger that has proved to be of this run a guest, which may stay."""
         self._strangers.pop(channel, None)
         self._keys[channel] = key
-        if key is not None:
-            self.guests[key] = channel
+        self.guests[key] = channel
 
     def tell_guests(self, **message: Json) -> None:
         """Sends a message to all guests."""
@@ -143,12 +130,8 @@ class Door(Generic[Key]):
         self._listener.close()
         self._selector.close()
 
-    def poll(self) -> list[tuple[Channel, list[dict[str, Json]]]]:
-        """Accepts connections, and returns the messages that have arrived, by connection.
-
-        Only messages with a valid signature are returned. A channel with `closed` set has ended and
-        must be dropped. Such come first, since a process that has left may have come again.
-        """
+    def _arrived(self) -> list[tuple[Channel, list[dict[str, Json]]]]:
+        """Accepts connections; returns the messages that have arrived, by connection."""
         ready = [key.fileobj for key, _ in self._selector.select(0.0)]
         heard: list[tuple[Channel, list[dict[str, Json]]]] = []
         for channel in ready:

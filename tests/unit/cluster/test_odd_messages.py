@@ -266,7 +266,7 @@ def test_a_lobby_listens_on():
         said = [mutated(draw.choice(known), draw) for _ in range(3)]
         speak(chief, member.PURPOSE, [hello, *said] if draw.random() < 0.5 else said)
         noise(chief, draw, said)
-    wait_until(lambda: not hall._guests)
+    wait_until(lambda: not hall._door.guests)
     with contextlib.closing(messages.connect(chief, OURS, member.PURPOSE, LONG)) as channel:
         channel.send(**hello)
         assert "welcome" in channel.wait(time.monotonic() + LONG)

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from tfpara import version
 from tfpara.cluster import messages, quiet, secret, startup
@@ -29,24 +29,8 @@ def beat_seconds(timeout_seconds: float) -> float:
     return min(2.0, timeout_seconds / 5.0)
 
 
-class Ending(NamedTuple):
-    """The end of a worker's or parameter server's part in a run.
-
-    Attributes:
-        code: the exit code of the process.
-        sentence: the cause; empty if the run was finished.
-    """
-
-    code: int
-    sentence: str
-
-
 class _Over(Exception):
-    """Raised when this process has to end; `attend` returns its `ending`."""
-
-    def __init__(self, code: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.ending = Ending(code, sentence)
+    """This process has to end: with an exit code, and the cause, empty if the run was finished."""
 
 
 def serve(
@@ -101,7 +85,7 @@ def attend(
     startup_timeout_seconds: float,
     received: list[int],
     shared: bytes | None = None,
-) -> Ending:
+) -> tuple[int, str]:
     """Takes part in a run as `serve` does, but returns the exit code and cause.
 
     Args:
@@ -121,17 +105,14 @@ def attend(
         finally:
             channel.close()
     except _Over as over:
-        return over.ending
+        code, sentence = over.args
+        return code, sentence
 
 
 def _enter(
     cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float, received: list[int]
 ) -> tuple[Channel, dict[str, Json]]:
-    """Connects to the chief, again and again until it is there, and says hello.
-
-    Returns:
-        The connection, and the chief's welcome.
-    """
+    """Connects to the chief, as often as is needed; returns the connection and the welcome."""
     deadline = time.monotonic() + startup_timeout_seconds
     chief = cluster.describe("chief", 0)
 
