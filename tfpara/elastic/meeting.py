@@ -168,11 +168,9 @@ class Line:
             Evicted, Left, Ended, MeetingError: it is in none.
         """
         self._ask(where=True)
-        while True:
-            match self._next():
-                case {"fit": fit, "histories": histories}:
-                    self._asked = None
-                    return int(fit), list(histories)
+        answer = self._answer("fit")
+        self._asked = None
+        return int(answer["fit"]), list(answer["histories"])
 
     def begins(self, fit: int, histories: list[Json]) -> None:
         """Tells that this worker begins a call of `fit`, and the results of those before it."""
@@ -211,18 +209,15 @@ class Line:
             Passed: the members have begun a later call of `fit` than that of `register`.
             Evicted, Left, Ended, MeetingError: this worker becomes no member.
         """
-        while True:
-            match self._next():
-                case {"fit": fit, "histories": histories}:
-                    self._asked = None
-                    raise Passed(int(fit), list(histories))
-                case {"form": number, "members": members, "reports": reports, **rest}:
-                    self._asked = None
-                    # It is sent again if somebody could not come in.
-                    self.generation, self.wanted = int(number), False
-                    tasks, addresses = map(tuple, zip(*members, strict=True))
-                    why, last = rest["why"], rest["last"]
-                    return Form(int(number), tasks, addresses, tuple(reports), why, last)
+        answer = self._answer("form", "fit")
+        self._asked = None
+        if "fit" in answer:
+            raise Passed(int(answer["fit"]), list(answer["histories"]))
+        # It is sent again if somebody could not come in.
+        self.generation, self.wanted = int(answer["form"]), False
+        tasks, addresses = map(tuple, zip(*answer["members"], strict=True))
+        reports, why, last = tuple(answer["reports"]), answer["why"], answer["last"]
+        return Form(self.generation, tasks, addresses, reports, why, last)
 
     def ready(self, generation: int) -> bool:
         """Tells that this worker is connected to the others, and waits until all are.
@@ -232,10 +227,10 @@ class Line:
         """
         self._ask(ready=generation)
         while True:
-            match self._next():
-                case {"go": number} | {"abort": number} as answer if number == generation:
-                    self._asked = None
-                    return "go" in answer
+            answer = self._answer("go", "abort")
+            if generation in answer.values():  # otherwise it is of a former one
+                self._asked = None
+                return "go" in answer
 
     def leave(self) -> None:
         """Asks to leave after the next sync; the meeting after it raises `Left`."""
@@ -258,12 +253,15 @@ class Line:
         with self._lock:
             self._channel.close(_ANSWER_SECONDS)
 
-    def _next(self) -> dict[str, Json]:
-        """Returns the next message of a meeting.
+    def _answer(self, *kinds: str) -> dict[str, Json]:
+        """Returns the next message of some kinds; raises an error if this worker's part is over."""
+        while True:
+            message = self._next()
+            if message.keys() & set(kinds):
+                return message
 
-        Raises:
-            Evicted, Left, Ended, MeetingError: this worker's part in the run is over.
-        """
+    def _next(self) -> dict[str, Json]:
+        """Returns the next message; raises an error if this worker's part in the run is over."""
         message = self._heard.get()
         match message:
             case {"evicted": why}:
