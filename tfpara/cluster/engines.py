@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tfpara.cluster.ports import CHOSEN
-from tfpara.cluster.tf_config import ClusterError, address_problem, shown
+from tfpara.cluster.tf_config import ADDRESSES, ClusterError, check_address, shown
 
 RANK, SIZE, COORDINATOR = "TFPARA_RANK", "TFPARA_SIZE", "TFPARA_COORDINATOR"
 _INDEX = "JOB_COMPLETION_INDEX"
@@ -274,12 +274,7 @@ def _with_coordinator(told: Told, engine: _Engine, environ: Mapping[str, str]) -
     if not given:
         address, source = engine.coordinator(environ, told.size)
         return told._replace(coordinator=address, coordinator_from=source)
-    problem = address_problem(given)
-    if problem:
-        raise ClusterError(
-            f"{COORDINATOR}={shown(given)} {problem}. Write host:port, such as "
-            "'10.0.0.1:4000', 'node1:4000' or '[::1]:4000'."
-        )
+    check_address(given, f"{COORDINATOR}={shown(given)}", ADDRESSES)
     return told._replace(coordinator=given, coordinator_from=COORDINATOR)
 
 
@@ -360,23 +355,20 @@ def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple
             name = f"[{name}]"
         if number.isdecimal() and len(number) < 6:
             number = str(int(number) + (step if int(number) + step < 65536 else -step))
-        problem = address_problem(f"{name}:{number}")
-        if problem:
-            raise ClusterError(
-                f"{host}={shown(name)}, {port}={shown(number)}: the address {problem}. "
-                f"{_SET_COORDINATOR}."
-            )
-        return f"{name}:{number}", f"{host} and {port}{why}"
+        address = f"{name}:{number}"
+        given = f"{host}={shown(name)}, {port}={shown(number)}: the address"
+        check_address(address, given, _SET_COORDINATOR)
+        return address, f"{host} and {port}{why}"
 
     return coordinator
 
 
 def _of_jax(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
     given = environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
-    problem = address_problem(given) if given else None
-    if problem:
-        raise ClusterError(f"JAX_COORDINATOR_ADDRESS={shown(given)} {problem}. {_SET_COORDINATOR}.")
-    return given, "JAX_COORDINATOR_ADDRESS" if given else ""
+    if not given:
+        return "", ""
+    check_address(given, f"JAX_COORDINATOR_ADDRESS={shown(given)}", _SET_COORDINATOR)
+    return given, "JAX_COORDINATOR_ADDRESS"
 
 
 def _of_sagemaker(environ: Mapping[str, str], _size: int) -> tuple[str, str]:

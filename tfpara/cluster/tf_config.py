@@ -22,6 +22,7 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 shown = _repr.repr  # a value in messages, of limited length
 
+ADDRESSES = "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'"
 # Former names of jobs.
 _FORMER = {"master": "chief"}
 # Names of jobs in Vertex AI's CLUSTER_SPEC.
@@ -248,12 +249,8 @@ def _addresses(job: str, value: Json, kind: Kind) -> list[str]:
             "there is one chief. Move the others to 'worker'."
         )
     for address in value:
-        problem = address_problem(address)
-        if problem:
-            raise ClusterError(
-                f"address {shown(address)} of cluster job '{job}' in TF_CONFIG {problem}. "
-                "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'."
-            )
+        given = f"address {shown(address)} of cluster job '{job}' in TF_CONFIG"
+        check_address(address, given, ADDRESSES)
     return value
 
 
@@ -263,8 +260,14 @@ def _check_job(job: Json, what: str, kind: Kind) -> None:
         raise ClusterError(f"{what} {shown(job)} in TF_CONFIG is not supported: {reason}.")
 
 
-def address_problem(address: Json) -> str | None:
-    """Returns the problem of an address, or None."""
+def check_address(address: Json, given: str, fix: str) -> None:
+    """Raises ClusterError for an address that is none, with its source and the fix in words."""
+    problem = _address_problem(address)
+    if problem:
+        raise ClusterError(f"{given} {problem}. {fix}.")
+
+
+def _address_problem(address: Json) -> str | None:
     if not isinstance(address, str):
         return "is not a string"
     if "://" in address:
