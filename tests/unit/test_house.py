@@ -63,6 +63,15 @@ def rooms(place):
         yield room.strip(" `/"), re.findall(r"`(\w+)`", files)
 
 
+def test_every_file_of_the_cluster_is_in_one_group():
+    text = (ROOT / "docs" / "design.md").read_text().split("Within `cluster/`", 1)[1]
+    groups = [line.split("|")[2] for line in text.split("\n\n")[1].splitlines()[2:]]
+    files = sorted(file for group in groups for file in re.findall(r"`(\w+)`", group))
+    assert files == sorted(
+        path.stem for path in (PACKAGE / "cluster").glob("*.py") if path.stem != "__init__"
+    )
+
+
 def test_every_file_of_a_synchronous_run_is_in_its_room_and_imports_from_rooms_above():
     said, files_above = {}, {}
     for room, files in rooms("sync"):

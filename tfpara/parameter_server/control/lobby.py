@@ -71,7 +71,7 @@ class Lobby:
         shared = secret.read()
         secret.warn_without(shared, itertools.chain(*cluster.spec().values()))
         listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
-        self._door = Door(listener, shared, PURPOSE, len(cluster.members))
+        self._door = Door[membership.Task](listener, shared, PURPOSE, len(cluster.members))
         self.tensorflow_address = _free_address(cluster)
         self.state = membership.Membership(
             cluster,
@@ -81,7 +81,6 @@ class Lobby:
             beat_seconds(timeout_seconds),
             time.monotonic(),
         )
-        self._guests: dict[membership.Task, Channel] = {}
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="tfpara-lobby", daemon=True)
@@ -140,10 +139,9 @@ class Lobby:
         """
         with self._changed:
             self._do(self.state.end(code, sentence))
-            self._changed.wait_for(lambda: not self._guests, timeout=_ANSWER_SECONDS)
+            self._changed.wait_for(lambda: not self._door.guests, timeout=_ANSWER_SECONDS)
             self._closing = True
         self._thread.join()
-        self._guests.clear()
         self._door.close()
 
     # -- the lobby's thread ---------------------------------------------------------------------
@@ -152,18 +150,15 @@ class Lobby:
         while not self._closing:
             self._door.wait(_TICK_SECONDS)
             with self._changed:
-                now, arrived = time.monotonic(), self._door.poll()
-                heard = {task: guest.heard for task, guest in self._guests.items()}
-                self._do(self.state.tick(now, heard, self._door.turned_away))
-                for channel, messages in arrived:
-                    self._door.heed(channel, messages, self._hear)
-                    if channel.closed:
-                        self._lose(channel)
+                heard = {task: guest.heard for task, guest in self._door.guests.items()}
+                self._do(self.state.tick(time.monotonic(), heard, self._door.turned_away))
+                self._door.serve(self._hear, self._lose)
                 self._changed.notify_all()
 
-    def _hear(self, channel: Channel, message: dict[str, Json]) -> None:
+    def _hear(
+        self, channel: Channel, task: membership.Task | None, message: dict[str, Json]
+    ) -> None:
         """Takes in a message."""
-        task = self._task(channel)
         match message:
             case {"problem": sentence} if task:
                 self._do(self.state.fails_to_serve(str(sentence)))
@@ -187,28 +182,20 @@ class Lobby:
             return
         self._do(self.state.hello(task, view, version, time.monotonic()), channel)
 
-    def _lose(self, channel: Channel) -> None:
+    def _lose(self, task: membership.Task) -> None:
         """Takes in the end of a connection."""
-        task = self._task(channel)
-        if task is None:
-            self._door.drop(channel)
-        else:
-            self._do(self.state.gone(task, "its connection ended", time.monotonic()))
-
-    def _task(self, channel: Channel) -> membership.Task | None:
-        return next((task for task, guest in self._guests.items() if guest is channel), None)
+        self._do(self.state.gone(task, "its connection ended", time.monotonic()))
 
     def _do(self, actions: list[membership.Action], stranger: Any = None) -> None:
         """Does what the state machine says; the `stranger` is the connection that says hello."""
         for action in actions:
             match action:
                 case membership.Send(task, message):
-                    (self._guests[task] if task else stranger).send(**message)
+                    (self._door.guests[task] if task else stranger).send(**message)
                 case membership.Admit(task):
-                    self._door.let_in(stranger)
-                    self._guests[task] = stranger
+                    self._door.let_in(stranger, task)
                 case membership.Drop(task):
-                    self._door.drop(self._guests.pop(task))
+                    self._door.drop(self._door.guests[task])
                 case membership.Note(sentence):
                     _log.warning("%s", sentence)
                 case membership.Exit(sentence):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -15,16 +14,14 @@ from tfpara import version
 from tfpara.cluster import messages, quiet, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.messages import Channel
+from tfpara.cluster.waiting import RETRY_SECONDS, tried
 from tfpara.typing import Json
 
 PURPOSE = "lobby"
 _TICK_SECONDS = 0.2
-_RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
-_LOG_SECONDS = 30.0
 # A worker that is asked to end serves on for so long. If all are, the chief ends the run before.
 _LEAVING_SECONDS = 3.0
-_log = logging.getLogger(__name__)
 
 
 def beat_seconds(timeout_seconds: float) -> float:
@@ -117,33 +114,28 @@ def _enter(
 ) -> tuple[Channel, dict[str, Json]]:
     """Connects to the chief, as often as is needed; returns the connection and the welcome."""
     deadline = time.monotonic() + startup_timeout_seconds
-    log_at = time.monotonic() + _LOG_SECONDS
-    while True:
-        answer: object = "it accepts no connection"
-        try:
-            wait = max(_RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
-            channel = messages.connect(cluster.chief_address, shared, PURPOSE, wait)
-            welcome = _greet(cluster, channel, deadline)
-            if welcome:
-                return channel, welcome
-            channel.close()
-            answer = "it did not answer"
-        except (OSError, UnicodeError) as error:
-            answer = error
-        now = time.monotonic()
+    chief = cluster.describe("chief", 0)
+
+    def enter() -> tuple[Channel, dict[str, Json]]:
         if received:
             raise _Over(128 + received[0], "")
-        if now >= deadline:
-            raise _Over(
-                1,
-                f"after {startup_timeout_seconds:g} s this process, {cluster.name}, has not "
-                f"started: {cluster.describe('chief', 0)} is not there (last answer: {answer}). "
-                "Start one process for each address of TF_CONFIG within startup_timeout_seconds.",
-            )
-        if now >= log_at:
-            _log.warning("Waiting for %s (%s).", cluster.describe("chief", 0), answer)
-            log_at = now + _LOG_SECONDS
-        time.sleep(_RETRY_SECONDS)
+        wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
+        channel = messages.connect(cluster.chief_address, shared, PURPOSE, wait)
+        welcome = _greet(cluster, channel, deadline)
+        if welcome:
+            return channel, welcome
+        channel.close()
+        raise ConnectionError("it did not answer")
+
+    try:
+        return tried(enter, deadline, chief)
+    except (OSError, UnicodeError) as error:
+        sentence = (
+            f"after {startup_timeout_seconds:g} s this process, {cluster.name}, has not started: "
+            f"{chief} is not there (last answer: {error}). Start one process for each address of "
+            "TF_CONFIG within startup_timeout_seconds."
+        )
+        raise _Over(1, sentence) from error
 
 
 def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str, Json] | None:
