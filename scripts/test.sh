@@ -6,9 +6,9 @@
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
 # builds (g++, make and cmake are needed); formatting, lint, types and tests.
 # latest: the latest TensorFlow, without Horovod; the tests of what depends on TensorFlow's version.
-# --all: also the tests of tests/nightly.txt, each of which a shorter one stands for.
-# --fast: at most five minutes; leaves out each test that starts a process, and those that train with
-# a strategy but for some that are marked "quick". Does not install Horovod.
+# --all: also the tests of tests/nightly, and those that are marked so.
+# --fast: at most three minutes; the tests of tests/unit, and a few that are marked "quick". Does not
+# install Horovod.
 #
 # What is tested is the built wheel, as a user would install it, not the source tree. The first run
 # of a stack downloads and installs its packages; later runs reuse them.
@@ -56,9 +56,14 @@ check() { # check NAME COMMAND...
 processes=$(($(nproc) + 1))
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
-if [ -n "$fast" ]; then pytest_arguments+=(--no-processes --no-trainings); fi
+if [ -z "$nightly" ]; then pytest_arguments+=(--hypothesis-profile=thorough); fi
 if [ "$stack" = full ]; then
-  if [ -n "$nightly" ]; then pytest_arguments+=(-m "$nightly"); fi
+  if [ -n "$fast" ]; then
+    mapfile -t quick < <(grep -rl --include='test_*.py' 'mark\.quick' tests/training tests/processes)
+    pytest_arguments+=(tests/unit "${quick[@]}" -m "(unit or quick) and not nightly")
+  elif [ -n "$nightly" ]; then
+    pytest_arguments+=(-m "$nightly")
+  fi
   if [ -z "$fast" ]; then
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
     export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
@@ -73,26 +78,10 @@ if [ "$stack" = full ]; then
   "$venv/bin/mypy" >"$types" 2>&1 &
   checks_types=$!
 else
-  # Another TensorFlow may break what uses its private names (tfpara/sync/tensorflow, sync/keras,
-  # same_data.py, failures.py), its collectives, iterators, servers and checkpoints, and so programs
-  # as a whole. These run here, with one case of each test that is not marked "all_cases". What is left out:
-  # rules, schedules, features and recipes, which use public names; the launcher, engines, the
-  # meetings and what watches over them, which do not use TensorFlow; what calls and resets Keras'
-  # callbacks and optimizers, which are those of the other stack; a newcomer's programs, whose parts
-  # are tested one by one; what is marked "one_version" or "long".
-  for name in nightly/test_simulation.py nightly/input \
-      processes/test_{checkpoint_faults,first_day,launch,preemption,startup,trace,warm}.py \
-      processes/optimizers processes/parameter_server/test_{launch_ps,lobby}.py programs/scripts \
-      training/test_{callbacks,docs,failed_fits,local_state,own_rules,schedule_callbacks,schedules_resumed}.py \
-      training/models training/optimizers \
-      training/parameter_server/test_{choices,fit,going_on,local_steps,random_events,simulation}.py \
-      training/scripts unit/test_{files,house,main,plan,planner}.py unit/algorithms \
-      unit/cluster/test_{cluster,engines,kubernetes,security}.py \
-      unit/collectives/test_{choice,rendezvous}.py unit/input unit/models unit/optimizers \
-      unit/parameter_server unit/pretraining unit/schedules unit/scripts; do
-    pytest_arguments+=("--ignore=tests/$name")
-  done
-  pytest_arguments+=(-m "not long and not one_version${nightly:+ and $nightly}" --first-cases)
+  # Another TensorFlow may break what uses its private names, its collectives, iterators, servers and
+  # checkpoints. Tests of these are marked "latest", and run with one case of each that is not marked
+  # "all_cases".
+  pytest_arguments+=(-m "latest and not long and not one_version${nightly:+ and $nightly}" --first-cases)
 fi
 
 # Tests run in a directory that has the recipes but not tfpara, so that tfpara comes from the wheel.

@@ -1,8 +1,12 @@
 """Options, fixtures and settings for all tests."""
 
+import collections
+import fnmatch
 import functools
 import gc
+import itertools
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -24,25 +28,26 @@ from tests.lib.fixtures import (  # noqa: F401
     uninterrupted,
 )
 
-# No deadline, since the time of an example depends on what else the machine does.
-hypothesis.settings.register_profile("without deadline", deadline=None)
-hypothesis.settings.load_profile("without deadline")
+# No deadline, since the time of an example depends on what else the machine does. Other examples at
+# each run; scripts/test.sh --all asks for more of them.
+hypothesis.settings.register_profile("each change", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
+hypothesis.settings.load_profile("each change")
 
-_NIGHTLY = Path(__file__).resolve().with_name("nightly.txt")
+_TIER = re.compile(r"tests/(unit|training|processes|programs|nightly)/")
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 # Programs that modules of Python and numpy.testing start.
 _TOOLS = {"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"}
+_running: list[pytest.Item] = []  # the test that is set up or called
+
+
+def _tier(node: str) -> str:
+    """Returns the folder of a test: its tier."""
+    found = _TIER.search(node)
+    return found[1] if found else "other"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--no-processes", action="store_true", help="skip a test where it starts a process"
-    )
-    parser.addoption(
-        "--no-trainings",
-        action="store_true",
-        help="skip a test where it trains with a strategy, unless it is marked quick",
-    )
     parser.addoption(
         "--first-cases",
         action="store_true",
@@ -51,21 +56,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With --no-processes skips a test when it, or a fixture of it, starts a process."""
-    if not config.getoption("--no-processes"):
-        return
+    """Lets a test of tests/unit fail where it, or a fixture of it, starts a process."""
 
-    def skip(event: str, arguments: tuple) -> None:
-        of_a_test = "PYTEST_CURRENT_TEST" in os.environ
-        if event in _STARTS and of_a_test:
+    def check(event: str, arguments: tuple) -> None:
+        if event in _STARTS:
             program = os.path.basename(os.fsdecode(arguments[0])) if arguments else ""
             if program not in _TOOLS:
-                pytest.skip(f"starts a process: {program or event}")
+                _refuse_in_unit(f"starts a process ({program or event})", "processes")
 
-    sys.addaudithook(skip)
+    sys.addaudithook(check)
 
 
-_running: list[pytest.Item] = []  # the test that is set up or called
+def _refuse_in_unit(what: str, tier: str) -> None:
+    test = _running[0] if _running else None
+    if test and _tier(test.nodeid) == "unit" and test.get_closest_marker("quick") is None:
+        pytest.fail(f"This test {what}: it belongs in tests/{tier}, or is marked quick.")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,26 +78,40 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     _running[:] = [item]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    _running.clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _trainings(pytestconfig: pytest.Config) -> Iterator[None]:
-    """With --no-trainings skips a test at its first step of replicas or asynchronous `fit`."""
+def _trainings() -> Iterator[None]:
+    """Lets a test of tests/unit fail at its first step of replicas or asynchronous `fit`."""
     with pytest.MonkeyPatch.context() as patch:
-        if pytestconfig.getoption("--no-trainings"):
-            patch.setattr(
-                tfpara.PeriodicSyncStrategy, "run", _quick(tfpara.PeriodicSyncStrategy.run)
-            )
-            patch.setattr(tfpara.AsyncStrategy, "fit", _quick(tfpara.AsyncStrategy.fit))
+        for owner, name in ((tfpara.PeriodicSyncStrategy, "run"), (tfpara.AsyncStrategy, "fit")):
+            patch.setattr(owner, name, _refused_in_unit(getattr(owner, name)))
         yield
 
 
-def _quick(train: Callable) -> Callable:
+def _refused_in_unit(train: Callable) -> Callable:
     @functools.wraps(train)
     def wrapped(*args, **kwargs):
-        if _running[0].get_closest_marker("quick") is None:
-            pytest.skip("trains")
+        _refuse_in_unit("trains with a strategy", "training")
         return train(*args, **kwargs)
 
     return wrapped
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the number of tests and the seconds of each tier."""
+    tests: collections.Counter[str] = collections.Counter()
+    seconds: collections.Counter[str] = collections.Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[_tier(report.nodeid)] += report.duration
+            tests[_tier(report.nodeid)] += report.when == "call"
+    terminalreporter.section("tiers")
+    for tier in tests:
+        terminalreporter.line(f"{tier:10} {tests[tier]:5} tests {seconds[tier]:7.0f} s of one core")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -105,12 +124,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the nightly tests, and sorts the files that take longest to the front.
+    """Marks tests with their tier, and sorts the files that take longest to the front.
 
     So no process has such a file left at the end. First come files with tests marked `long`, then
     files by their longest time-out, then by size.
     """
-    _mark_nightly(items)
+    _mark_tiers(config, items)
     if config.getoption("--first-cases"):
         _leave_first_cases(config, items)
     long = {item.path for item in items if item.get_closest_marker("long")}
@@ -129,14 +148,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
-def _mark_nightly(items: list[pytest.Item]) -> None:
-    lines = [line for line in _NIGHTLY.read_text().splitlines() if not line.startswith("#")]
-    begins = tuple(line if "[" in line else f"{line}[" for line in lines)
+def _mark_tiers(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests with their tier, and cases that match `nightly_cases` as nightly."""
+    unknown = set()
     for item in items:
-        # scripts/test.sh runs the tests through a link.
-        file = item.path.resolve().relative_to(_NIGHTLY.parent).as_posix()
-        if f"{file}::{item.name}[".startswith(begins):
-            item.add_marker("nightly")
+        if _tier(item.nodeid) != "other":
+            item.add_marker(_tier(item.nodeid))
+        for mark in item.iter_markers("nightly_cases"):
+            unknown |= {(item.path, item.originalname, pattern) for pattern in mark.args}
+    for item in items:
+        for mark in item.iter_markers("nightly_cases"):
+            for pattern in mark.args:
+                if fnmatch.fnmatchcase(item.callspec.id, pattern):
+                    item.add_marker("nightly")
+                    unknown.discard((item.path, item.originalname, pattern))
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"nightly_cases names cases that are not there: {sorted(unknown)}")
 
 
 def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

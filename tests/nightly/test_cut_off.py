@@ -50,7 +50,6 @@ def two_networks():
 
 
 @pytest.mark.long
-@pytest.mark.one_version
 def test_one_side_goes_on_and_the_other_stops(two_networks, tmp_path):
     (here, there), cut = two_networks
     environment = {**os.environ, "TFPARA_SECRET": elastic_runs.SECRET, "TF_CPP_MIN_LOG_LEVEL": "3"}

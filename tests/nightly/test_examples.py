@@ -9,7 +9,6 @@ from pathlib import Path
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from tests.lib import warm
@@ -63,7 +62,6 @@ def test_examples_learn_and_leave_models_that_load(tmp_path):
     assert np.mean((np.asarray(model(x)) - np.sin(x)) ** 2) < losses[0] / 5
 
 
-@pytest.mark.one_version
 def test_a_worker_of_the_elastic_example_is_killed_and_comes_again(tmp_path):
     command = ("python", "-m", "tfpara.examples.elastic", "--epochs=1000")
     arguments = ("-n", 2, "--elastic", "--threads", 1, "--", *command)

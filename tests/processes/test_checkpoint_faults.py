@@ -67,6 +67,7 @@ def test_a_directory_that_another_run_uses(tmp_path):
         check_refused(run, "in use by another run (process 7 on elsewhere)")
 
 
+@pytest.mark.nightly
 def test_a_full_disk_of_one_worker_and_a_damaged_checkpoint(tmp_path, uninterrupted):
     run = Run(tmp_path / "run", 2)
     run.kill_at("removing", 2, [0])

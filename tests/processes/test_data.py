@@ -18,7 +18,7 @@ from tests.lib import kinds_of_data as kinds
 from tests.lib.cluster_of_processes import run_all_well
 from tfpara.sync.data import reading
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.latest, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,7 @@ def together(parts):
     return sorted(row for part in parts for row in part)
 
 
+@pytest.mark.nightly_cases("2-*")
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("devices", "kind"),
@@ -94,6 +95,7 @@ def test_two_workers_train_on_each_row_once(devices, kind, workers, plain):
     assert all(part for f in found for part in f["epochs"]), "a worker had nothing"
 
 
+@pytest.mark.nightly_cases("2*")
 @pytest.mark.parametrize("devices", KINDS_OF)
 def test_two_workers_evaluate_each_row_once(devices, workers, plain):
     workers = workers(devices)

@@ -30,6 +30,8 @@ TOLD = {
 }
 
 
+@pytest.mark.latest
+@pytest.mark.nightly_cases("reports-*", "step-*", "written-*")
 @pytest.mark.parametrize(
     "place,times,rank,told",
     [
@@ -51,7 +53,7 @@ def test_a_killed_worker_is_done_without(place, times, rank, told, tmp_path):
         assert run.meeting.state.phase == "ended"
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_founders_without_the_first_numbers(tmp_path):
     """Two were lost, and replaced, before the run began: numbers of tasks are not ranks."""
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 2, **MIXED}
@@ -64,6 +66,8 @@ def test_founders_without_the_first_numbers(tmp_path):
     assert list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.latest
+@pytest.mark.nightly
 @pytest.mark.parametrize("place,times", [("build", 3), ("anew", 1)])
 def test_a_worker_is_killed_before_the_first_step(place, times, tmp_path):
     """Another was lost before all were connected. The others begin without them."""
@@ -75,7 +79,6 @@ def test_a_worker_is_killed_before_the_first_step(place, times, tmp_path):
         assert [len(each.members) for each in run.meeting.state.history] == [4, 3, 2]
 
 
-@pytest.mark.one_version
 def test_too_few_before_the_first_step(tmp_path):
     fewest = {"min_workers": 2, "grace_seconds": 0.5}
     with elastic_runs.Run(tmp_path, 2, {0: ["build", 3, "SIGKILL"]}, **fewest) as run:
@@ -85,21 +88,20 @@ def test_too_few_before_the_first_step(tmp_path):
         assert any(why in output for output in outputs)
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
     faults = {0: ["step", 8, "SIGKILL"], 2: ["step", 8, "SIGKILL"]}
     with elastic_runs.Run(tmp_path, 3, faults, **MIXED) as run:
         assert len(run.check([KILLED, KILLED])) == 1
 
 
-@pytest.mark.one_version
 def test_a_sync_that_only_some_have_committed(tmp_path):
     # The others are at their next sync when they hear of it.
     with elastic_runs.Run(tmp_path, 3, {1: ["commit", 2, "FAIL"]}, rule="tfpara.BMUF()") as run:
         assert len(run.check([])) == 3
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_an_exchange_that_has_failed_on_one_alone(tmp_path):
     """The other is in the next epoch when it hears of it."""
     with elastic_runs.Run(tmp_path, 2, {0: ["exchange", 1, "FAIL"]}, step_seconds=0.05) as run:
@@ -107,7 +109,7 @@ def test_an_exchange_that_has_failed_on_one_alone(tmp_path):
         assert [each.why for each in run.meeting.state.history[1:]] == ["an exchange has failed"]
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
     options = {"minibatches": 5, "epochs": 30, "step_seconds": 0.1}
     options["holds"] = {"20": "len(tasks) > 2 or comes"}
@@ -118,6 +120,8 @@ def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
         assert len(run.check([], epochs=30, minibatches=5)) == 3
 
 
+@pytest.mark.latest
+@pytest.mark.nightly_cases("options1")
 @pytest.mark.parametrize("options", [MIXED, {"steps_per_execution": 4, "rule": "tfpara.EASGD()"}])
 def test_a_worker_joins(options, tmp_path):
     faults = {0: ["step", 3, "SIGKILL"]}
@@ -135,7 +139,7 @@ def test_a_worker_joins(options, tmp_path):
             assert steps == names[alone:].count("trained")
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_faults_while_a_worker_joins(tmp_path):
     """A worker that has just come dies, then the chief, while another is coming."""
     holds = {"3": "generation > 1 or comes", "6": "4 in tasks or comes"}
@@ -149,6 +153,7 @@ def test_faults_while_a_worker_joins(tmp_path):
         assert len(run.check([KILLED, KILLED], epochs=8)) == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["training", "enabling"])
 def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path):
@@ -173,15 +178,14 @@ def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path
         assert len(run.meeting.state.history) == 4
 
 
-@pytest.mark.one_version
 def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
-    options = {"epochs": 4, "step_seconds": 0.05, "silence_seconds": 2.0, "grace_seconds": 60.0}
+    options = {"epochs": 4, "step_seconds": 0.05, "silence_seconds": 4.0, "grace_seconds": 60.0}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
         for number in range(2):
             run.wait_until(number, "synced", count=2)
         for process in run.processes:
             process.send_signal(signal.SIGSTOP)
-        time.sleep(5.0)
+        time.sleep(8.0)
         for process in run.processes:
             process.send_signal(signal.SIGCONT)
         assert len(run.check([], epochs=4)) == 2
@@ -189,7 +193,7 @@ def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
         assert run.meeting.state.history[1].why.endswith("all were awaited")
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 @pytest.mark.parametrize("ask", ["lose", "terminate"])
 def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 4, "step_seconds": 0.05}
@@ -218,7 +222,7 @@ def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
                 assert count in ({0, 1} if own in doubtful else {1}), own
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_a_worker_joins_a_resumed_run_of_another_number_of_workers(tmp_path):
     """Minibatches stay those of the three that began: each row is trained once in each epoch."""
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 4, "arrays": 3, "step_seconds": 0.1}
@@ -241,7 +245,7 @@ def test_a_worker_joins_a_resumed_run_of_another_number_of_workers(tmp_path):
     )
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_a_second_fit_goes_on_from_a_checkpoint(tmp_path):
     """All are asked to end in it, and another number of workers goes on."""
     options = {"checkpoints": str(tmp_path / "run"), "fits": 2, "epochs": 1}
@@ -264,6 +268,8 @@ def test_a_second_fit_goes_on_from_a_checkpoint(tmp_path):
         assert before.get(own, 0) + after.get(own, 0) == 1, own
 
 
+@pytest.mark.latest
+@pytest.mark.nightly
 @pytest.mark.parametrize("place,times", [("checkpoint", 4), ("validation", 3), ("begin", 2)])
 def test_a_worker_is_killed_beside_the_training(place, times, tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "validate": True}
@@ -276,6 +282,8 @@ def test_a_worker_is_killed_beside_the_training(place, times, tmp_path):
         assert logs[0]["val_loss"] > 0.0
 
 
+@pytest.mark.latest
+@pytest.mark.nightly
 def test_callbacks_that_decide_decide_alike(tmp_path):
     options = {"callbacks": ["newbob", "plateau", "stopping", "together", "period"]}
     options["holds"] = {"2": "len(tasks) > 2 or comes"}
@@ -295,7 +303,7 @@ def test_callbacks_that_decide_decide_alike(tmp_path):
         assert any(event[0] == "epoch" for event in run.events(number)), "it came too late"
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_epochs_are_rejected_and_scored_within_where_workers_come_and_go(tmp_path):
     """One is killed in the second epoch, which another comes within: all go back to its begin."""
     options = {"callbacks": ["rejecting", "rate"], "scores": str(tmp_path / "scores.csv")}
@@ -331,7 +339,7 @@ def json_of(logs):
     return tuple(sorted(logs.items()))
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "max_workers": 2}
     killed = tmp_path / "killed"
@@ -358,6 +366,8 @@ def histories(run, number):
     return [event[1:] for event in run.events(number) if event[0] == "history"]
 
 
+@pytest.mark.latest
+@pytest.mark.nightly_cases("anew-*", "step*")
 @pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
 def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, times, tmp_path):
     """Who comes passes by the first call, and does itself what its script does between the two."""
@@ -373,7 +383,7 @@ def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, 
         assert len(trained) > 4, "it came too late"
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_who_was_given_up_in_one_fit_comes_back_in_the_next(tmp_path):
     options = {"fits": 2, "step_seconds": 0.05, "silence_seconds": 3.0, "arrays": 3}
     options["holds"] = {"3": "len(tasks) > 1 or comes"}
@@ -391,7 +401,7 @@ def test_who_was_given_up_in_one_fit_comes_back_in_the_next(tmp_path):
         assert [len(each.members) for each in run.meeting.state.history] == [2, 1, 2]
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
     options = {"fits": 2, "step_seconds": 0.05, "max_workers": 2}
     options["holds"] = {"3": "len(tasks) > 1 or comes"}
@@ -402,7 +412,6 @@ def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
         assert [len(each.members) for each in run.meeting.state.history] == [2, 1, 2]
 
 
-@pytest.mark.one_version
 def test_chiefs_that_are_lost_after_fit_are_done_without(tmp_path):
     """One before it saves, one while it writes what all have called for."""
     faults = {0: ["after", 1, "SIGKILL"], 1: ["write", 1, "SIGKILL"]}
@@ -414,7 +423,7 @@ def test_chiefs_that_are_lost_after_fit_are_done_without(tmp_path):
     assert saved.with_suffix(".all").read_text() == "2"
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_the_meeting_point_dies_and_is_started_again(tmp_path):
     holds = {"6": "len(tasks) > 2 or comes"}
     with elastic_runs.Run(tmp_path, 3, epochs=8, step_seconds=0.1, holds=holds) as run:
@@ -434,6 +443,7 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
         ]
 
 
+@pytest.mark.latest
 @pytest.mark.parametrize(
     ("how", "code", "says"),
     [
@@ -463,7 +473,6 @@ def test_a_meeting_point_by_itself_knows_how_scripts_without_run_end(how, code, 
     assert meeting.returncode == code and says in told
 
 
-@pytest.mark.one_version
 def test_the_launcher_starts_workers_again_that_join(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
     options |= {"faults": {"1": ["step", 5, "SIGKILL"]}, "max_workers": 2}
@@ -479,7 +488,7 @@ def test_the_launcher_starts_workers_again_that_join(tmp_path):
     assert len({end[1] for end in ends if end[0] == "end"}) == 1
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_a_run_that_others_complete_ends_well(tmp_path):
     """A worker that is killed just before the end is not started again, and not missed."""
     options = {"log": str(tmp_path / "{pid}.jsonl"), "faults": {"1": ["step", 57, "SIGKILL"]}}
@@ -488,7 +497,6 @@ def test_a_run_that_others_complete_ends_well(tmp_path):
     assert "restart" not in errors and "1 worker trains on" in errors
 
 
-@pytest.mark.one_version
 def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
     options = json.dumps({"log": str(tmp_path / "{pid}.jsonl"), "rule": "tfpara.NoSuchRule()"})
     code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, options)
@@ -496,7 +504,7 @@ def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
     assert "restart" not in errors and "NoSuchRule" in errors
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_the_launcher_adds_and_removes_workers(tmp_path):
     """SIGUSR1 adds one, SIGUSR2 has the last one leave; it is not started again."""
     options = {"epochs": 12, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
@@ -515,7 +523,7 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
     assert "restart" not in output
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly_cases("dataset", "py_dataset")
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "py_dataset"])
 def test_rows_are_dealt_out_anew(kind, tmp_path):
     """Each row of an epoch is trained once, shuffled if that was said, whoever is lost or comes."""
@@ -536,6 +544,7 @@ def test_rows_are_dealt_out_anew(kind, tmp_path):
             assert all(order != sorted(order) for order in orders)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [

@@ -12,6 +12,8 @@ from tests.lib.cluster_of_processes import HERE, Workers, run
 from tests.lib.launched import LAUNCH
 from tfpara.cluster import quiet
 
+pytestmark = pytest.mark.latest
+
 DEADLINE = 180.0  # seconds; reached only by a hang
 STARTED = (
     "tfpara: 2 workers, 2 replicas: each batch of 64 is 32 rows for each; BSP every 2 steps; "
@@ -95,10 +97,11 @@ def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run)
 
 def test_a_fit_that_fails_ends_though_a_generator_is_at_work():
     """At the end of the interpreter its thread would wait for Python for ever."""
-    (alone,) = run("end.py", [{"how": "reading", "run": False}], environ=QUIET[:1], timeout=60)
+    (alone,) = run("end.py", [{"how": "reading", "run": False}], environ=QUIET[:1])
     assert alone.returncode == 1 and 'KeyError: "the user\'s"' in alone.output
 
 
+@pytest.mark.nightly
 def test_an_error_in_a_thread_has_the_sentence_as_a_note():
     options = [{"how": "leave", "rank": 1, "run": False, "thread": rank == 0} for rank in (0, 1)]
     chief, other = run("end.py", [o | {"verbose": 2} for o in options], environ=QUIET)
@@ -123,6 +126,7 @@ def test_an_exit_code_is_that_of_the_worker_also_where_another_does_not_exit():
     assert chief.returncode == 1
 
 
+@pytest.mark.nightly_cases("15-False-*")
 @pytest.mark.parametrize(
     ("number", "thread", "codes", "says"),
     [

@@ -11,6 +11,8 @@ import pytest
 from tfpara import program
 from tfpara.cluster import exit_codes, failures
 
+pytestmark = pytest.mark.latest
+
 
 def test_defaults_settings_and_arguments():
     assert (exit_codes.restart(environ={}), exit_codes.lost_worker(environ={})) == (75, 1)

@@ -2,11 +2,12 @@
 
 import os
 import signal
-import time
 
 import pytest
 
 from tests.lib.cluster_of_processes import Workers, run
+
+pytestmark = pytest.mark.latest
 
 
 def both(option, other):
@@ -21,6 +22,7 @@ def test_without_a_fault_all_train():
         assert "trained [0.09" in result.output
 
 
+@pytest.mark.nightly_cases("option2-*", "option3-*")
 @pytest.mark.parametrize(
     ("option", "other", "words"),
     [
@@ -57,13 +59,7 @@ def test_different_settings_are_named_before_the_first_step(option, other, words
             assert word in result.output
 
 
-def test_a_worker_that_never_starts_is_named():
-    with Workers("faults.py", [{"startup_timeout_seconds": 3}], absent=1) as workers:
-        (result,) = workers.results()
-    assert result.returncode != 0
-    assert f"have not started: worker 1 ({workers.addresses[1]})" in result.output
-
-
+@pytest.mark.nightly_cases("load-*", "nan-*", "statistics*")
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -81,6 +77,7 @@ def test_bad_weights_on_one_worker_stop_all(fault, message):
         assert message in result.output
 
 
+@pytest.mark.nightly_cases("leave-*")
 @pytest.mark.parametrize(("fault", "devices"), [("kill", 2), ("leave", 1)])
 def test_a_dead_peer_is_named(fault, devices):
     options = {"local_devices": devices}
@@ -91,54 +88,6 @@ def test_a_dead_peer_is_named(fault, devices):
     assert "trained" not in survivor.output
     how = "is gone" if fault == "kill" else "has ended its program while others went on"
     assert f"because worker 1 ({workers.addresses[1]}) {how}" in survivor.output
-
-
-@pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        (
-            "absent",
-            "has ended its program while others went on; call fit on every worker or on none.",
-        ),
-        (
-            "empty",
-            "has failed (ValueError: fit got data without a single batch on worker 2. Every worker "
-            "needs at least one: give it data, or start fewer workers.); start all workers again.",
-        ),
-    ],
-)
-def test_a_worker_without_fit_or_data_is_named(fault, why):
-    with Workers("faults.py", [{"fault": "own"}, {"fault": "own"}, {"fault": fault}]) as workers:
-        *others, odd = workers.results()
-    assert odd.returncode == (0 if fault == "absent" else 1)
-    for result in others:
-        assert result.returncode != 0
-        assert f"because worker 2 ({workers.addresses[2]}) {why}\n" in result.output
-
-
-@pytest.mark.one_version
-def test_a_long_wait_is_told_of():
-    """While it lasts: for whom, and where that is."""
-    options = {"timeout_seconds": 100}
-    waiting, late = run("faults.py", [options, {**options, "fault": "sleep"}])
-    assert waiting.returncode == late.returncode == 0
-    line = next(line for line in waiting.output.splitlines() if line.startswith("Waiting for"))
-    since, _, where = line.partition(" s: ")
-    assert since.startswith("Waiting for worker 1 in a sync for 1")
-    assert where.startswith("it is in callbacks of epoch 1 of fit, step 5 [faults.py, line ")
-    assert "Waiting" not in late.output
-
-
-def test_a_worker_that_stops_for_less_than_the_timeout_goes_on():
-    """TensorFlow's coordination service is as patient as timeout_seconds; the chief serves it."""
-    with Workers("faults.py", [{"fault": "stop"}, {}]) as workers:
-        chief = workers.processes[0].pid
-        for line in workers.processes[0].stdout:
-            if line == "fault stop\n":
-                break
-        time.sleep(13)
-        os.kill(chief, signal.SIGCONT)
-        assert [result.returncode for result in workers.results()] == [0, 0]
 
 
 def test_a_silent_peer_is_an_error_after_the_timeout():

@@ -36,6 +36,7 @@ def assert_as_plain(found, plain, tolerance=2e-4):
                 np.testing.assert_allclose(got, wanted, atol=rounding, rtol=rounding)
 
 
+@pytest.mark.nightly
 def test_on_two_devices_of_a_process(plain, tmp_path):
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, devices=["CPU:0", "CPU:1"])
     assert_as_plain(first_day.results(strategy, str(tmp_path)), plain)

@@ -11,6 +11,7 @@ from tests.lib.horovod_here import needs_horovod
 pytestmark = needs_horovod
 
 
+@pytest.mark.nightly_cases("leave")
 @pytest.mark.parametrize("fault", ["kill", "leave"])
 def test_a_dead_peer_is_named(fault):
     survivor, gone = run("faults.py", [{}, {"fault": fault}], start="horovod")
@@ -20,6 +21,7 @@ def test_a_dead_peer_is_named(fault):
     assert "a sync failed because worker 1 (127.0.0.1:" in survivor.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", ["stop", "sleep"])
 def test_a_silent_peer_is_an_error_after_the_timeout(fault):
     options = {"timeout_seconds": 5}

@@ -41,6 +41,7 @@ def has_mpi():
     return horovod.tensorflow.mpi_built()
 
 
+@pytest.mark.nightly_cases("horovodrun")
 @pytest.mark.parametrize("starter", [HOROVODRUN, LAUNCH], ids=["horovodrun", "tfpara-launch"])
 def test_starters(starter):
     code, output = words([*starter, *PROGRAM])
@@ -67,6 +68,7 @@ def test_a_cluster_of_tf_config_on_horovod():
         assert "trained" in result.output
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_launcher_restarts_and_the_run_goes_on(tmp_path, uninterrupted):
     resumed = resumable_runs.Run(tmp_path / "run", 2, every_syncs=2)

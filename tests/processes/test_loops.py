@@ -45,20 +45,21 @@ def assert_alike(found, expected, name):
         np.testing.assert_allclose(found[key], value, err_msg=f"{name}: {key}", **close)
 
 
+@pytest.mark.latest
 @pytest.mark.parametrize("name", ["own_step", "tutorial"])
 def test_devices_of_a_process_do_what_plain_keras_does(plain, name):
     two = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, devices=DEVICES)
     assert_alike(train_loops.CASES[name](two), plain(name), name)
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_the_run_of_a_gan_is_resumed_exactly(workers):
     for found in workers:
         np.testing.assert_array_equal(found["whole"], found["resumed"])
         assert np.ptp(found["whole"]) > 0.1
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 def test_a_log_without_metrics_waits_for_workers_that_have_more_data(workers):
     """Each has two replicas, which take a minibatch each: the last ones are 2 and 3, or 4 and 5."""
     minibatches = train_loops.X.reshape(train_loops.STEPS, -1)
@@ -66,7 +67,7 @@ def test_a_log_without_metrics_waits_for_workers_that_have_more_data(workers):
         np.testing.assert_allclose(worker["first"], [minibatches[2:6].mean()] * 2, rtol=1e-5)
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["reduce", "gather"])
 def test_workers_do_not_exchange_values_inside_a_tf_function(workers, method):
     text = f"strategy.{method} inside a tf.function would have the workers wait for each other"
@@ -74,7 +75,6 @@ def test_workers_do_not_exchange_values_inside_a_tf_function(workers, method):
         assert text in str(worker[method])
 
 
-@pytest.mark.one_version
 def test_metrics_are_aggregated_as_they_say_on_all_workers(workers):
     """Of four replicas, the first has the first four of the 16 rows of each minibatch."""
     labels = train_loops.Y[:, 0].reshape(train_loops.STEPS, train_loops.BATCH)
@@ -87,7 +87,7 @@ def test_metrics_are_aggregated_as_they_say_on_all_workers(workers):
         np.testing.assert_allclose(worker["aggregated/total"], labels[:, :4].sum(), rtol=1e-5)
 
 
-@pytest.mark.one_version
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", train_loops.CASES)
 def test_two_workers_do_what_plain_keras_does(workers, plain, name):
     for worker in workers:

@@ -11,6 +11,8 @@ import pytest
 from tests.lib import counting, elastic_runs
 from tests.lib.cluster_of_processes import run, run_all_well
 
+pytestmark = pytest.mark.latest
+
 MINIBATCHES, PERIOD = 125, 2
 SHARDED = {"aggregation": "sharded"}
 
@@ -36,6 +38,7 @@ def check(path, workers, uneven, epochs=1):
             np.testing.assert_allclose(found[which], expected, rtol=1e-5)
 
 
+@pytest.mark.nightly_cases("13*", "replicated,*")
 @pytest.mark.parametrize(
     ("workers", "of_strategy", "uneven"),
     [
@@ -50,6 +53,7 @@ def test_every_minibatch_counts_once(workers, of_strategy, uneven, tmp_path):
     check(tmp_path, workers, uneven)
 
 
+@pytest.mark.nightly
 def test_every_minibatch_counts_once_in_a_run_that_is_resumed(tmp_path):
     options = of_worker(tmp_path, SHARDED, True, epochs=2, checkpoints=str(tmp_path / "run"))
     killed = dict.fromkeys(range(12), 3)
@@ -59,6 +63,7 @@ def test_every_minibatch_counts_once_in_a_run_that_is_resumed(tmp_path):
     check(tmp_path, 12, True, epochs=2)
 
 
+@pytest.mark.nightly
 def test_every_minibatch_counts_once_where_members_change(tmp_path):
     """Six workers, of tasks 8 to 13, and the first is killed.
 

@@ -5,6 +5,8 @@ import pytest
 from tests.lib.cluster_of_processes import run
 from tests.lib.horovod_here import needs_horovod
 
+pytestmark = pytest.mark.latest
+
 # By case of programs/mismatch.py: the places of the odd worker and of the others, and the advice.
 _FIT = "epoch 1 of fit"
 _EVALUATE = "call evaluate on every worker or on none."
@@ -38,6 +40,7 @@ CASES = {
 SOME = ["evaluate_in_epoch", "stop_in_epoch", "metric", "epochs", "order", "barrier"]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_two_models_in_another_order():
     """In exchanges of different names workers find out by another way, after a while."""
@@ -51,6 +54,7 @@ def test_two_models_in_another_order():
     assert any("All workers have been in a sync for 1" in result.output for result in results)
 
 
+@pytest.mark.nightly_cases("horovod", "overlapped", "three-*")
 @pytest.mark.parametrize(
     ("workers", "odd", "start", "options", "cases"),
     [

@@ -13,7 +13,7 @@ from tests.lib.cluster_of_processes import run_all_well
 from tests.lib.horovod_here import needs_horovod
 
 # The first test of each backend waits for all its trainings.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.all_cases]
+pytestmark = [pytest.mark.latest, pytest.mark.timeout(600), pytest.mark.all_cases]
 
 # Every replica has ten minibatches; and an uneven variant in which one worker's data end early, one
 # replica has a short minibatch and another one fewer.
@@ -158,6 +158,7 @@ def model(results, prefix):
     return simulation.flat([results[f"{prefix}_{i}"] for i in range(WEIGHTS)])
 
 
+@pytest.mark.nightly_cases("bmuf-cntk-*", "bsp-uneven-horovod*", "easgd-*")
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -216,6 +217,7 @@ def check_averages(results, history, parts):
     np.testing.assert_allclose(model(results, "ma"), mean, atol=1e-5)
 
 
+@pytest.mark.nightly_cases("bmuf_adam*", "bsp-*", "easgd-*")
 @pytest.mark.parametrize(("name", "backend"), cases("horovod", ON_HOROVOD))
 def test_horovod_gives_what_tensorflow_gives(trained, name, backend):
     for mine, theirs in zip(trained(backend)[name], trained("TF_CONFIG")[name], strict=True):
@@ -224,6 +226,7 @@ def test_horovod_gives_what_tensorflow_gives(trained, name, backend):
             np.testing.assert_allclose(mine[key], value, atol=1e-5, rtol=1e-5, err_msg=key)
 
 
+@pytest.mark.nightly_cases("easgd-*", "int8*")
 @pytest.mark.parametrize(("name", "backend"), cases("simulated", SIMULATED))
 def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend):
     workers, (simulated,) = trained("TF_CONFIG")[name], trained(backend)[name]
@@ -235,6 +238,7 @@ def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend)
             np.testing.assert_allclose(simulated[key], value, atol=1e-5, err_msg=key)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "backend"), cases("simulated", ["int8"]))
 def test_int8_sends_a_quarter_and_leaves_equal_replicas(trained, name, backend):
     workers, (simulated,) = trained("TF_CONFIG")[name], trained(backend)[name]

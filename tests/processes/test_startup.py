@@ -194,6 +194,7 @@ def test_tensorflow_starts_on_the_ports_of_the_meeting():
         assert "sum 2.0" in result.output and "met before" in result.output
 
 
+@pytest.mark.nightly
 def test_a_peer_that_dies_between_meeting_and_connection_does_not_hang_the_chief():
     options = [
         {"timeout_seconds": LONG, "connect_seconds": 15},

@@ -5,7 +5,10 @@ import pytest
 from tests.lib.cluster_of_processes import Workers
 from tests.lib.resumable_runs import Run, assert_same
 
+pytestmark = pytest.mark.latest
 
+
+@pytest.mark.nightly_cases("kill-*")
 @pytest.mark.parametrize(
     ("fault", "message"), [("nan", "replica 2 (worker 1) has NaN or Inf"), ("kill", "worker 1 (")]
 )
@@ -20,6 +23,7 @@ def test_faults_are_named_where_syncs_run_beside_the_training(fault, message):
         assert f"tfpara: {message}" in result.output or f"because {message}" in result.output
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_a_sync_in_the_air_is_part_of_a_checkpoint(tmp_path):
     """Resumed from it, a run ends as one without checkpoints inside its epochs, bit for bit."""

@@ -40,6 +40,7 @@ def spans(events, worker, *phases):
     return sorted(times, key=lambda t: t[:2])
 
 
+@pytest.mark.nightly
 def test_every_worker_has_all_phases_in_rows_with_names(events):
     for worker in range(2):
         mine = [e for e in events if e["pid"] == worker]
@@ -99,6 +100,7 @@ def test_the_punctual_worker_waits_for_the_late_one(events):
             assert waits[1][0] > waits[0][0] + 400
 
 
+@pytest.mark.nightly
 def test_a_sync_beside_the_training_does_not_hold_up_the_punctual_worker(tmp_path):
     # The sync that begins at the end of step 5 is merged at the end of step 8.
     events = recorded(tmp_path / "trace", overlap=True, minibatches=12, epochs=1, late_step=6)

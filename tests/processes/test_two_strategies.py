@@ -5,6 +5,8 @@ import pytest
 
 from tests.lib.cluster_of_processes import run_all_well
 
+pytestmark = pytest.mark.latest
+
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_second_strategy_waits_for_a_worker_that_is_late(tmp_path, late):

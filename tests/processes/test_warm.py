@@ -58,6 +58,7 @@ def test_a_program_finds_what_it_finds_in_an_interpreter_of_its_own(tmp_path, mo
     assert more == first
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("end", [3, "some words", "error", "kill"])
 def test_it_ends_as_in_an_interpreter_of_its_own(tmp_path, end):
     expected, found = (ended(start, tmp_path, end) for start in (fresh, warm.Popen))

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tests.lib.small import compiled_net, strategy_of
 from tfpara import fit_call
 
 PERIOD, BATCH, COUNT = 3, 8, 100  # 13 steps: four blocks and an open one
@@ -17,11 +18,8 @@ Y = RNG.integers(0, 3, COUNT)
 
 
 def make_model(strategy=None):
-    with (strategy or tf.distribute.get_strategy()).scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.5), loss, metrics=["accuracy"])
-    return model
+    optimizer = keras.optimizers.SGD(0.5)
+    return compiled_net(strategy, 4, 3, optimizer=optimizer, loss="classes", metrics=["accuracy"])
 
 
 @pytest.fixture
@@ -194,9 +192,7 @@ def test_carried_states_go_on_as_without_scores_within_an_epoch():
     weights = []
     for times in (1, 4):
         keras.utils.set_random_seed(4)
-        strategy = tfpara.PeriodicSyncStrategy(
-            tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"]
-        )
+        strategy = strategy_of()
         with strategy.scope():
             layers = [keras.layers.SimpleRNN(6, stateful=True), keras.layers.Dense(3)]
             model = keras.Sequential([keras.Input((5, 4), batch_size=BATCH // 2), *layers])

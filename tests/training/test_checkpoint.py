@@ -24,6 +24,8 @@ from tfpara.checkpoint.base import check_run
 from tfpara.checkpoint.store import Store
 from tfpara.checks import versions
 
+pytestmark = pytest.mark.latest
+
 DEVICES = ["CPU:0", "CPU:1"]
 EPOCHS, STEPS, TAU = 3, 8, 2
 
@@ -171,6 +173,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     assert (1, list(range(12, 16))) in log
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
     """Epochs of 8 minibatches in blocks of 3, and of 6 for each of two fragments."""
@@ -183,6 +186,7 @@ def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
     assert_same(resumed, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("first", "second"), [("sharded", "replicated"), ("replicated", "sharded")]
@@ -196,6 +200,7 @@ def test_a_run_resumes_under_another_aggregation(tmp_path, first, second):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("own", [False, True], ids=["global batches", "each worker's own"])
 def test_data_that_know_no_epochs_are_read_again_up_to_the_position(tmp_path, own):
     ends = []
@@ -798,6 +803,7 @@ def test_a_state_that_json_cannot_carry_is_named(tmp_path):
     checkpoint._checkpoints.store.release()
 
 
+@pytest.mark.nightly_cases("last*")
 @pytest.mark.parametrize("when", ["inside", "last block", "validation"])
 def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
     whole = uninterrupted(epochs=2)[0]
@@ -890,6 +896,7 @@ def test_the_callback_of_a_fit_that_failed_goes_on_in_the_next_one(tmp_path, whe
     assert_same(everything(strategy, model), whole)
 
 
+@pytest.mark.nightly_cases("True")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_fit_that_fails_leaves_nothing_behind_and_the_next_one_goes_on(tmp_path, overlap):
     """In one process, each time with a callback of its own, as in a loop that tries again."""

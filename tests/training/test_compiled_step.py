@@ -15,6 +15,8 @@ import tfpara
 from tfpara.sync.keras import compiling
 from tfpara.sync.one_sync import global_state
 
+pytestmark = pytest.mark.latest
+
 L = keras.layers
 ROWS = 50
 rng = np.random.default_rng(0)
@@ -174,6 +176,20 @@ def compilations(monkeypatch):
         yield names
 
 
+@pytest.mark.nightly_cases(
+    "accumulation*",
+    "attention*",
+    "convolution*",
+    "easgd*",
+    "embedding*",
+    "frozen*",
+    "gru*",
+    "moments of Adam*",
+    "overlap, fragments*",
+    "regularizer*",
+    "sample weights*",
+    "slots averaged*",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_run_is_the_run_but_for_rounding(name, monkeypatch):
     case = CASES[name]

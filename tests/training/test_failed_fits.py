@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tests.lib.small import compiled_net, strategy_of
 from tfpara import fit_call
 from tfpara.callbacks import (
     Checkpoint,
@@ -31,14 +32,9 @@ STEPS, TAU = 12, 5  # minibatches of each replica; the last block of an epoch is
 
 @pytest.fixture
 def made():
-    strategy = tfpara.PeriodicSyncStrategy(
-        tfpara.BMUF(0.5), sync_period=TAU, devices=["CPU:0", "CPU:1"]
-    )
+    strategy = strategy_of(2, tfpara.BMUF(0.5), sync_period=TAU)
     keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-    return strategy, model
+    return strategy, compiled_net(strategy, 4, 3, optimizer=keras.optimizers.SGD(0.1))
 
 
 def fit(model, *callbacks, epochs=1):
@@ -236,8 +232,7 @@ def test_the_end_of_a_call_is_noticed_while_its_error_is_held(made):
 def test_a_fit_within_a_fit_has_an_end_of_its_own(made):
     _, model = made
     inner, outer, seen = Calls(), Calls(), []
-    plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    plain.compile("sgd", "mse")
+    plain = compiled_net(None, 4, 3)
 
     def another(epoch, logs):
         plain.fit(X, X[:, :3], verbose=0, callbacks=[inner])

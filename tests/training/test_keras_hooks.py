@@ -15,10 +15,13 @@ import tensorflow as tf
 import tfpara
 from tests.lib import simulation
 from tests.lib.replicas_here import TAU, data_of, make, network, of_replicas
+from tests.lib.small import compiled_net, strategy_of
 from tfpara import files
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.placement import Sharded
 from tfpara.sync.one_sync.synchronizer import Synchronizer
+
+pytestmark = pytest.mark.latest
 
 K = keras.callbacks
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
@@ -27,16 +30,11 @@ Y = X[:, :2]
 
 @pytest.fixture(scope="module")
 def strategy():
-    return tfpara.PeriodicSyncStrategy(
-        tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"], averages={"ema": tfpara.EMA(0.5)}
-    )
+    return strategy_of(averages={"ema": tfpara.EMA(0.5)})
 
 
 def make_model(strategy=None):
-    with (strategy or tf.distribute.get_strategy()).scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("adam", "mse")
-    return model
+    return compiled_net(strategy, 4, 2, optimizer="adam")
 
 
 @pytest.fixture
@@ -164,7 +162,7 @@ def test_a_file_within_a_block_waits_for_the_sync_beside_the_training(tmp_path, 
             commit(state, update)
 
     def save(batch, logs):
-        if batch == TAU - 1 and half.wait(20):
+        if batch == TAU - 1 and half.wait(120):
             model.save(tmp_path / "m.keras")
             saved.set()
 

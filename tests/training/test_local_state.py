@@ -87,7 +87,6 @@ def test_a_reset_optimizer_steps_like_a_new_one(name):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.one_version
 def test_replicas_with_the_same_averaged_moments_count_the_same_steps():
     strategy = make(tfpara.BSP(), local_state="average")
     model = built(strategy, OPTIMIZERS["adam"])
@@ -628,7 +627,6 @@ def test_default_bmuf_over_adam_is_what_numpy_computes(optimizer, capfd):
     assert told.count("divides by the size of gradients, the rule is BMUF (block_momentum=0.5") == 1
 
 
-@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("between", "aggregation"),
     [("warm", "sharded"), ("set", "replicated"), ("set", "sharded"), ("nothing", "replicated")],
@@ -747,7 +745,6 @@ class Keeper(keras.callbacks.Callback):
             self.anew, self.weights = self.moments(), of_replicas(strategy, self.model)
 
 
-@pytest.mark.one_version
 def test_bmuf_adam_of_one_replica_is_adam_where_loss_scaling_leaves_steps_out():
     """All steps of the first block are, so that Adam has counted none where it is synced."""
 
@@ -785,6 +782,7 @@ ADOPTED = {
 }
 
 
+@pytest.mark.nightly_cases("easgd-*")
 @pytest.mark.parametrize("name", ADOPTED)
 def test_compiling_with_the_same_optimizer_changes_nothing(name):
     ends = []
@@ -829,7 +827,6 @@ def test_freezing_keeps_what_rounding_has_left_out():
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.one_version
 def test_an_outer_optimizer_starts_again_where_weights_are_set():
     """As in a new run from these weights; with plain SGD the replicas have nothing else."""
     rule, options = ADOPTED["outer"]
@@ -851,7 +848,6 @@ def test_an_outer_optimizer_starts_again_where_weights_are_set():
     np.testing.assert_allclose(*ends, atol=1e-6)
 
 
-@pytest.mark.one_version
 def test_block_momentum_is_as_old_as_before_where_weights_are_set():
     """A weight that is set loses its momentum, others keep theirs, and the warm-up is over."""
     strategy = make(tfpara.BMUF())
@@ -988,7 +984,6 @@ def test_every_frame_has_the_same_say_whichever_replica_it_came_to(name):
         np.testing.assert_allclose(got, value, atol=1e-6)
 
 
-@pytest.mark.one_version
 def test_a_minibatch_counts_what_the_user_says():
     """The real frames, where the loss divides by all: those of a replica count more."""
     rng = np.random.default_rng(0)

@@ -7,6 +7,8 @@ import tensorflow as tf
 
 import tfpara
 
+pytestmark = pytest.mark.latest
+
 BATCH, STEPS = 8, 7
 X = np.random.default_rng(0).normal(size=(BATCH * STEPS, 4)).astype("float32")
 Y = X[:, :2] - X[:, 2:]

@@ -189,6 +189,7 @@ def adam():
     return keras.optimizers.Adam(0.5)
 
 
+@pytest.mark.nightly_cases("bmuf int8*", "easgd")
 @pytest.mark.parametrize(
     ("rule", "optimizer", "options"),
     [
@@ -495,6 +496,7 @@ def test_search_takes_the_rate_that_is_best_by_hand(rates, capsys):
         assert f"{rate:.4g}: {loss:.4g}" in printed
 
 
+@pytest.mark.nightly_cases("two*")
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [("plain", "adapt"), ("two replicas", "adam")],

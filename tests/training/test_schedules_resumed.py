@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tests.lib.small import strategy_of
 from tfpara.callbacks import Checkpoint
 from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod
@@ -49,9 +50,7 @@ class Killed(Exception):
 
 def run(directory, schedules, kill=None):
     """One process of the run; what it ends with, or None where it was killed."""
-    strategy = tfpara.PeriodicSyncStrategy(
-        tfpara.BMUF(0.5), sync_period=2, devices=["CPU:0", "CPU:1"]
-    )
+    strategy = strategy_of(2, tfpara.BMUF(0.5))
     keras.utils.set_random_seed(len(list(directory.glob("checkpoint-*"))))
     with strategy.scope():
         layers = [keras.Input((4,)), keras.layers.Dropout(0.2, seed=1), keras.layers.Dense(3)]
@@ -93,6 +92,7 @@ def run(directory, schedules, kill=None):
     return [c.numpy() for v in variables for c in first(v.value)], states, log["learning_rate"]
 
 
+@pytest.mark.nightly_cases("by scores")
 @pytest.mark.parametrize(
     ("schedules", "kills"),
     [(by_position, [(1, 5)]), (by_scores, [(0, 3), (2, 4)])],

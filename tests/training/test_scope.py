@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import tfpara
+from tests.lib.small import net, strategy_of
 from tfpara.sync.keras import scope as scopes
 from tfpara.sync.start_line import start_line
+
+pytestmark = pytest.mark.latest
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -21,12 +24,8 @@ def _no_other_strategies(monkeypatch):
     monkeypatch.setattr(scopes, "_strategies", weakref.WeakSet())
 
 
-def strategy():
-    return tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"])
-
-
 def layers():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    return net(4, 3, 1)
 
 
 def made_outside(scope):
@@ -96,7 +95,7 @@ def metric_outside(scope):
     ],
 )
 def test_half_a_model_is_refused_before_a_step(make, message):
-    own = strategy()
+    own = strategy_of()
     with pytest.raises(ValueError, match=message) as refused:
         model = make(own.scope)
         before = model.get_weights()
@@ -109,7 +108,7 @@ def test_half_a_model_is_refused_before_a_step(make, message):
 
 
 def test_a_forgotten_scope_is_said_once():
-    own = strategy()
+    own = strategy_of()
     model = layers()
     model.compile("sgd", "mse")
     with pytest.warns(UserWarning, match="outside of the strategy's scope: each worker trains it"):
@@ -121,14 +120,14 @@ def test_a_forgotten_scope_is_said_once():
 
 
 def test_a_model_that_is_loaded_outside_is_said(tmp_path):
-    own = strategy()
+    own = strategy_of()
     model = loaded_outside(own.scope, tmp_path / "model.keras")
     with pytest.warns(UserWarning, match="load_model"):
         model.fit(X, Y, verbose=0)
 
 
 def test_another_model_beside_one_that_is_trained_is_nobodys_business(recwarn):
-    own = strategy()
+    own = strategy_of()
     with own.scope():
         model = layers()
         model.compile("sgd", "mse")

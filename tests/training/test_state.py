@@ -15,6 +15,8 @@ from tfpara.sync.one_sync import counter
 from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
 from tfpara.sync.tensorflow import extended, trained_models
 
+pytestmark = pytest.mark.latest
+
 
 class Reader:
     """A worker's part, as TensorFlow's reader gives it."""

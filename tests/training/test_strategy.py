@@ -18,6 +18,8 @@ import tfpara
 from tfpara.steps import without_tuner
 from tfpara.sync.tensorflow import device_datasets
 
+pytestmark = pytest.mark.latest
+
 DEVICES = ["CPU:0", "CPU:1"]
 STEPS, TAU, BATCH = 8, 3, 6
 
@@ -405,6 +407,7 @@ def test_slots_are_found_whether_or_not_the_optimizer_is_built(early):
         assert not slot.numpy().any()
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_bmuf_adam_filters_what_is_left_after_freezing():
     strategy = make_strategy(tfpara.BMUFAdam())

@@ -142,6 +142,7 @@ with files.whole(place) as scratch:
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("swaps", [True, False], ids=["swapped", "renamed"])
 def test_a_kill_at_any_step_loses_nothing(tmp_path, swaps):
     gaps = []
@@ -163,6 +164,7 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path, swaps):
     assert gaps[0] == "old" and gaps[-1] == "new"
 
 
+@pytest.mark.quick
 def test_a_kill_at_any_step_mixes_no_old_and_new_files_of_several(tmp_path):
     """Without the list nothing is read; the next writer puts it back with the files it names."""
     gaps = 0

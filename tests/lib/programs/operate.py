@@ -70,7 +70,7 @@ def main():
     ):
         barrier(f"before {number}")
         if rank == 1:
-            time.sleep(2.0)
+            time.sleep(4.0)
         began = time.monotonic()
         barrier(f"after {number}")
         results[f"waited/{number}"] = time.monotonic() - began

@@ -127,6 +127,7 @@ def test_a_sync_averages_momentum_as_told_and_leaves_scatters_to_their_replicas(
         np.testing.assert_array_equal(workers[0][f"replica0_{i}"], workers[1][f"replica1_{i}"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("local_state", STATES)
 def test_simulated_replicas_compute_what_two_processes_do(real, simulated, local_state):
     workers, (found,) = real[local_state], simulated[local_state]

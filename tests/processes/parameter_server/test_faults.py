@@ -7,6 +7,8 @@ import pytest
 
 from tests.lib.lobby_processes import Processes
 
+pytestmark = pytest.mark.latest
+
 MINIBATCHES = 200  # of an epoch
 
 
@@ -47,6 +49,7 @@ def test_a_worker_that_dies_loses_no_minibatch_and_may_come_back(tmp_path):
     assert f"weight {epochs * MINIBATCHES}" in output
 
 
+@pytest.mark.nightly
 def test_all_end_with_a_parameter_server_and_go_on_from_the_checkpoint(tmp_path):
     """The second of two servers has no weight, so no weight of a push needs its pull."""
     with start(tmp_path, servers=2) as run:
@@ -74,6 +77,7 @@ def test_all_end_with_the_chief(tmp_path):
         assert re.search(r"chief \(127.0.0.1:\d+\) is gone", output)
 
 
+@pytest.mark.nightly_cases("ps*", "the*")
 @pytest.mark.parametrize(
     ("asked", "killed"),
     [

@@ -204,6 +204,7 @@ while True: time.sleep(1)
     assert "got SIGTERM; " in err and "restart" not in err
 
 
+@pytest.mark.nightly
 def test_a_training_under_the_launcher_is_asked_to_end_and_goes_on(tmp_path):
     """A real `fit`, with the launcher's own time for it."""
     program = lobby_processes.PROGRAMS / "train_async.py"

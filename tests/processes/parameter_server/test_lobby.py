@@ -11,6 +11,8 @@ from tfpara import StartupError
 from tfpara.cluster import messages
 from tfpara.parameter_server.control import lobby, member
 
+SILENCE = 8.0  # seconds; no process that runs is silent for so long on a busy machine
+
 
 def kill(process):
     process.signal(signal.SIGKILL)
@@ -92,13 +94,13 @@ def test_all_name_the_chief_that_is_killed():
 
 
 def test_a_parameter_server_that_is_stopped_is_noticed():
-    with Processes(1, 1, timeout_seconds=4.0) as run:
+    with Processes(1, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
         run["ps 0"].signal(signal.SIGSTOP)
         for code, output in run.ends("ps 0").values():
             assert code == 1
             assert f"ps 0 ({run.address('ps 0')}) is lost with its part of the model" in output
-            assert "it was silent for longer than timeout_seconds=4." in output
+            assert f"it was silent for longer than timeout_seconds={SILENCE:g}." in output
         run["ps 0"].signal(signal.SIGCONT)
         code, output = run["ps 0"].end()
         assert code == 1
@@ -106,7 +108,7 @@ def test_a_parameter_server_that_is_stopped_is_noticed():
 
 
 def test_a_worker_that_is_stopped_is_given_up_and_may_be_replaced():
-    with Processes(2, 1, timeout_seconds=4.0) as run:
+    with Processes(2, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
         stopped = run["worker 1"]
         stopped.signal(signal.SIGSTOP)
@@ -119,7 +121,7 @@ def test_a_worker_that_is_stopped_is_given_up_and_may_be_replaced():
 
 
 def test_all_name_the_chief_that_is_stopped():
-    with Processes(1, 1, timeout_seconds=4.0) as run:
+    with Processes(1, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
         run["chief"].signal(signal.SIGSTOP)
         for code, output in run.ends("chief").values():
@@ -130,11 +132,11 @@ def test_all_name_the_chief_that_is_stopped():
 
 def test_a_run_that_is_stopped_as_a_whole_goes_on():
     """As by Ctrl-Z, or in a machine that sleeps: each was stopped itself, and blames nobody."""
-    with Processes(1, 1, timeout_seconds=4.0) as run:
+    with Processes(1, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
         for name in ("chief", "worker 0", "ps 0"):
             run[name].signal(signal.SIGSTOP)
-        time.sleep(6.0)
+        time.sleep(SILENCE + 2.0)
         for name in ("chief", "worker 0", "ps 0"):
             run[name].signal(signal.SIGCONT)
         time.sleep(1.0)
@@ -145,12 +147,15 @@ def test_a_run_that_is_stopped_as_a_whole_goes_on():
 
 
 def test_a_run_without_workers_ends():
-    with Processes(1, 1, timeout_seconds=4.0) as run:
+    with Processes(1, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
         kill(run["worker 0"])
         for code, output in run.ends("worker 0").values():
             assert code == 1
-            assert "all workers are gone, and none has come back for timeout_seconds=4;" in output
+            assert (
+                f"all workers are gone, and none has come back for timeout_seconds={SILENCE:g};"
+                in output
+            )
 
 
 def test_the_chief_may_end_all_with_a_code_and_a_sentence():
@@ -167,7 +172,7 @@ def test_the_chief_may_end_all_with_a_code_and_a_sentence():
 
 def test_a_chief_whose_interpreter_takes_long_to_end_has_told_the_others_how():
     """In it Python's threads stop first, and so do its signs of life."""
-    with Processes(1, 1, timeout_seconds=1.0) as run:
+    with Processes(1, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
         run["chief"].command("leave")
         run["chief"].wait_for("leaving")
@@ -228,12 +233,12 @@ def test_who_waits_for_the_chief_may_be_asked_to_end():
 
 
 def test_all_name_who_never_started():
-    with Processes(2, 2, startup_seconds=8.0) as run:
+    with Processes(2, 2, startup_seconds=20.0) as run:
         run.start("chief", "worker 1", "ps 0")
         for code, output in run.ends().values():
             assert code == 1
             assert (
-                "after 8 s these processes have not started: "
+                "after 20 s these processes have not started: "
                 f"ps 1 ({run.address('ps 1')}), worker 0 ({run.address('worker 0')}). Start one"
             ) in output
 

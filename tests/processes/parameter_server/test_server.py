@@ -21,6 +21,8 @@ from tfpara.parameter_server.messages import Place, Push
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.shard import NOT_FINITE
 
+pytestmark = pytest.mark.latest
+
 PROGRAM = pathlib.Path(__file__).parents[2] / "lib" / "programs" / "async_run.py"
 
 
@@ -75,6 +77,7 @@ def test_a_shuffled_dataset_is_read_once_though_a_worker_is_killed():
     assert got["kills"] == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead():
     bound = 1
@@ -94,6 +97,7 @@ def test_no_push_is_staler_than_the_bound_and_nobody_waits_for_the_dead():
     assert got["kills"] == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_slow_worker_does_not_hold_up_the_others():
     got = run("stopped", workers=2, ps=1, wanted=100, turns=3)
@@ -105,6 +109,7 @@ def test_a_slow_worker_does_not_hold_up_the_others():
     assert sum(got["staleness"]) == sum(got["by_worker"]) == got["pushes"]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.timeout(700)
 def test_runs_on_a_cluster_are_repeated_in_the_simulation():
@@ -129,6 +134,7 @@ def test_weights_that_a_callback_sets_reach_servers_and_workers():
     assert run("set", workers=2, ps=2) == {"ASGD": ones, "AsyncEASGD": ones}
 
 
+@pytest.mark.nightly
 def test_after_a_fit_that_failed_every_sample_is_used_once(tmp_path):
     """A chunk cannot be read, which is named; a callback fails, while chunks are under way."""
     for k in (0, 1, 3):

@@ -3,7 +3,11 @@
 import re
 import signal
 
+import pytest
+
 from tests.lib.lobby_processes import Processes
+
+pytestmark = pytest.mark.latest
 
 
 def start(workers):

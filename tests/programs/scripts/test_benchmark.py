@@ -2,39 +2,6 @@
 
 import json
 
-import pytest
-
-SMALL = ("--layers=1", "--width=64", "--classes=50")
-
-
-def test_scaling_writes_rows_and_prints_them(run_well, tmp_path):
-    out = tmp_path / "scaling.json"
-    ended = run_well(
-        "benchmarks",
-        "--suite=scaling",
-        f"--out={out}",
-        "--rounds=1",
-        "--sync_periods=16",
-        "--only=plain Keras;bare all-reduce;tfpara, period",
-        "--steps=2",
-        "--batch=8",
-        *SMALL,
-    )
-    content = json.loads(out.read_text())
-    assert content["suite"] == "scaling"
-    assert {"machine", "versions", "rows"} <= set(content)
-    rows = {row["system"]: row for row in content["rows"]}
-    assert rows["plain Keras, independent"]["ratio_to_independent"] == 1.0
-    assert rows["bare all-reduce"]["sync_ms"] > 0
-    row = rows["tfpara, period 16"]
-    assert (row["workers"], row["sync_period"]) == (2, 16)
-    assert row["samples_per_second"] > 0
-    assert 0 < row["sync_fraction"] < 1
-    low, high = row["sync_ms_range"]
-    assert 0 < low <= row["sync_ms"] <= high
-    assert "tfpara, period 16" in ended.out
-    assert "tfpara, one worker" not in rows
-
 
 def test_networks_on_a_card_are_compared_with_plain_keras(run_well, tmp_path):
     """There is no card here: what is tested is that all runs, with tiny networks."""
@@ -53,35 +20,6 @@ def test_networks_on_a_card_are_compared_with_plain_keras(run_well, tmp_path):
     assert row["device"] == "CPU"
 
 
-def test_memory_falls_with_the_number_of_replicas(run_well, tmp_path):
-    out = tmp_path / "memory.json"
-    run_well("benchmarks", "--suite=memory", f"--out={out}", "--replicas=1,4")
-    held = {row["system"]: row["state_bytes"] for row in json.loads(out.read_text())["rows"]}
-    whole = 4 * 4 * 12_466_779  # the model, its momentum and two averages, in float32
-    assert held["replicated, 4 replicas"] == held["replicated, 1 replica"]
-    assert abs(held["replicated, 1 replica"] / whole - 1) < 1e-4
-    assert abs(held["sharded, 4 replicas"] * 4 / whole - 1) < 1e-4
-
-
-def test_averages_are_compared_with_none(run_well, tmp_path):
-    out = tmp_path / "averages.json"
-    small = ("--rounds=1", "--steps=4", "--only=sharded", *SMALL)
-    run_well("benchmarks", "--suite=averages", f"--out={out}", *small)
-    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["sharded, no averages"]["ratio_to_none"] == 1.0
-    assert rows["sharded, three averages"]["sync_ms"] > 0
-
-
-def test_input_is_compared_with_training(run_well, run, tmp_path, corpus_directory):
-    out = tmp_path / "input.json"
-    arguments = ("benchmarks", "--suite=input", f"--out={out}", "--rounds=1", "--steps=4")
-    assert "--corpus=DIR" in run(*arguments).err
-    run_well(*arguments, f"--corpus={corpus_directory}", "--batch=16")
-    pipeline, training = json.loads(out.read_text())["rows"]
-    assert training["ratio_to_training"] == 1.0
-    assert pipeline["frames_per_second"] > 0
-
-
 def test_a_missing_folder_is_one_line(run, tmp_path):
     ended = run("benchmarks", f"--out={tmp_path / 'nowhere' / 'x.json'}")
     assert ended.returncode == 1
@@ -95,18 +33,3 @@ def test_the_former_name_starts_the_same_program_with_a_warning(run, tmp_path):
     warning, error = ended.err.splitlines()
     assert warning.startswith("scripts.benchmark is scripts.benchmarks now")
     assert error.startswith("benchmarks: ") and "there is no folder" in error
-
-
-@pytest.mark.one_version
-def test_goodput_of_a_run_with_faults_and_of_one_without(run_well, tmp_path):
-    """A quiet run's is 1; where a worker is killed the others go on, and all epochs are trained."""
-    out = tmp_path / "faults.json"
-    arguments = ("--only=no faults;elastic, one spare, graphs", "--workers=3", "--epochs=4")
-    arguments += ("--epoch_steps=60", "--step_seconds=0.02", "--kill_every=2")
-    run_well("benchmarks", "--suite=faults", f"--out={out}", *arguments)
-    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["no faults"]["goodput"] == 1.0
-    assert rows["no faults"]["kills"] == 0
-    assert rows["elastic, one spare, graphs not optimised"]["kills"] >= 1
-    assert rows["elastic, one spare, graphs not optimised"]["goodput"] > 0.0
-    assert 0.0 < rows["elastic, one spare, graphs not optimised"]["loss"] < 3.0

@@ -69,7 +69,7 @@ def test_signals_remove_everything(number):
         assert process.stdout.readline() == "made\n"
         assert len(namespaces() - before) == 2
         process.send_signal(number)
-        assert process.wait(30) != 0
+        assert process.wait(120) != 0
     finally:
         process.kill()
         process.stdout.close()

@@ -34,6 +34,7 @@ def results(run_well, tmp_path_factory):
     return out
 
 
+@pytest.mark.nightly
 def test_every_system_has_figures_or_a_reason(results):
     rows = {row["system"]: row for row in json.loads(results.read_text())["rows"]}
     assert "--torch_python" in rows.pop("PyTorch DDP")["missing"]
@@ -46,6 +47,7 @@ def test_every_system_has_figures_or_a_reason(results):
     assert ours["ratio_to_independent"] == pytest.approx(speed / independent["samples_per_second"])
 
 
+@pytest.mark.nightly
 def test_per_step_peers_of_tensorflow_average(run_well, tmp_path):
     # The suite itself compares the workers' weights, and lists as failed what does not average.
     _, rows = suite(run_well, tmp_path / "x.json", "MultiWorkerMirrored;Horovod", "--link_mbit=")
@@ -60,6 +62,7 @@ def test_per_step_peers_of_tensorflow_average(run_well, tmp_path):
         assert rows[name]["bytes_per_sample"] > 4 * weights / 8
 
 
+@pytest.mark.nightly
 def test_the_cost_model_is_beside_what_was_measured(results):
     content = json.loads(results.read_text())
     (one,) = content["predictions"]
@@ -68,6 +71,7 @@ def test_the_cost_model_is_beside_what_was_measured(results):
     assert one["measured_over_predicted"] == pytest.approx(ratio)
 
 
+@pytest.mark.nightly
 def test_the_page_has_what_stands_around_its_marks(results, run, run_well, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
@@ -84,6 +88,7 @@ def test_the_page_has_what_stands_around_its_marks(results, run, run_well, tmp_p
     assert page.read_text() == "no marks"
 
 
+@pytest.mark.nightly
 def test_the_page_has_limited_links_beside_loopback(results):
     content = json.loads(results.read_text())
     rows = {r["system"]: {**r, "link": "100 Mbit/s"} for r in content["rows"]}

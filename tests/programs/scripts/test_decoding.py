@@ -42,6 +42,7 @@ def frames_of(corpus, split):
         return [index.read_utterance(corpus, part, files, i) for i in range(len(part))]
 
 
+@pytest.mark.nightly
 def test_phone_errors_are_those_of_the_models_posteriors(evaluated, corpus_directory):
     """Posteriors from Keras' predict, priors and references counted here once more."""
     run_dir, _, ended = evaluated

@@ -19,6 +19,7 @@ def lines(ended, prefix):
     return [line.removeprefix(prefix).strip() for line in ended.err.splitlines() if prefix in line]
 
 
+@pytest.mark.nightly
 def test_training(run_well, corpus_directory, tmp_path):
     flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path / 'run'}", *SMALL)
     ended = run_well("train", *flags, **ON_HOROVOD)

@@ -79,6 +79,7 @@ def test_one_speaker_trains_without_held_out_scores(run, run_well, kaldi, tmp_pa
     assert not any("validation" in name for name in epoch)
 
 
+@pytest.mark.nightly
 def test_kaldi_audio_with_utterances_skipped_is_reused(run_well, kaldi, tmp_path):
     flags = (
         f"--data={kaldi}/audio",

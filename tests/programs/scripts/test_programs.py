@@ -97,6 +97,7 @@ def test_the_chief_alone_shows_progress(pair):
     assert not [line for line in lines if line.startswith("[worker")]
 
 
+@pytest.mark.nightly
 def test_the_flags_that_were_kept_start_the_same_run(run_well, single, tmp_path):
     flags = f"--flagfile={single[0] / 'flags.txt'}"
     run_well("train", flags, f"--run_dir={tmp_path}", "--epochs=1")
@@ -108,6 +109,7 @@ def test_the_flags_that_were_kept_start_the_same_run(run_well, single, tmp_path)
     assert again["loss"] == pytest.approx(first["loss"], rel=1e-3)
 
 
+@pytest.mark.nightly
 def test_evaluate_gives_the_error_of_the_exported_model(run_well, pair, corpus_directory, tmp_path):
     out = tmp_path / "scores.json"
     ended = run_well("evaluate", f"--run_dir={pair[0]}", f"--out={out}")
@@ -135,6 +137,7 @@ def test_evaluate_gives_the_error_of_the_exported_model(run_well, pair, corpus_d
     assert scores["cross_entropy"] == pytest.approx(entropy, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_workers_together_score_as_one(run_well, pair, tmp_path):
     results = []
     for workers in (1, 2):

@@ -80,6 +80,15 @@ def runs(request, corpus_directory, tmp_path_factory):
     return out
 
 
+@pytest.mark.nightly_cases(
+    "000-lstm*",
+    "002-hand*",
+    "002-multipass*",
+    "002",
+    "003-cldnn-*",
+    "003-dnn-asgd*",
+    "003-dnn-easgd",
+)
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_recipe_trains(runs, name):
     content = json.loads((runs / name / "history.json").read_text())
@@ -125,6 +134,7 @@ def test_a_recipe_has_the_lines_of_those_that_train(name):
     assert lines(name) - network and lines(name) - rule
 
 
+@pytest.mark.nightly
 def test_pretraining_gives_the_model_that_001_starts_from(run_well, corpus_directory, tmp_path):
     out = tmp_path / "rbm.weights.h5"
     pretrain = "--flagfile=scripts/recipes/001-pretrain.flags"

@@ -40,7 +40,7 @@ def interrupted(environment, flags):
         lines.append(line)
         if line.startswith("Epoch 3/"):
             program.send_signal(signal.SIGTERM)
-    return program.wait(timeout=60), "".join(lines), program.stderr.read()
+    return program.wait(timeout=200), "".join(lines), program.stderr.read()
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,7 @@ def test_tensorboard_goes_on(resumed):
     assert steps == list(range(len(epochs(resumed[0]))))
 
 
+@pytest.mark.nightly
 def test_other_settings_are_refused_and_starting_over_is_not(run, resumed, corpus_directory):
     one = resumed[0]
     flags = (f"--corpus={corpus_directory}", f"--run_dir={one}", *FLAGS, "--epochs=1", "--seed=8")

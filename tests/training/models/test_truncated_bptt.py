@@ -1,6 +1,7 @@
 """Training on streams: each replica carries its own state, whatever the syncs do to the weights."""
 
 import numpy as np
+import pytest
 
 import tfpara
 from tests.lib.bptt_example import (
@@ -13,15 +14,9 @@ from tests.lib.bptt_example import (
     states,
 )
 from tests.lib.cluster_of_processes import run_all_well
+from tests.lib.small import strategy_of
 
 TAU = 3
-DEVICES = ["CPU:0", "CPU:1"]
-
-
-def make_strategy(rule=None, sync_period=TAU):
-    return tfpara.PeriodicSyncStrategy(
-        rule or tfpara.BSP(), sync_period=sync_period, devices=DEVICES
-    )
 
 
 def check_states(model, strategy, plain):
@@ -35,7 +30,7 @@ def check_states(model, strategy, plain):
 
 def test_replicas_train_as_plain_models_averaged_by_hand():
     """With several steps in one call, in which the state is a loop's; two workers have one."""
-    strategy = make_strategy()
+    strategy = strategy_of(sync_period=TAU)
     with strategy.scope():
         model = compiled(steps_per_execution=3)
     initial = model.get_weights()
@@ -74,9 +69,10 @@ def test_state_matters_to_training():
     assert np.abs(kept.get_weights()[0] - cleared.get_weights()[0]).max() > 1e-4
 
 
+@pytest.mark.nightly
 def test_minibatches_without_rows_take_no_step_and_leave_the_state():
     """Replica 1 is at its end after 3 of 6 steps."""
-    strategy = make_strategy(sync_period=100)
+    strategy = strategy_of(sync_period=100)
     with strategy.scope():
         model = compiled()
     initial = model.get_weights()
@@ -94,7 +90,7 @@ def test_minibatches_without_rows_take_no_step_and_leave_the_state():
 
 
 def test_evaluation_scores_frames_by_weight_and_training_goes_on():
-    strategy = make_strategy(tfpara.BMUF())
+    strategy = strategy_of(2, tfpara.BMUF(), sync_period=TAU)
     with strategy.scope():
         model = compiled()
     data = distributed(strategy)

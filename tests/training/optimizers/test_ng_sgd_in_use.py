@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfpara
 from tests.lib.networks import (
     LOSS,
     compiled,
@@ -15,6 +14,7 @@ from tests.lib.networks import (
     mixed_data,
     mixed_model,
 )
+from tests.lib.small import strategy_of
 from tfpara.optimizers import NGSGD
 from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS
 from tfpara.sync.tensorflow.model_variables import replica_variables
@@ -65,9 +65,7 @@ def test_exported_model_needs_nothing_of_ours(tmp_path):
 
 @pytest.mark.parametrize("local_state", ["reset", "average"])
 def test_replicas_agree_after_a_sync_and_keep_their_own_scatters(local_state):
-    strategy = tfpara.PeriodicSyncStrategy(
-        tfpara.BSP(), sync_period=3, local_state=local_state, devices=["CPU:0", "CPU:1"]
-    )
+    strategy = strategy_of(sync_period=3, local_state=local_state)
     with strategy.scope():
         inputs = keras.Input((8, 3))
         hidden = layers.Flatten()(layers.Conv1D(6, 3, activation="relu")(inputs))
@@ -99,7 +97,7 @@ def test_replicas_agree_after_a_sync_and_keep_their_own_scatters(local_state):
 
 def test_two_replicas_equal_two_models_averaged_by_hand():
     x, y = minibatches(8, 32)
-    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"])
+    strategy = strategy_of()
     with strategy.scope():
         model = compiled(dense_model(), 0.1, 0.9)
     start = model.get_weights()

@@ -175,6 +175,7 @@ def test_a_shuffled_dataset_trains_each_sample_once_in_each_epoch(every_push):
             np.testing.assert_array_equal(weight, number + 1.0)
 
 
+@pytest.mark.nightly
 def test_every_epoch_and_every_fit_has_an_order_of_its_own():
     """One worker, from the same weights: only the order of the data can make a difference."""
     rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(len(X)).batch(BATCH)

@@ -361,6 +361,7 @@ RULES = [tfpara.ASGD(), tfpara.Downpour(), tfpara.AsyncEASGD(0.3)]
 HOOKS = {"on_train_begin": 1, "on_epoch_begin": 2, "on_epoch_end": 2, "on_train_end": 1}
 
 
+@pytest.mark.nightly_cases("AsyncEASGD*", "Downpour*")
 @pytest.mark.parametrize(
     ("rule", "hooks"),
     [  # Workers of EASGD have models of their own.
@@ -719,6 +720,7 @@ def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
         assert rate == pytest.approx(0.1 * (1 - batch / 24))
 
 
+@pytest.mark.nightly
 def test_sigterm_is_the_programs_own_again_after_a_fit_that_failed(tmp_path):
     def own(*_):
         pass

@@ -6,6 +6,8 @@ import pytest
 
 import tfpara
 
+pytestmark = pytest.mark.latest
+
 BATCH, MINIBATCHES, CHUNKS, DECAY = 4, 192, 8, 0.9
 X = np.random.default_rng(0).normal(3.0, 2.0, size=(BATCH * MINIBATCHES, 3)).astype("float32")
 

@@ -273,7 +273,6 @@ def muon():
     return keras.optimizers.Muon(0.05, exclude_layers=["dense"])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("rule", "period", "optimizer"),
     [

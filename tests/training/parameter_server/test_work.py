@@ -10,6 +10,8 @@ from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
 from tfpara.parameter_server.messages import Place, Pulled
 from tfpara.parameter_server.worker_step import WorkerStep, clipped
 
+pytestmark = pytest.mark.latest
+
 SAMPLES = 8
 
 

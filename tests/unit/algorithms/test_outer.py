@@ -96,14 +96,13 @@ def test_defaults_are_the_papers():
 
 
 @given(models, trajectories)
-@settings(deadline=None)
 def test_sgd_of_one_is_model_averaging(start, averages):
     got = follow(Outer(O.SGD(1.0)), start, averages)
     np.testing.assert_allclose(got, follow(BSP(), start, averages), atol=5e-6)
 
 
 @given(models, trajectories, st.floats(0.125, 1.5), st.floats(0.0, 0.9375))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_diloco_is_torchs_recurrence_and_nesterov_bmuf(start, averages, lr, momentum):
     got = follow(DiLoCo(lr, momentum), start, averages)
     by_hand = nesterov_as_in_torch(start, averages, lr, momentum)
@@ -134,7 +133,7 @@ def test_part_of_a_block_is_that_part_of_the_step_that_it_would_have_been(name):
 
 
 @given(models, trajectories, st.floats(0.125, 1.5), st.floats(0.0, 0.9375))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_slowmo_is_classical_bmuf(start, averages, lr, momentum):
     got = follow(SlowMo(lr, momentum), start, averages)
     expected = follow(BMUF(momentum, lr, nesterov=False), start, averages)

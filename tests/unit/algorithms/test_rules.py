@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -286,7 +286,6 @@ def test_easgd_without_elasticity_leaves_everything_alone(start, averages, n):
 
 
 @given(st.integers(1, 16), st.floats(0.1, 0.99), st.integers(0, 2**31))
-@settings(deadline=None)
 def test_easgd_stability_bound_is_the_true_one(n, fraction, seed):
     """Below the bound idle replicas come together; what is above is refused."""
     bound = 2.0 / (n + 1)

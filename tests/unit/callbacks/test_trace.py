@@ -133,6 +133,7 @@ def shown(folder, phase):
     return [e["args"] for e in events if e["name"] == phase and e["ph"] == "X"]
 
 
+@pytest.mark.quick
 def test_by_default_the_steps_around_the_second_sync_are_recorded(tmp_path):
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=30)
     fit(tfpara.callbacks.Trace(tmp_path), strategy, minibatches=70)

@@ -10,8 +10,6 @@ from tests.lib import mutants
 from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.store import CheckpointError, Store
 
-pytestmark = pytest.mark.quick
-
 CONTENT = {
     "bucket_sizes": [108],
     "position": {"epoch": 1, "finished": False, "minibatches": 8, "steps": 4},
@@ -115,6 +113,7 @@ def test_a_lock_that_leads_to_another_file_does_not_empty_it(tmp_path, kind):
     store.release()
 
 
+@pytest.mark.quick
 def test_a_forked_process_that_lives_longer_does_not_hold_the_lock(tmp_path):
     store = Store(tmp_path, 1)
     store.lock()

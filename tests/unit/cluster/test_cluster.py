@@ -302,6 +302,7 @@ def test_unreachable_waits_for_all_peers_at_once():
             filler.close()
 
 
+@pytest.mark.quick
 def test_tensorflow_is_not_imported():
     code = "import sys; from tfpara import cluster; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from tests.lib.cluster_of_processes import run_all_well
 from tfpara import cluster
 from tfpara.cluster import engines, startup
 
@@ -138,24 +137,6 @@ def test_a_process_that_nobody_tells_of_the_others_says_so(environ, words):
 )
 def test_nothing_is_said_where_one_process_is_meant(environ):
     assert cluster.left_alone(environ) == ""
-
-
-def test_the_line_follows_that_of_the_start():
-    environ = {**os.environ, **BATCH_SCRIPT}
-    environ.pop("TF_CONFIG", None)
-    program = (
-        "import tfpara; rule = tfpara.BSP(); tfpara.PeriodicSyncStrategy(rule, sync_period=2); "
-        "tfpara.simulate(1, rule, sync_period=2)"  # one process, whatever the environment says
-    )
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LONG)
-    assert ended.returncode == 0, ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("tfpara: ")]
-    assert [line[:30] for line in lines] == [
-        "tfpara: 1 worker, 1 replica; BSP"[:30],
-        "tfpara: SLURM_NTASKS=4, but srun"[:30],
-        "tfpara: 1 worker, 1 replica; BSP"[:30],
-    ]
 
 
 def test_the_same_port_for_all_of_a_step_and_another_for_the_next():
@@ -367,6 +348,7 @@ def test_a_real_engine_starts_two_processes(starter, engine):
     assert len({line.partition("(")[2] for line in met}) == 1 and engine in done.stdout
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["Ray", "Spark"])
 def test_an_engine_that_is_not_installed_is_one_sentence(engine):
     page = pathlib.Path(__file__).resolve().parents[3] / "docs" / "engines" / engine.lower()
@@ -375,10 +357,3 @@ def test_an_engine_that_is_not_installed_is_one_sentence(engine):
     assert done.returncode == 1
     assert done.stderr.startswith(f"{engine} is not installed: pip install ")
     assert done.stderr.count("\n") == 1
-
-
-def test_workers_that_know_their_ranks_train_together():
-    chief, worker = run_all_well("faults.py", [{}] * 2, start="rank")
-    assert "trained" in chief.output and "trained" in worker.output
-    assert "tfpara: 2 workers, 2 replicas" in chief.output
-    assert chief.output.count("tfpara: rank 0 of 2, from TFPARA_RANK and TFPARA_SIZE; all") == 1

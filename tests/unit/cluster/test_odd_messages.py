@@ -22,7 +22,6 @@ from tfpara.elastic.meeting_point import Meeting
 from tfpara.parameter_server.control import lobby, member
 
 LONG = 60.0  # seconds; reached only by a hang
-pytestmark = pytest.mark.timeout(int(2 * LONG))
 OURS, OTHER = b"a secret of this run", b"a secret of another run"
 DEEP = json.loads("[" * 500 + "]" * 500)
 ODD = [None, True, 0, -1, 7, 1 << 70, 0.5, float("inf"), float("nan"), "", "x", "\ud800", "1" * 99]

@@ -1,7 +1,6 @@
 """Which backend is taken, and what is said where it cannot be."""
 
 import json
-import subprocess
 import sys
 import types
 
@@ -123,28 +122,6 @@ def test_horovod_that_does_not_load(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"does not load \(.*undefined symbol: _ZN10\)") as error:
         horovod.load()
     assert COMMAND in str(error.value)
-
-
-def test_a_process_of_several_says_so_at_once(tmp_path):
-    """In a program of its own, from which Horovod is hidden."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import importlib.util, sys\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda n, *a: None if n == 'horovod' else find(n, *a)\n"
-        "import tfpara\n"
-        "tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env={**horovod.os.environ, **WITH_RANK},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    assert "ValueError: collectives='horovod': Horovod is not installed in" in done.stderr
-    assert COMMAND in done.stderr
 
 
 # -- what Horovod cannot add -----------------------------------------------------------------

@@ -10,6 +10,8 @@ from tfpara import cluster
 from tfpara.collectives import TensorFlowCollectives
 from tfpara.collectives.members import order_of
 
+pytestmark = pytest.mark.latest
+
 TASKS = cluster.Cluster(("a:1", "b:1"), "worker", 0).tasks
 
 

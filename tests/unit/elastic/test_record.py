@@ -11,8 +11,6 @@ from tests.lib import mutants, record
 from tfpara import files
 from tfpara.elastic.plan import Plan, begin
 
-pytestmark = pytest.mark.quick
-
 
 def line(number=1, syncs=0, plan=None, **others):
     plan = begin(0, [0, 1]) if plan is None else plan
@@ -104,7 +102,7 @@ def test_a_loss_and_a_join_by_hand(tmp_path):
 
 
 @given(data=st.data(), period=st.integers(1, 4), units=st.integers(1, 40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_unit_is_trained_once_whoever_is_lost_or_comes(data, period, units):
     """Random losses and joins at syncs; the workers' own account is the plan of each generation."""
     plan, syncs, task = begin(0, range(data.draw(st.integers(1, 3)))), 0, 3

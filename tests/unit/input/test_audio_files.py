@@ -110,6 +110,7 @@ def test_bad_files_are_named_and_the_others_still_read(tmp_path, decoder):
             assert f"wav.scp, line 1, rec: the recording ({path}) {said[path.name]}" in str(result)
 
 
+@pytest.mark.quick
 def test_a_wav_with_a_streams_header(tmp_path):
     stream = io.BytesIO()
     soundfile.write(stream, SAMPLES, 16000, format="WAV")
@@ -121,6 +122,7 @@ def test_a_wav_with_a_streams_header(tmp_path):
     np.testing.assert_array_equal(audio_files.read(piped, Options()), SAMPLES)
 
 
+@pytest.mark.quick
 def test_a_command_that_fails(tmp_path):
     ((_, error),) = audio_files.decoded([at("echo oh no >&2; false |", True)], Options())
     assert isinstance(error, AudioError)

@@ -98,7 +98,7 @@ class FakeCorpus:
         return int(self._split.frames.sum())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     frames=st.lists(st.integers(1, 500), min_size=1, max_size=60),
     seconds=st.floats(0.05, 60.0),

@@ -1,17 +1,14 @@
 """The synthetic corpus: its parts, and the whole of it."""
 
 import dataclasses
-import hashlib
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from input import alignment, audio, corpus, features, index, speakers, synthesis, text
 from input.records import CorpusError
+from tests.lib.contents import digest
 
 PROSE = "The cat sat on the mat. A dog ran to the big house. Nobody knows why they did it."
 SMALL = corpus.Options(
@@ -22,14 +19,6 @@ SMALL = corpus.Options(
     validation_speakers=1,
     test_speakers=1,
 )
-
-
-def digest(directory):
-    """One hash of every name and byte in a directory."""
-    total = hashlib.sha256()
-    for path in sorted(Path(directory).iterdir()):
-        total.update(path.name.encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()
 
 
 # Text
@@ -174,15 +163,6 @@ def test_an_utterance_is_what_the_parts_make_of_it(tmp_path):
         assert made.class_names[label].rpartition(".")[0] == phone
 
 
-def test_same_seed_same_bytes_in_another_process(tmp_path):
-    # Not in this process, which may be without TensorFlow's graph optimiser: last bits differ.
-    for name, hash_seed in (("first", "1"), ("second", "2")):
-        run_script(tmp_path, name, PYTHONHASHSEED=hash_seed).check_returncode()
-    assert digest(tmp_path / "second") == digest(tmp_path / "first")
-    first, second = (index.read(tmp_path / name) for name in ("first", "second"))
-    assert second.fingerprint == first.fingerprint
-
-
 def test_another_seed_gives_another_corpus(tmp_path):
     corpus.prepare(str(tmp_path / "first"), SMALL, PROSE)
     corpus.prepare(str(tmp_path / "second"), dataclasses.replace(SMALL, seed=1), PROSE)
@@ -269,51 +249,3 @@ def test_options_out_of_range(change, message):
 
 
 # The script
-
-
-def run_script(directory, name, *changes, **environment):
-    """`prepare_speech` with the options of SMALL and the text PROSE."""
-    (directory / "prose.txt").write_text(PROSE)
-    sizes = [
-        f"--{split}_{what}={getattr(SMALL, f'{split}_{what}')}"
-        for split in index.SPLITS
-        for what in ("minutes", "speakers")
-    ]
-    inherited = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
-    flags = [f"--out={directory / name}", f"--text={directory / 'prose.txt'}", *sizes, *changes]
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.prepare_speech", *flags],
-        cwd=Path(corpus.__file__).parents[1],
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_script_ends_with_a_line_of_what_it_made(tmp_path):
-    for word in ("made", "reused"):
-        done = run_script(tmp_path, "corpus")
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
-        assert len(lines) == 1
-        assert lines[0].startswith(f"{word} {tmp_path / 'corpus'}: 0.")
-        assert " 4 speakers, " in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("--voices=klingon-qo", "voice must be an eSpeak NG voice"),
-        ("--text=/nowhere/prose.txt", "text file /nowhere/prose.txt does not exist"),
-        ("--test_minutes=-1", "test_minutes must be positive. Received: -1.0"),
-    ],
-)
-def test_script_fails_with_one_message(tmp_path, change, message):
-    done = run_script(tmp_path, "corpus", change)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    last = done.stderr.strip().splitlines()[-1]  # TensorFlow 2.21 may speak before it
-    assert last.startswith("prepare_speech: ")
-    assert message in last

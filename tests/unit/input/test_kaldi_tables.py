@@ -143,6 +143,7 @@ def test_what_nobody_can_read_from(text):
         parts(text, True)
 
 
+@pytest.mark.quick
 def test_a_command_gives_its_output_or_its_last_words():
     def run(command):
         return kaldi_tables.run_pipe(kaldi_tables.locate(command, "wav.scp, line 1, u", True))

@@ -113,6 +113,7 @@ def test_from_audio_though_there_are_features(tmp_path):
     assert read_all(computed)["a"].shape == (48, 40)
 
 
+@pytest.mark.quick
 def test_pipes_run_only_when_allowed(tmp_path):
     stream = io.BytesIO()
     soundfile.write(stream, speech(0.5), 16000, format="WAV")

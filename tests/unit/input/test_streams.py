@@ -2,41 +2,15 @@
 
 import shutil
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tfpara
 from input import features, index, stream_plan, streams
 from input.streams import StreamOptions
-from models import presets
-
-SMALL = {"streams": 4, "truncation": 7}
-
-
-def read(corpus, split="train", *, options=None, **changes):
-    chosen = {"num_replicas": 1, "replica_ids": [0], "seed": 5, **changes}
-    dataset = streams.minibatches(corpus, split, StreamOptions(**(options or SMALL)), **chosen)
-    return [(x["frames"].numpy(), x["reset"].numpy(), y.numpy(), w.numpy()) for x, y, w in dataset]
-
-
-def utterances(batches):
-    """What each stream read, put together again utterance by utterance."""
-    found = []
-    for row in range(len(batches[0][1])):
-        pieces = []
-        for frames, reset, labels, weights in batches:
-            if reset[row]:
-                pieces.append([])
-            pieces[-1].append((frames[row], labels[row], weights[row]))
-        for parts in pieces:
-            whole = [np.concatenate(part) for part in zip(*parts, strict=True)]
-            if whole[2].any():
-                found.append(whole)
-    return found
+from tests.lib.streams import SMALL, read, utterances
 
 
 @pytest.fixture(name="whole", scope="module")
@@ -52,7 +26,7 @@ def by_bytes(arrays):
     return sorted(array.tobytes() for array in arrays)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
     num_replicas=st.integers(1, 4),
@@ -243,48 +217,6 @@ def test_a_damaged_utterance_is_named(tiny, tiny_directory, tmp_path):
     path.write_bytes(content)
     with pytest.raises(tf.errors.InvalidArgumentError, match=place.id):
         read(index.read(copy))
-
-
-def test_streams_of_two_replicas_score_as_whole_utterances_do(tiny, tmp_path):
-    """Trains under the strategy, then scores in pieces of 7 frames and in one piece each."""
-    options = StreamOptions(**SMALL, stack=3)
-    preset = presets.get("lstm-000")
-    shape = {"input_dim": options.input_dim(120), "num_classes": tiny.num_classes}
-    shape |= {"scale": 0.01, "layers": 1}
-    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=5, devices=["CPU:0", "CPU:1"])
-    plan = streams.partition(tiny, "train", options, num_replicas=2)
-    assert plan.steps(0) != plan.steps(1)
-    with strategy.scope():
-        model = preset.build(**shape, streams=4, seed=1)
-        model.compile(
-            keras.optimizers.SGD(0.3),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            weighted_metrics=[
-                keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-                keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="entropy"),
-            ],
-        )
-    data = strategy.distribute_datasets_from_function(
-        lambda _: streams.minibatches(tiny, "train", options, num_replicas=2, replica_ids=[0, 1])
-    )
-    model.fit(data, verbose=0)
-    assert strategy.statistics().samples == 4 * plan.num_minibatches
-    scores = model.evaluate(data, verbose=0, return_dict=True)
-    model.save_weights(tmp_path / "model.weights.h5")
-    whole = preset.build(**shape)
-    whole.load_weights(tmp_path / "model.weights.h5")
-    right = entropy = total = 0.0
-    for frames, labels, weights in utterances(
-        read(tiny, options={"streams": 1, "truncation": 7, "stack": 3})
-    ):
-        real = weights > 0
-        logits = whole(frames[None, real])[0].numpy()
-        right += (logits.argmax(-1) == labels[real]).sum()
-        log_posteriors = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        entropy -= np.take_along_axis(log_posteriors, labels[real][:, None], 1).sum()
-        total += real.sum()
-    np.testing.assert_allclose(scores["accuracy"], right / total, rtol=1e-6)
-    np.testing.assert_allclose(scores["entropy"], entropy / total, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

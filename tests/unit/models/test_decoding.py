@@ -304,7 +304,7 @@ def test_insertion_penalty_and_acoustic_scale():
 
 
 @given(st.integers(1, 8), st.integers(0, 2**31), st.floats(-5, 5))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_number_for_a_whole_frame_changes_the_score_alone(frames, seed, shift):
     """So the unknown p(x) of pseudo-likelihoods does no harm."""
     rng = np.random.default_rng(seed)
@@ -316,7 +316,7 @@ def test_a_number_for_a_whole_frame_changes_the_score_alone(frames, seed, shift)
 
 
 @given(labellings.filter(bool), st.integers(0, 6))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_clear_posteriors_give_back_the_phones_that_were_said(utterances, number):
     counts = Counts.zero(MIXED)
     for labels in utterances:

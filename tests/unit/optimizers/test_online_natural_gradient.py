@@ -86,7 +86,7 @@ def test_equals_numpy_with_other_settings(options):
         assert np.linalg.norm(got - want) < 2e-4 * np.linalg.norm(want), step
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(1, 40),

@@ -73,6 +73,7 @@ def test_a_fault_is_one_short_message(env, words):
     assert "\n" not in message and len(message) < 600
 
 
+@pytest.mark.quick
 def test_neither_cluster_nor_channel_needs_tensorflow():
     show = "import sys; from tfpara.parameter_server.control import lobby, member; "
     show += "from tfpara.cluster import asynchronous, door, messages; "

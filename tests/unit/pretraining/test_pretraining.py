@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfpara
+from tests.lib.small import strategy_of
 from tfpara.pretraining import BERNOULLI, GAUSSIAN, RBM, cd1, hidden_layers, pretrain
 
 layers = keras.layers
@@ -243,7 +243,7 @@ def test_functional_models_with_dropout_and_layers_before_the_stack():
 
 
 def test_is_the_start_of_every_replica_under_a_strategy():
-    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0", "CPU:1"])
+    strategy = strategy_of()
     with strategy.scope():
         model = dnn(6, 4)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

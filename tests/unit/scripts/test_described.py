@@ -9,8 +9,6 @@ from models import presets
 from scripts import described, runs
 from tests.lib import mutants
 
-pytestmark = pytest.mark.quick
-
 SIZES = {
     "dnn": {"input_dim": 33, "num_classes": 40, "layers": 3, "width": 64},
     "lstm": {"input_dim": 20, "num_classes": 30, "cells": 32, "projection": 8, "width": 24},

@@ -11,6 +11,8 @@ from tfpara.sync.data import elastic_data
 from tfpara.sync.data.reading import Order
 from tfpara.sync.keras import fit_arguments
 
+pytestmark = pytest.mark.latest
+
 Dataset = tf.data.Dataset
 
 

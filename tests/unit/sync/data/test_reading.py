@@ -12,6 +12,8 @@ import tensorflow as tf
 from tfpara.steps import with_own_memory
 from tfpara.sync.data import reading, same_data
 
+pytestmark = pytest.mark.latest
+
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])

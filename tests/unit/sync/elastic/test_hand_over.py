@@ -20,6 +20,8 @@ from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 
+pytestmark = pytest.mark.latest
+
 LARGEST = {
     "float16": 65504.0,
     "bfloat16": 3.3895e38,

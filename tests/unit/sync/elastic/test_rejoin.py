@@ -8,6 +8,8 @@ from tfpara.elastic.meeting import Form
 from tfpara.sync.elastic.connection import Connection
 from tfpara.sync.elastic.rejoin import Progress, Rejoin
 
+pytestmark = pytest.mark.latest
+
 EXTENDED = types.SimpleNamespace(worker_devices=["CPU:0"])
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfpara.sync.one_sync.buckets import Layout
@@ -13,7 +13,6 @@ from tfpara.sync.one_sync.buckets import Layout
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=6)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 200), st.data())
 def test_every_element_has_one_place(shapes, capacity, data):
     fragments = data.draw(st.integers(1, max(1, len(shapes))))

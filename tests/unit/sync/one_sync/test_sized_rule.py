@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tfpara
 from tfpara.sync.one_sync.sized_rule import SizedRule, check_sizes, sized_fields
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.latest
 
 
 def make(value, name):
@@ -29,7 +29,7 @@ def following(rule, number):
     nesterov=st.booleans(),
     warmup=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_block_momentum_that_follows_the_replicas(sizes, zeta, nesterov, warmup):
     """Against the equations of block momentum, with each block's own eta.
 

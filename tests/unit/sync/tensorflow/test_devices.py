@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from tfpara.sync.tensorflow import devices
 
+pytestmark = pytest.mark.latest
+
 # As TensorFlow lists them on each of two workers, of which the second has a GPU more.
 TWO_WORKERS = [
     "/job:worker/replica:0/task:0/device:CPU:0",

@@ -7,6 +7,8 @@ import pytest
 
 from tfpara.sync.workers.watchdog import Watchdog
 
+pytestmark = pytest.mark.latest
+
 
 class Syncs:
     """What a watchdog sees, and what it does."""

@@ -2,18 +2,15 @@
 
 import dataclasses
 import os
-import sys
 
 import pytest
 
-from tests.lib.launched import launch
 from tests.search import __main__ as search
 from tests.search import cases
 
 SEED = int(os.environ.get("TFPARA_TEST_SEED", "0"))
 
 
-@pytest.mark.one_version
 @pytest.mark.parametrize("number", range(5))
 def test_a_random_run_is_what_the_pages_say(number, tmp_path):
     case = cases.draw(SEED, number, workers=1, devices=4)
@@ -21,22 +18,9 @@ def test_a_random_run_is_what_the_pages_say(number, tmp_path):
     assert max(found.values()) <= search.tolerance(case), case
 
 
-@pytest.mark.one_version
 def test_a_wrong_rule_is_found(tmp_path):
     case = cases.draw(0, 3, workers=1, devices=4)
     assert case.rule == "bmuf"
     wrong = dataclasses.replace(case, rule_options={**case.rule_options, "warmup": 2.0})
     found = search.differences(case, tmp_path, expected_of=wrong)
     assert found["global"] > 10 * search.tolerance(case)
-
-
-@pytest.mark.one_version
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("workers", "devices", "number"), [(1, 4, 80), (2, 2, 30), (12, 1, 6)])
-def test_many_random_runs(workers, devices, number, tmp_path):
-    code, out, err = launch(
-        *("-n", workers, "--", sys.executable, "-W", "ignore", "-m", "tests.search"),
-        *(f"--cases={number}", f"--devices={devices}", f"--seed={SEED}", f"--folder={tmp_path}"),
-        seconds=1700,
-    )
-    assert code == 0, out + err
