@@ -97,8 +97,8 @@ class Telemetry(Callback):
             measured["sync_ms"] = 1000.0 * waited / max(after.syncs - before.syncs, 1)
             measured["sync_fraction"] = waited / seconds
             measured["distance"] = after.distance
-            if Strategy.of(self.model).members_change:
-                measured["workers"] = float(self.model.distribute_strategy.num_workers)
+            if self._strategy.members_change:
+                measured["workers"] = float(self._strategy.num_workers)
         elif before is not None and after is not None:
             # Workers push many times before the first batch hook.
             counts = after.staleness - self._begin.staleness
