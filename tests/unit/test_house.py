@@ -113,16 +113,6 @@ def test_no_file_imports_itself_by_way_of_others():
             del graph[module]
 
 
-# Classes and files that are still larger than the house allows.
-LARGE_CLASSES = {
-    "Synchronizer",
-}
-LARGE_FILES = {
-    "tfpara.elastic.meeting",
-    "tfpara.sync.one_sync.graph",
-}
-
-
 def test_no_class_has_over_500_lines_and_no_file_over_600():
     classes = {
         node.name
@@ -130,8 +120,8 @@ def test_no_class_has_over_500_lines_and_no_file_over_600():
         for node in module.nodes
         if isinstance(node, ast.ClassDef) and house.size_of(node) > 500
     }
-    assert classes <= LARGE_CLASSES
-    assert {name for name, module in MODULES.items() if module.lines > 600} <= LARGE_FILES
+    assert not classes
+    assert not {name for name, module in MODULES.items() if module.lines > 600}
 
 
 def test_the_figures_of_a_small_house(tmp_path):
