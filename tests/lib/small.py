@@ -21,11 +21,12 @@ def net(inputs, *units, activation=None):
 def compiled_net(strategy, inputs, *units, optimizer="sgd", loss="mse", activation=None, **options):
     """Returns a net that is made and compiled in the scope of a strategy, or of none (None).
 
+    optimizer: a name, or a function that makes one in the scope.
     loss: as Keras has it, or "classes": the cross entropy of integer labels with logits.
     """
     if loss == "classes":
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with (strategy or tf.distribute.get_strategy()).scope():
         model = net(inputs, *units, activation=activation)
-        model.compile(optimizer, loss, **options)
+        model.compile(optimizer() if callable(optimizer) else optimizer, loss, **options)
     return model

@@ -64,7 +64,7 @@ def test_under_the_launcher_horovod_listens_on_its_host():
 
 def test_what_the_page_says_to_type(tmp_path):
     """The making of a secret; and a run in a network of its own, where Linux allows that."""
-    page = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text()
     make, isolate = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     launcher = tmp_path / "tfpara-launch"
     launcher.write_text(f'#!/bin/sh\nexec {LAUNCH[0]} -m tfpara.launch "$@"\n')

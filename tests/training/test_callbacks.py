@@ -18,8 +18,8 @@ Y = RNG.integers(0, 3, COUNT)
 
 
 def make_model(strategy=None):
-    optimizer = keras.optimizers.SGD(0.5)
-    return compiled_net(strategy, 4, 3, optimizer=optimizer, loss="classes", metrics=["accuracy"])
+    made = {"optimizer": lambda: keras.optimizers.SGD(0.5), "loss": "classes"}
+    return compiled_net(strategy, 4, 3, **made, metrics=["accuracy"])
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 import tfpara
-from tests.lib.small import compiled_net
 from tfpara import export
 from tfpara.keras_model import strategy_of
 
@@ -41,8 +40,11 @@ def outputs_in_a_fresh_process(path, x, tmp_path):
 
 
 def make_model(strategy=None):
-    optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
-    return compiled_net(strategy, 4, 6, 3, activation="relu", optimizer=optimizer)
+    with (strategy or tf.distribute.get_strategy()).scope():
+        layers = [keras.Input((4,), name="x"), keras.layers.Dense(6, activation="relu")]
+        model = keras.Sequential([*layers, keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
+    return model
 
 
 def test_a_fresh_process_computes_the_same(tmp_path):

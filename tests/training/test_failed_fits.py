@@ -34,7 +34,7 @@ STEPS, TAU = 12, 5  # minibatches of each replica; the last block of an epoch is
 def made():
     strategy = strategy_of(2, tfpara.BMUF(0.5), sync_period=TAU)
     keras.utils.set_random_seed(1)
-    return strategy, compiled_net(strategy, 4, 3, optimizer=keras.optimizers.SGD(0.1))
+    return strategy, compiled_net(strategy, 4, 3, optimizer=lambda: keras.optimizers.SGD(0.1))
 
 
 def fit(model, *callbacks, epochs=1):
